@@ -35,7 +35,7 @@ class AuditOptions:
     json: Json = False
 
 
-@command(app, "audit", "Hold the records of a run against each other.")
+@command(app, "audit", "Check a run's records for consistency.")
 def audit(options: AuditOptions, console: Console) -> int:
     """Exit code: 0 (all holds), 1, 2 (bad input)."""
     with progress(Console(stderr=True), "files of rollouts") as report:

@@ -6,16 +6,16 @@ _MAKE, _CHOOSE, _CHECK = "Make", "Choose", "Check and translate"
 TOOLS = tuple(
     Entry(name, f"megatron_rl.cli.data_tools.{module}", help_text, panel)
     for name, module, help_text, panel in (
-        ("grade", "grade", "Samples of every problem by a model, graded.", _MAKE),
+        ("grade", "grade", "Sample and grade every problem by a model.", _MAKE),
         ("sft", "sft_examples", "Mine a run for SFT examples of a cold start.", _MAKE),
         ("difficulty", "choosing", "Keep what is neither too hard nor easy.", _CHOOSE),
         ("filter-format", "choosing", "One comparable answer a problem.", _CHOOSE),
         ("dedupe", "duplicates", "Drop near duplicates within a file.", _CHOOSE),
         ("decontaminate", "duplicates", "Drop what evaluations ask.", _CHOOSE),
-        ("check", "prompts", "Faults of prompts, with their rows.", _CHECK),
-        ("show", "prompts", "Prompts as the model sees them.", _CHECK),
-        ("code-tests", "code_tests", "Hold tests against solutions.", _CHECK),
-        ("translate", "translating", "A share of the problems in six languages.", _CHECK),
+        ("check", "prompts", "Find faults of prompts, with their rows.", _CHECK),
+        ("show", "prompts", "Show prompts as the model sees them.", _CHECK),
+        ("code-tests", "code_tests", "Validate tests by running solutions.", _CHECK),
+        ("translate", "translating", "Translate a share of problems, six languages.", _CHECK),
     )
 )
 app = lazy_app("Make prompts and SFT examples.", TOOLS, add_completion=False)

@@ -20,29 +20,29 @@ class Part(Section):
     """One part of an objective: a function and its parameters."""
 
     parameters: dict[str, Any] = {}
-    """Of a function of your own, named as package.module:function; it reads them here."""
+    """Parameters of a function of your own (package.module:function), which reads them here."""
 
 
 class AdvantageEstimatorConfig(Part):
-    """What each completion of a group is worth; the rollout queue computes it."""
+    """Computes the advantage of each completion of a group, in the rollout queue."""
 
     name: str = "group_mean"
     """Entry of ADVANTAGE_ESTIMATORS, or package.module:function."""
     k: PositiveInt = 4
-    """pass_at_k and majority: how many samples are judged together."""
+    """pass_at_k and majority: number of samples that are judged together."""
     temperature: PositiveFloat = 1e-3
     """soft_value: beta of beta * log mean exp(reward / beta), of the reference's samples."""
 
 
 class NormalizationConfig(Part):
-    """How advantages are scaled; the rollout queue does it."""
+    """Scales the advantages, in the rollout queue."""
 
     name: str = "minibatch"
     """Entry of NORMALIZATIONS (minibatch, group, none), or package.module:function."""
 
 
 class AggregationConfig(Part):
-    """What a token weighs in the loss; the rollout queue says it."""
+    """Sets the weight of a token in the loss, in the rollout queue."""
 
     name: str = "group_tokens"
     """Entry of AGGREGATIONS (group_tokens, batch_tokens, sequence_mean, sequence_sum), or
@@ -50,41 +50,41 @@ class AggregationConfig(Part):
 
 
 class PolicyLossConfig(Part):
-    """What is differentiated: the importance ratio and its clipping."""
+    """The loss per token: the importance ratio and its clipping."""
 
     name: str = "clipped"
     """Entry of POLICY_LOSSES, or package.module:function."""
     level: Literal["token", "sequence"] = "token"
-    """Whose importance ratio: each token's, or the geometric mean over its sequence."""
+    """Compute the importance ratio per token, or per sequence (geometric mean)."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
-    """The importance ratio is clipped below 1 - eps_low; 1: not at all."""
+    """Clip the importance ratio below 1 - eps_low; 1: no lower clipping."""
     eps_high: PositiveFloat = 0.28
-    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
+    """Clip the importance ratio above 1 + eps_high (clip-higher)."""
     dual_clip: float = Field(default=0.0, ge=0)
-    """A token of negative advantage A costs no more than -dual_clip * A; 0: without this bound."""
+    """Limit the loss of a token with negative advantage A to -dual_clip * A; 0: no limit."""
     max_log_ratio: float = Field(default=20.0, gt=0, le=40)
     """Log ratios of probabilities are cut at +-max_log_ratio before exp, in policy losses,
     corrections and KL estimates: values and gradients stay finite. A token beyond the bound has no
     gradient through its ratio; `dual_clip` bounds less extreme ratios of negative advantages."""
     old_logprobs: Literal["generator", "recompute"] = "generator"
-    """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
-    update of the batch, for one more forward pass."""
+    """Logprobs in the denominator of the importance ratio. generator: those of the generator;
+    recompute: the trainer's own before the first update of the batch, at the cost of one forward
+    pass."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> Self:
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError(
-                f"dual_clip={self.dual_clip:g} would bound ratios that did not move: above 1, such "
-                "as 3; 0 switches it off"
+                f"dual_clip must be above 1, such as 3, or 0 for none; got {self.dual_clip:g}"
             )
         return self
 
 
 class CorrectionConfig(Part):
-    """Weights of tokens by how much likelier they are now than where they were sampled.
+    """Weights tokens by the ratio of their probability now to their probability when sampled.
 
-    The ratio is that of policy_loss.old_logprobs="recompute" to the generator's; with "generator"
-    it is the current policy's, held constant.
+    The ratio is that of policy_loss.old_logprobs="recompute" to the generator's; with
+    "generator" it is the current policy's, held constant.
     """
 
     name: str = "none"
@@ -92,11 +92,12 @@ class CorrectionConfig(Part):
     preset; without one, truncated where policy_loss.old_logprobs="recompute" and
     queue.max_staleness is above 0, else none."""
     level: Literal["token", "sequence"] = "token"
-    """Whose ratio: each token's, or the geometric mean over its sequence."""
+    """Compute the ratio per token, or per sequence (geometric mean)."""
     low: NonNegativeFloat = 0.5
-    """masked: below it a token has no weight."""
+    """masked: a token with a smaller ratio gets weight 0."""
     high: PositiveFloat = 2.0
-    """truncated: the ratio counts no more than this; masked: above it a token has no weight."""
+    """truncated: larger ratios are cut to this value; masked: a token with a larger ratio gets
+    weight 0."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -125,16 +126,17 @@ class KlConfig(Part):
     """Distance to a reference policy, as a cost."""
 
     placement: Literal["none", "reward", "loss"] = "none"
-    """reward: it is taken from the advantages; loss: it is added to the loss."""
+    """Where the KL cost enters. reward: it is subtracted from the advantages; loss: it is added
+    to the loss."""
     estimator: Literal["k1", "k2", "forward_kl", "exact"] = "k1"
     """Of log ratios l to the reference. placement "reward": k1. placement "loss": k2, half the
     square of a sequence's sum; forward_kl, exp(-l) - 1 + l of each token; or exact, the KL of each
     position over the whole vocabulary, of the least variance and twice the output layer's cost."""
     horizon: Literal["to_go", "token"] = "to_go"
-    """placement "reward" and estimator "exact": what a token answers for, all that follows in its
-    sequence or its own position alone."""
+    """placement "reward" and estimator "exact": the KL cost that a token is charged with. to_go:
+    that of all following positions; token: that of its own position."""
     coefficient: NonNegativeFloat = 1e-3
-    """Beta; a sequence weighs as much as in the rest of the loss."""
+    """Coefficient of the KL cost (beta). Sequences have the same weight as in the policy loss."""
 
     @model_validator(mode="before")
     @classmethod
@@ -163,40 +165,40 @@ class KlConfig(Part):
 
 
 class ShapingConfig(Part):
-    """Advantages that depend on the policy as it is; the trainer computes them."""
+    """Advantages that depend on the current policy; the trainer computes them."""
 
     name: str = "none"
     """Entry of SHAPINGS (none, regression, cross_entropy, jepo), or package.module:function."""
     temperature: PositiveFloat = 1e-3
     """Beta of reward - beta * log(policy / reference), over whole sequences."""
     baseline: Literal["group", "none", "value", "soft"] = "group"
-    """regression: what is taken off, the mean of the others of a group, nothing more, a value of
-    the prompt that is learnt beside (train/value_*), for data of single completions, or its soft
-    value under the reference, from the others of a group whoever sampled (also cross_entropy)."""
+    """regression: baseline subtracted from the reward. group: mean of the group's others; none;
+    value: a learned value per prompt (train/value_*), for data with single completions; soft: the
+    soft value under the reference policy, from the group's others (also for cross_entropy)."""
     value_lr: PositiveFloat = 1e-2
-    """baseline value: learning rate of the value, in rewards; constant."""
+    """baseline value: constant learning rate of the value, in units of reward."""
     top_reward: float = 1.1
-    """cross_entropy: the largest reward that there is; others count relative to it."""
+    """cross_entropy: the largest possible reward; other rewards count relative to it."""
     support: NonNegativeFloat = 1e-2
-    """jepo: weight of learning the reference answer itself, beside the thoughts that make it
-    likely. Up to 1e-2 for short answers, 1 for long ones, in the paper."""
+    """jepo: weight of learning the reference answer itself, in addition to the thoughts that
+    make it likely. The paper uses up to 1e-2 for short answers and 1 for long ones."""
     bound: PositiveFloat = 1.0
-    """jepo: advantages of thoughts, divided by their standard deviation, count no more than this;
-    they are heavy-tailed."""
+    """jepo: upper bound of the advantages of thoughts, in standard deviations. These advantages
+    are heavy-tailed."""
 
 
 class ReferenceConfig(Section):
-    """The policy that KL and regressions compare with."""
+    """The reference policy of KL and regressions."""
 
     policy: str = "none"
     """none; start: the weights that reinforcement learning began from; ema: their moving average;
     or a Hugging Face folder with the same tokenizer, of any size."""
     source: Literal["trainer", "engine"] = "trainer"
-    """Who computes its logprobs. trainer: its weights take the policy's place for one pass; engine:
-    a frozen engine beside the run, of `[scorer]`, for start or a folder, also one that does not fit
-    the trainer's GPUs."""
+    """Which process computes the reference's logprobs. trainer: its weights replace the policy's
+    for one forward pass; engine: a frozen engine, set in `[scorer]`, for start or a folder, also
+    for a model that does not fit the trainer's GPUs."""
     decay: float = Field(default=0.99, ge=0, lt=1)
-    """ema: what is kept of the average at each step of the optimizer."""
+    """ema: decay of the moving average per optimizer step."""
 
     @property
     def folder(self) -> Path | None:
@@ -205,23 +207,24 @@ class ReferenceConfig(Section):
 
 
 class EntropyConfig(Section):
-    """A bonus for entropy."""
+    """An entropy bonus."""
 
     coefficient: NonNegativeFloat = 0.0
-    """The loss falls by it times the mean entropy of tokens, in nats; 7e-4 in Magistral's
-    ablation."""
+    """Coefficient of the mean token entropy (nats), which is subtracted from the loss.
+    Magistral's ablation uses 7e-4."""
 
 
 class GoldConfig(Section):
-    """Learning from the reference answer: it is put where a completion gave its own answer."""
+    """Learning from the reference answer, which replaces the answer that a completion gave."""
 
     groups: Literal["none", "unrewarded", "all"] = "none"
-    """Which groups learn it: those without a right completion, or all. Needs shaping jepo."""
+    """Groups that learn the reference answer: those without a right completion, or all. Needs
+    shaping jepo."""
     opening: str = Field(default="\\boxed{", min_length=1)
-    """Text behind which an answer begins; the last one of a completion counts. "</think>" for
-    answers that are long texts."""
+    """Text after which an answer begins; the last occurrence in a completion counts. Use
+    "</think>" for answers that are long texts."""
     closing: str = "}"
-    """Text behind the answer, which is learnt with it; empty: the end of the sequence."""
+    """Text after the answer, which is learned with it; empty: the end of the sequence."""
 
 
 _WITH_A_CRITIC = ("ppo", "gae", "vapo", "vc_ppo", "a2c", "reinforce_pp_critic")
@@ -231,10 +234,11 @@ class AlgorithmConfig(Section):
     """The objective: a preset, and what differs from it."""
 
     preset: str = "magistral"
-    """Fills in every key below that is not given; see `megatron-rl algorithms`."""
+    """Preset that sets every key below that is not given. `megatron-rl algorithms` lists the
+    presets."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
-    """Groups whose rewards (for majority: verdicts) are all equal: dropped and counted, or trained
-    on."""
+    """What happens to groups whose rewards (with majority: verdicts) are all equal. drop: they
+    are dropped and counted; keep: they are trained on."""
     advantage_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()

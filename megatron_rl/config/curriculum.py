@@ -11,19 +11,20 @@ from megatron_rl.config.section import Section
 
 
 class CurriculumConfig(Section):
-    """Solved prompts leave, harder ones come (Magistral, arXiv 2506.10910, section 5)."""
+    """Retires solved prompts and admits harder ones (Magistral, arXiv 2506.10910, section 5)."""
 
     retire_after: int = Field(default=0, ge=0)
-    """A prompt is retired when all completions were right in so many visits in a row; 0: never."""
+    """Retire a prompt when all its completions were right in this many visits in a row; 0:
+    never."""
     bands: list[float] = []
-    """Pass rates, falling: a prompt belongs to the first band that is not above its own pass rate
-    ("pass_rate" of its line). The first band is drawn from the start, each further one once it is
-    admitted; prompts below the last are never drawn; prompts without a pass rate always are."""
+    """Descending pass rates that divide prompts into bands: a prompt belongs to the first band
+    that is not above its own "pass_rate". The first band is drawn from the start, each further
+    band after its admission. Prompts below the last band are never drawn; prompts without a pass
+    rate always are."""
     admit_at: float = Field(default=0.7, gt=0, le=1)
-    """The next band is admitted when this share of the completions was right in the latest
-    visits."""
+    """Admit the next band when this share of completions was right in the latest visits."""
     window_visits: PositiveInt = 64
-    """So many visits are looked at, all of them after the latest admission."""
+    """Number of recent visits used for the admission decision, counted since the last admission."""
 
     @property
     def is_on(self) -> bool:

@@ -18,24 +18,24 @@ class EvalSet(Section):
     """One evaluation set: prompts of its own, sampled in its own way. Not given: as in [eval]."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
-    """Names figures and files: letters, digits, - and _."""
+    """Name of the set in figures and files: letters, digits, - and _."""
     prompts: PromptSource
     """Where they come from, as in [[prompts]]. All count but for lines of "split": "train"; no
     question of them is trained on."""
     problems: PositiveInt | None = None
-    """The first so many of them; not given: all."""
+    """Number of prompts to use, from the first; not given: all."""
     samples: _Samples | None = None
-    """Completions a prompt."""
+    """Number of completions per prompt."""
     temperature: float | None = Field(default=None, ge=0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: total probability of the tokens to sample from."""
     top_k: int | None = Field(default=None, ge=0)
     """Sample from the k most likely tokens; 0: from all."""
     min_p: float | None = Field(default=None, ge=0, lt=1)
     """Leave out tokens less likely than this share of the most likely token's probability."""
     max_new_tokens: PositiveInt | None = None
-    """Limit of a completion."""
+    """Maximum number of new tokens per completion."""
 
 
 class EvalConfig(Section):
@@ -45,11 +45,11 @@ class EvalConfig(Section):
     """Number of held-out prompts to evaluate on. auto: all, at most 256; 0: none. A hash holds out
     no prompts beyond this number; with auto and eval.sets, none at all."""
     samples: _Samples = 1
-    """Number of completions a prompt. auto: 4; 1 with temperature 0, which repeats itself."""
+    """Number of completions per prompt. auto: 4, or 1 with temperature 0."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy, which makes reasoning models repeat themselves."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: total probability of the tokens to sample from."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k most likely tokens; 0: from all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -59,7 +59,7 @@ class EvalConfig(Section):
     sets: list[EvalSet] = []
     """Evaluated beside the held-out prompts, each for itself."""
     every_steps: int = Field(default=0, ge=0)
-    """Also evaluate every so many steps; 0: only before and after."""
+    """Number of steps between evaluations; 0: evaluate only before and after training."""
     replicas: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Generators that keep the version which an evaluation measures, while the others generate for
     training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of

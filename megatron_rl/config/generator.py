@@ -56,26 +56,25 @@ class GeneratorConfig(Section):
     replicas: PositiveInt = 1
     """Number of engine replicas of the whole run, on all nodes."""
     tensor_parallel: PositiveInt = 1
-    """Ranks of one engine."""
+    """Tensor-parallel ranks of one engine."""
     expert_parallel: PositiveInt = 1
-    """Among how many of them the experts of a mixture are divided: each rank holds whole experts,
-    or its part of them where this is below tensor_parallel, which it must divide. SGLang, on GPUs.
-    """
+    """Expert-parallel ranks of one engine. Must divide tensor_parallel; below it, ranks hold
+    parts of experts. SGLang on GPUs only."""
     colocate: bool = False
-    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "host" or
-    "disk", or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
+    """Run engines on the trainer's GPUs. Needs weights.method = "host" or "disk", or "ipc" on
+    one GPU, because two NCCL ranks cannot share a GPU."""
     release_memory: bool = False
-    """Engines on the trainer's GPUs give the memory of their weights and KV cache back while the
-    trainer computes: generation and training take turns, and a model fits that does not fit beside
-    its engine. SGLang; needs colocate and weights.kv_cache = "recompute"."""
+    """Free the engines' weights and KV cache while the trainer computes on the same GPUs.
+    Generation and training take turns, so that larger models fit. SGLang only; needs colocate
+    and weights.kv_cache = "recompute"."""
     quantization: str = ""
-    """How SGLang keeps its weights: "fp8", or "" as they come. A training run allows "fp8" for
-    Qwen2 and Qwen3 alone: SGLang can load no new weights into other quantised models. Weights then
-    travel by weights.method broadcast or disk: it quantises what it loads."""
+    """Quantization of the engine's weights: "fp8", or "" for none. Training allows "fp8" only
+    for Qwen2 and Qwen3, because SGLang cannot load new weights into other quantized models.
+    Weights then travel by weights.method broadcast or disk."""
     overlap_schedule: bool = False
-    """SGLang prepares the next token while one is computed. Needs weights.kv_cache = "recompute":
-    a pause that keeps keys and values leaves a token of the older weights in flight, which SGLang
-    then counts to the newer ones."""
+    """Let SGLang prepare the next token while one is computed. Needs weights.kv_cache =
+    "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
+    the newer."""
     extra_args: dict[str, Argument | list[Argument]] = {}
     """Further arguments of SGLang's server by their names, as {mem-fraction-static = 0.8}; true
     for one without a value. What the run sets itself is refused, and so is what would change which
@@ -83,15 +82,15 @@ class GeneratorConfig(Section):
     env: dict[str, str | int] = {}
     """Environment variables of SGLang's server."""
     max_running: PositiveInt = 64
-    """Completions in flight in one engine."""
+    """Number of completions in flight in one engine."""
     kv_tokens: PositiveInt | Literal["auto"] = "auto"
     """Number of tokens that the KV cache of an engine holds, of all completions in flight. auto:
     with SGLang on GPUs of its own, what its memory holds; else 65,536, or generator.context_tokens
     where that is more."""
     context_tokens: PositiveInt = 2048
-    """Longest prompt plus completion."""
+    """Maximum length of prompt plus completion, in tokens."""
     nice: int = Field(default=0, ge=0, le=19)
-    """CPU priority given up by the engine, where it shares cores with the trainer."""
+    """Niceness of the engine's processes, where they share cores with the trainer."""
     start_timeout_s: PositiveFloat = 900.0
     """An engine that is not ready after this many seconds has failed. A first start on a GPU
     compiles kernels: minutes; later ones find them in ~/.cache."""
@@ -105,10 +104,11 @@ class GeneratorConfig(Section):
     """Generators that the run needs: at the start, once weights.join_timeout_s has passed, and when
     others have used up their restarts. With fewer it ends."""
     request_timeout_s: PositiveFloat = 300.0
-    """A completion that takes longer has failed; its engine stops it. Below
-    queue.lease_timeout_s."""
+    """Timeout of one completion, in seconds; the engine stops a slower one, which counts as
+    failed. Must be below queue.lease_timeout_s."""
     wait_for_publish: bool = True
-    """Serve only after the trainer's first publish; false serves the folder's own weights."""
+    """Wait for the trainer's first weights before serving; false: serve the weights of the model
+    folder."""
 
     @property
     def takes_all_memory(self) -> bool:
@@ -163,7 +163,7 @@ class GeneratorConfig(Section):
 
 
 class WeightsConfig(Section):
-    """Publishing weights to the generators."""
+    """Weight sync from the trainer to the generators."""
 
     method: Literal["reshard", "host", "ipc", "broadcast", "disk"] = "reshard"
     """reshard: slices from shard to shard. host: the same by way of host memory and TCP: slower,
@@ -173,27 +173,28 @@ class WeightsConfig(Section):
     instead of reshard. disk: a folder that every engine reads; quantised ones get it instead of
     host and ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What running requests keep across a publish. keep: keys and values of older weights, as in
-    the paper; recompute: tokens alone."""
+    """What running requests keep across a weight sync. keep: the KV cache of older weights, as
+    in the paper; recompute: only their tokens."""
     bucket_bytes: PositiveInt = 64 << 20
-    """Size of a round of the exchange; trainer and engine ranks need at most twice as much memory
-    beside their parameters."""
+    """Bytes per round of the weight sync. Trainer and engine ranks need at most twice this
+    memory in addition to their parameters."""
     deadline_s: PositiveFloat = 120.0
-    """A generator that does not take a publish in that time is dropped until it comes back."""
+    """Seconds of one weight sync. A generator that has not taken the version by then is dropped
+    until it connects again."""
     grace_s: PositiveFloat = 30.0
-    """A generator that has taken versions before is also dropped when it has not taken one so long
-    after another generator did; over NCCL it has the whole deadline."""
+    """Seconds that a generator which took earlier versions may lag behind the first generator
+    that took this one; then it is dropped. Over NCCL it has the whole deadline."""
     overlap: bool = False
-    """Send while the next batch is awaited, and during its forward and backward pass, up to the
-    optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
+    """Send weights while the trainer waits for the next batch and computes its gradients, up to
+    the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
     relay: bool = False
     """Generators pass a version on: those that hold it double with every transfer, where a copy of
     the trainer's model serves its generators one after the other (over NCCL) or shares its links
     among them. Of use from three generators a copy on; one that passes weights on stays paused
     meanwhile. Needs reshard."""
     join_timeout_s: PositiveFloat = 1200.0
-    """Generators must say hello within this many seconds: all of them at the start, and one when
-    none is left. Above generator.start_timeout_s."""
+    """Seconds within which generators must connect: all of them at the start, and one when none
+    is left. Must exceed generator.start_timeout_s."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:

@@ -8,10 +8,10 @@ from megatron_rl.config.section import Section
 
 
 class MetricsConfig(Section):
-    """Metrics for other programs; `RUN/metrics.jsonl` is always written."""
+    """Exports of metrics to other programs. `RUN/metrics.jsonl` is always written."""
 
     tensorboard: bool = False
-    """Event files in RUN/tensorboard."""
+    """Write TensorBoard event files to RUN/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; offline: in RUN/wandb, for `wandb sync`. Needs the package wandb:
     `pip install wandb`, or the extra of that name."""
@@ -26,11 +26,12 @@ class MetricsConfig(Section):
     wandb_tags: list[str] = []
     """Tags of the run at Weights & Biases."""
     prometheus_port: int = Field(default=0, ge=0, le=65535)
-    """Port of http://HOST:PORT/metrics; 0: none."""
+    """Port of the Prometheus endpoint http://HOST:PORT/metrics; 0: none."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens on. Whoever reaches it may read the metrics: it knows no keys."""
+    """Address of the Prometheus endpoint. It has no access control: whoever reaches it can read
+    the metrics."""
     poll_s: PositiveFloat = 2.0
-    """Seconds between two looks at metrics.jsonl."""
+    """Seconds between two reads of metrics.jsonl."""
 
     @property
     def is_on(self) -> bool:

@@ -34,13 +34,14 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     """Tensor-parallel ranks; must divide attention heads, key-value heads and MLP units."""
     pipeline: PositiveInt = 1
-    """Pipeline stages; must divide the layers, but for those of uneven stages."""
+    """Pipeline stages. Must divide the number of layers, not counting the layers of uneven first
+    and last stages."""
     first_stage_layers: int = Field(default=0, ge=0)
-    """Layers of the first pipeline stage, which also holds the embedding; 0: as many as the stages
-    between have. Megatron's num_layers_in_first_pipeline_stage; not with virtual_stages."""
+    """Layers of the first pipeline stage, which also holds the embedding; 0: as many as the
+    other stages. Megatron's num_layers_in_first_pipeline_stage. Not with virtual_stages."""
     last_stage_layers: int = Field(default=0, ge=0)
-    """Layers of the last pipeline stage, which also computes the logits; 0: as many as the stages
-    between have. Megatron's num_layers_in_last_pipeline_stage; not with virtual_stages."""
+    """Layers of the last pipeline stage, which also computes the logits; 0: as many as the other
+    stages. Megatron's num_layers_in_last_pipeline_stage. Not with virtual_stages."""
     virtual_stages: PositiveInt = 1
     """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
     divide the layers."""
@@ -56,8 +57,8 @@ class ParallelConfig(Section):
     expert_tensor: PositiveInt = 1
     """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
     expert_exchange: Literal["all_to_all", "deepep"] = "all_to_all"
-    """How tokens travel to their experts and back. deepep: by the kernels of the package of that
-    name (CUDA), which want the router's scores in float32."""
+    """How tokens travel to their experts and back. deepep: the kernels of the DeepEP package
+    (CUDA), which need router scores in float32."""
     sequence: bool = False
     """Megatron sequence parallelism inside the tensor-parallel group; experts need it there. auto:
     true with tensor above 1."""
@@ -68,8 +69,8 @@ class ParallelConfig(Section):
     """Reduce gradients while the backward pass of the last microbatch runs. auto: true with data
     above 1."""
     overlap_parameters: bool = False
-    """Gather updated parameters while the next forward pass goes on; needs
-    distributed_optimizer and overlap_gradients."""
+    """Gather updated parameters during the next forward pass. Needs distributed_optimizer and
+    overlap_gradients."""
     overlap_tensor: bool = False
     """Tensor ranks exchange positions while they multiply (TransformerEngine's userbuffers, CUDA);
     needs sequence, and train.pad_microbatches, as the buffers have one size."""

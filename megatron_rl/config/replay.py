@@ -15,16 +15,17 @@ class ReplayConfig(Section):
     """Recorded rollouts, examples with rewards, or the run's own latest groups."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Of the groups of each batch; 1: nothing is sampled but for evaluations."""
+    """Share of recorded groups in each batch; 1: completions are sampled only for evaluations."""
     runs: list[Path] = []
-    """Folders of runs with the same tokenizer, whose recorded rollouts are trained on."""
+    """Run folders whose recorded rollouts are trained on; they need the same tokenizer."""
     datasets: list[Path] = []
     """JSONL files of {"prompt": text or messages, "response": text, "reward": number}; lines with
     the same prompt are one group. They have no generator's logprobs."""
     buffer_groups: NonNegativeInt = 0
-    """So many groups of this run, the latest that were trained on, are trained on again."""
+    """Number of this run's latest trained groups that are kept and trained on again."""
     max_age: PositiveInt = 8
-    """buffer_groups: policy versions that a group's oldest token may lag when it is drawn."""
+    """buffer_groups: maximum number of policy versions that a group's oldest token may lag when
+    it is drawn."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:

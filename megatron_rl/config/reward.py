@@ -53,53 +53,57 @@ class ExtraReward(Section):
     """A reward of the user's own, beside correctness."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
-    """Name of its part in records and metrics."""
+    """Name of this reward in records and metrics."""
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """package.module:function as `f(answer: str, request: ScoreRequest) -> float`."""
     weight: float = 1.0
-    """Factor on what the function returns."""
+    """Factor applied to the function's result."""
     tasks: list[str] = []
-    """Tasks that it applies to; none named: all."""
+    """Tasks that this reward applies to; empty: all."""
 
 
 class RewardConfig(Section):
-    """Addends of the reward of a completion that passes its format check; any other earns 0.
+    """Parts of the reward of a completion that passes its format check. Any other completion earns
+    0.
 
     Defaults are the paper's, but for the parts that a run has to ask for.
     """
 
     correct: float = Field(default=0.9, ge=0)
-    """For a right answer."""
+    """Reward for a right answer."""
     format: float = Field(default=0.1, ge=0)
-    """For passing the format check."""
+    """Reward for passing the format check."""
     length: float = Field(default=0.1, ge=0)
-    """Largest length penalty; see length_margin_tokens."""
+    """Maximum length penalty; see length_margin_tokens."""
     length_margin_tokens: int = Field(default=0, ge=0)
-    """Paper's l_cache: the length penalty grows over the last tokens before the limit; 0: none."""
+    """Number of tokens before the length limit over which the length penalty grows (the paper's
+    l_cache); 0: no penalty."""
     language: float = Field(default=0.0, ge=0)
-    """For problem, thoughts and answer in one language (paper: 0.1); 0: not looked at."""
+    """Reward for problem, thoughts and answer in one language (paper: 0.1); 0: language is not
+    checked."""
     language_confidence: float = Field(default=0.6, gt=0, le=1)
-    """A text whose language is less sure than this counts as unknown, never as a mismatch."""
+    """Minimum confidence of language detection. A text below it counts as unknown, never as a
+    mismatch."""
     accept_missing_unit: bool = True
-    """An answer without the reference's unit is right."""
+    """Accept an answer that lacks the reference's unit."""
     unevaluated: UnevaluatedRule = "refuse_copied"
     """Right answers that hold an operation which the reference does not, such as \\cos 60^\\circ
     for 1/2. refuse_copied: wrong where they stand in the problem; refuse: wrong where the operation
     can be carried out; accept: right."""
     tests_per_problem: PositiveInt = 20
-    """Tests drawn for a group's completions of a code problem."""
+    """Number of tests drawn for each group of a code problem."""
     code_credit: Literal["all", "proportional"] = "all"
-    """What a program earns of `correct`. all: all of it for passing all tests; proportional: the
-    share of the tests that it passes, all of which are run then."""
+    """Share of `correct` that a program earns. all: everything for passing all tests;
+    proportional: the share of tests that it passes, for which all tests run."""
     test_s: PositiveFloat = 4.0
-    """CPU time of one test of a program."""
+    """CPU seconds of one test of a program."""
     test_memory_bytes: PositiveInt = 300 << 20
-    """Memory of one test of a program."""
+    """Memory limit of one test of a program, in bytes."""
     compile_s: PositiveFloat = 10.0
-    """CPU time of a compilation."""
+    """CPU seconds of a compilation."""
     host_patience: float = Field(default=10.0, ge=1)
-    """Elapsed time that a crowded host may take for a test or a compilation, as a multiple of what
-    it may take alone (twice its CPU time); beyond, the completion is not graded."""
+    """Elapsed time allowed for a test or compilation on a busy host, as a multiple of the time
+    allowed on an idle one (twice its CPU limit). Beyond it the completion is not graded."""
     isolation: Literal["auto", "bubblewrap", "landlock", "rlimits"] = "auto"
     """How programs are confined. auto: bubblewrap, else Landlock with a warning, else refuse;
     rlimits alone let a program read files and use the network."""
@@ -170,25 +174,28 @@ def longest_program_s(compile_s: float, tests_s: float, factor: float = WALL_FAC
 
 
 class WorkerPoolConfig(Section):
-    """Processes for one kind of grading; slow kinds never hold up quick ones."""
+    """Processes for one kind of grading, so that slow kinds do not delay fast ones."""
 
     workers: PositiveInt | Literal["auto"] = "auto"
     """Number of processes. auto: half of the host's cores for code; a quarter, at most 8, for the
     others."""
     timeout_s: PositiveFloat = 3.0
-    """Limit of one step of grading: CPU time; for code and custom rewards, which wait for other
-    processes, elapsed time less that for which the host kept them from a core."""
+    """Time limit per grading step. CPU seconds; for the code and custom pools, which wait for
+    other processes, elapsed seconds without time spent waiting for a core."""
     max_elapsed_s: PositiveFloat = 120.0
-    """All elapsed time of one attempt, pauses not counted. Beyond, the host is too crowded to tell
-    anything: one more attempt when it is quieter, then the completion is not graded."""
+    """Elapsed seconds of one attempt, not counting pauses. Beyond it the host is too busy to
+    judge: one more attempt follows when it is quieter, then the completion is not graded."""
     running_slow: int = Field(default=0, ge=0)
-    """Slow items that compute at once, at low priority; 0: as many as there are cores."""
+    """Number of slow items that compute at once, at low priority; 0: one per core."""
     held_slow: PositiveInt = 32
-    """Slow items that keep their process, running or paused; together in twice memory_bytes."""
+    """Number of slow items that keep their process, running or paused. Together they may use
+    twice memory_bytes."""
     memory_bytes: PositiveInt = 2 << 30
-    """Address space of one process; for code that of a compiler, tests have their own limit."""
+    """Address space of one process, in bytes. For code it limits the compiler; tests have their
+    own limit."""
     max_pending: PositiveInt = 1024
-    """Requests accepted at once; one counts in every worker pool that a step of its task needs."""
+    """Number of requests accepted at once. A request counts in every worker pool that a step of
+    its task needs."""
 
     def with_workers(self, pool: str, cores: int) -> Self:
         """The same with a number of processes, on a host with so many cores for the verifier."""
@@ -199,10 +206,10 @@ class WorkerPoolConfig(Section):
 
 
 class VerifierConfig(Section):
-    """Grading processes, by worker pool; a worker pool that is not needed starts none."""
+    """Grading processes by worker pool. A worker pool that no task needs starts no process."""
 
     answer_within_s: PositiveFloat = 600.0
-    """A request that is open for so long is answered: the host had no time to grade it. Below
+    """Seconds after which an open request is answered as not graded. Must be below
     queue.score_timeout_s."""
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of a verifier within verifier.restart_window_s: one that dies is started again after

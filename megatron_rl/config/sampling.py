@@ -12,11 +12,12 @@ class SamplingConfig(Section):
     """Sampling of training completions."""
 
     max_new_tokens: PositiveInt = 1024
-    """Limit of a completion."""
+    """Maximum number of new tokens per completion."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; below 1 the generator's logprobs no longer match the trainer's."""
+    """Nucleus sampling: total probability of the tokens to sample from. Below 1 the generator's
+    logprobs no longer match the trainer's."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k most likely tokens; 0: from all. Above 0 the generator's logprobs no longer
     match the trainer's."""

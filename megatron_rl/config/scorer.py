@@ -15,30 +15,30 @@ class ScorerConfig(Section):
     "engine"; it has GPUs of its own, behind those of the generators."""
 
     tensor_parallel: PositiveInt = 1
-    """Its ranks, on one node."""
+    """Tensor-parallel ranks of the scorer, on one node."""
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Of its weights and computations; "": model.dtype."""
+    """Dtype of the scorer's weights and computations; "": model.dtype."""
     quantization: str = ""
-    """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come."""
+    """Quantization of the scorer's weights (SGLang's option), such as "fp8"; "": none."""
     max_running: PositiveInt = 32
-    """Sequences in work at once; each data-parallel replica of the trainer has as many asked for.
-    """
+    """Number of sequences in work at once. Each data-parallel replica of the trainer requests as
+    many."""
     kv_tokens: PositiveInt = 65_536
-    """Tokens that its KV cache holds; above generator.context_tokens."""
+    """Number of tokens in the scorer's KV cache. Must exceed generator.context_tokens."""
     nice: int = Field(default=0, ge=0, le=19)
-    """CPU priority given up by the engine, where it shares cores with the trainer."""
+    """Niceness of the engine's processes, where they share cores with the trainer."""
     start_timeout_s: PositiveFloat = 600.0
-    """An engine that is not ready by then has failed."""
+    """Seconds after which an engine that is not ready counts as failed."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of the scorer within scorer.restart_window_s, after 1, 2, 4 ... at most 60 s; then
     its death ends the run. The trainer repeats the requests that the dead scorer had."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of the scorer are counted."""
     request_timeout_s: PositiveFloat = 120.0
-    """An engine that takes longer for one sequence has failed; the run ends."""
+    """Timeout of one sequence, in seconds; then the run ends."""
     answer_within_s: PositiveFloat = 900.0
-    """The run ends when the trainer has waited so long without any answer; above start_timeout_s,
-    as it waits through starts and restarts."""
+    """Seconds without any answer after which the run ends. Must exceed start_timeout_s, because
+    the trainer waits through starts and restarts."""
 
     def check(self, *, context_tokens: int, temperature: float) -> None:
         """Raise ValueError where it cannot score what is trained on.

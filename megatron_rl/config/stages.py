@@ -14,71 +14,73 @@ PlateauMetric = Literal["rollout/reward", "rollout/correct", "rollout/format"]
 
 
 class Plateau(Section):
-    """A stage begins when a metric of the batches of the stage before it stops to grow."""
+    """Start a stage when a metric of the stage before it stops growing."""
 
     metric: PlateauMetric = "rollout/reward"
-    """Mean over a batch and the groups that were dropped before it: of the reward, of the share of
-    right ones, of the share of well-formed ones."""
+    """Metric that is watched, as a mean over a batch and the groups dropped before it: reward,
+    share of right completions, or share that passes the format check."""
     window: PositiveInt
-    """Batches: the mean of the latest so many is compared with that of as many before them."""
+    """Number of latest batches whose mean is compared with the mean of the same number before
+    them."""
     min_gain: float
-    """Less gain than this is a plateau."""
+    """Smallest gain that is no plateau."""
 
 
 class StageSampling(Section):
     """What a stage changes of `[sampling]`."""
 
     max_new_tokens: PositiveInt | None = None
-    """Limit of a completion."""
+    """Maximum number of new tokens per completion."""
     temperature: PositiveFloat | None = None
     """Sampling temperature. The trainer divides its logits by that of the batch's stage."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus."""
+    """Nucleus sampling: total probability of the tokens to sample from."""
 
 
 class StageReward(Section):
     """What a stage changes of `[reward]`: the length rule."""
 
     length: NonNegativeFloat | None = None
-    """Largest length penalty."""
+    """Maximum length penalty."""
     length_margin_tokens: int | None = Field(default=None, ge=0)
-    """The length penalty grows over so many last tokens before the limit."""
+    """Number of tokens before the length limit over which the length penalty grows."""
 
 
 class StageTrain(Section):
     """What a stage changes of `[train]`."""
 
     prompts_per_batch: PositiveInt | None = None
-    """Groups of completions, zero-variance ones not counted, that make a batch."""
+    """Number of prompts (groups of completions) per batch, not counting zero-variance groups."""
     group_size: int | None = Field(default=None, ge=2)
     """Completions of one prompt."""
     minibatches: PositiveInt | None = None
-    """Optimizer steps a batch."""
+    """Number of optimizer steps per batch."""
 
 
 class StageQueue(Section):
     """What a stage changes of `[queue]`."""
 
     max_staleness: int | None = Field(default=None, ge=0)
-    """Policy versions a typical rollout may lag when it is trained on."""
+    """Number of policy versions that a typical rollout may lag when it is trained on."""
 
 
 class StageConfig(Section):
-    """One stage after the first; what it does not name stays as in the stage before it."""
+    """One stage after the first. Keys that it does not name keep the value of the stage before
+    it."""
 
     name: str = ""
-    """For logs and `megatron-rl plan`."""
+    """Name of the stage in logs and `megatron-rl plan`."""
     at_step: PositiveInt | None = None
-    """The first batch of the stage, counted from 0."""
+    """First batch of the stage, counted from 0."""
     plateau: Plateau | None = None
-    """In place of at_step: the stage begins once the one before it has stopped to gain."""
+    """In place of at_step: start the stage when the one before it stops gaining."""
     sampling: StageSampling = StageSampling()
     reward: StageReward = StageReward()
     train: StageTrain = StageTrain()
     queue: StageQueue = StageQueue()
     weights: dict[str, NonNegativeFloat] = {}
-    """New weights in the mixture, by the name of a source of `[[prompts]]`, or by its number from
-    0; 0: nothing is drawn from it."""
+    """New weights in the mixture, by name of a source in `[[prompts]]` or by its number from 0.
+    Weight 0: nothing is drawn from that source."""
 
     @model_validator(mode="after")
     def _check_trigger(self) -> Self:

@@ -37,12 +37,14 @@ class ModelConfig(Section):
     fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
     """Matrix products in FP8 through TransformerEngine, and how tensors are scaled for them."""
     fp8_bf16_edge_layers: int = Field(default=0, ge=0)
-    """First layers, and as many last ones, that stay in bfloat16; delayed scaling knows none."""
+    """Number of first layers, and of last layers, that stay in bfloat16. Not available with
+    delayed scaling."""
     fp8_parameters: bool = False
-    """Keep the weights of FP8 products in FP8, and gather them so; needs
-    parallel.distributed_optimizer, and no delayed scaling. Generators get the rounded ones."""
+    """Keep the weights of FP8 products in FP8, and gather them in FP8. Needs
+    parallel.distributed_optimizer; not with delayed scaling. Generators receive the rounded
+    weights."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of recompute_modules, or those
+    """Activations to recompute in the backward pass: none, those of recompute_modules, or those
     of every layer."""
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """Of recompute "selective", as Megatron names them: core_attn; mlp (of a dense
@@ -160,7 +162,8 @@ class OptimizerConfig(Section):
     """Keep masters and moments in host memory and update them there; GPU only, needs
     parallel.distributed_optimizer."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
-    """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
+    """Skip the optimizer step when the gradient norm before clipping exceeds this value; 0:
+    never skip."""
 
 
 class SftOptimizerConfig(OptimizerConfig):
@@ -176,34 +179,35 @@ class TrainConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Batches to train on."""
     epochs: int = Field(default=0, ge=0)
-    """In place of steps: batches until as many groups are trained on as there are train prompts,
-    so many times, rounded up. Groups that are dropped come on top. The launcher counts the prompts
-    and writes steps to the run's config.toml; 0: steps counts."""
+    """Number of passes over the train prompts, in place of steps: the launcher counts the
+    prompts and writes steps, rounded up, to the run's config.toml. Dropped groups do not count.
+    0: steps is used."""
     prompts_per_batch: PositiveInt = 16
-    """Groups of completions, zero-variance ones not counted, that make a batch."""
+    """Number of prompts (groups of completions) per batch, not counting zero-variance groups."""
     group_size: int = Field(default=16, ge=2)
     """Completions of one prompt."""
     minibatches: PositiveInt = 1
-    """Optimizer steps a batch; the paper found more than 2 harmful."""
+    """Number of optimizer steps per batch. The paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
     packing: Literal["tokens", "flops"] = "tokens"
-    """What data-parallel ranks get equally much of, within the token budget of each microbatch.
-    Attention makes tokens of long sequences dearer: flops counts that, by the sizes in model.path.
-    The steps are the same but for rounding."""
+    """Balance data-parallel ranks by `tokens` or by estimated `flops`, within the token budget
+    of each microbatch. flops includes attention, which makes tokens of long sequences more
+    expensive. Steps are the same except for rounding."""
     pad_microbatches: bool = False
-    """Every microbatch has the same count of positions: microbatch_tokens, rounded up to what the
-    ranks can divide. What its sequences leave is filled with positions that are computed and count
-    for nothing: steps are the same but for rounding, and cost more. For parallel.overlap_tensor."""
+    """Pad every microbatch to the same number of positions: microbatch_tokens, rounded up so
+    that the ranks can divide it. Padding is computed and has no weight; steps are the same
+    except for rounding, and cost more. Needed by parallel.overlap_tensor."""
     expandable_segments: bool = True
-    """On CUDA torch's allocator grows its segments: microbatches of many lengths leave fewer holes.
-    Without effect with weights.method "ipc", which hands memory to another process, and where
-    PYTORCH_CUDA_ALLOC_CONF is set already."""
+    """Use expandable segments in torch's CUDA allocator, so that microbatches of many lengths
+    fragment memory less. No effect with weights.method "ipc", which shares memory with another
+    process, or if PYTORCH_CUDA_ALLOC_CONF is set."""
     logprob_chunk_tokens: int = Field(default=2048, ge=8)
-    """Logits and all copies of them take less memory than those of so many tokens in float32."""
+    """Compute logprobs in chunks, so that logits and their copies take less memory than float32
+    logits of this many tokens."""
     router_replay: bool = False
-    """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
-    trainer's router would; generators return them (generator.engine "sglang")."""
+    """Mixture of experts: send tokens to the experts that the generator chose, instead of the
+    trainer's own choice. Needs generator.engine "sglang", which returns them."""
     record_tokens: bool = True
     """Write the policy's logprob and entropy and the advantage of every token that is trained on to
     rollouts/, for `megatron-rl view`: 12 bytes a token."""
@@ -217,14 +221,15 @@ class TrainConfig(Section):
     pipeline stage writes RUN/profile/stage_N.json, which opens in Perfetto. Two steps are enough:
     recording slows them."""
     max_mismatch: float = Field(default=0.5, ge=0)
-    """The run stops where |trainer - generator logprob| of tokens sampled under the current version
-    is above this on average, in nats; 0: never."""
+    """Stop the run when the mean |trainer - generator logprob| of tokens sampled under the
+    current version exceeds this, in nats; 0: never."""
     max_skipped_updates: PositiveInt = 5
-    """The run stops after so many skipped optimizer steps in a row, and writes the last minibatch
-    to the run folder."""
+    """Stop the run after this many skipped optimizer steps in a row. The last minibatch is
+    written to the run folder."""
     batch_timeout_s: PositiveFloat = 1200.0
-    """The trainer gives up when a batch takes longer. Above queue.max_attempts x
-    generator.request_timeout_s, one slow completion drops its group and does not end the run."""
+    """Seconds that the trainer waits for a batch before it ends the run. Set it above
+    queue.max_attempts x generator.request_timeout_s: then one slow completion drops its group
+    and does not end the run."""
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""
@@ -246,30 +251,31 @@ class SftConfig(Section):
     """Supervised cold start, and its SFT baseline."""
 
     dataset: Path | None = None
-    """JSONL of {"messages", "response"}; no cold start without it."""
+    """JSONL file of {"messages", "response"}. Without it there is no cold start."""
     remark: str = ""
-    """What a reader of the results must know about the SFT examples; shown with the accuracies."""
+    """Remark about the SFT examples that is shown with the accuracies."""
     steps: int = Field(default=0, ge=0)
     """Optimizer steps."""
     batch_size: PositiveInt = 32
-    """SFT examples a step."""
+    """Number of SFT examples per step."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
     """Learning rate and schedule of the cold start."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
-    """Save the cold start after every so many steps, to go on from there; 0: never. So many are
-    kept as checkpoint.keep_last says, and each is written within checkpoint.write_timeout_s."""
+    """Number of steps between checkpoints of the cold start, from which it resumes; 0: none.
+    checkpoint.keep_last and checkpoint.write_timeout_s hold for them too."""
     export_every_steps: int = Field(default=0, ge=0)
-    """Export the model after every so many steps and after the last one, evaluate all of them, and
-    begin with the most accurate; 0: export the last alone."""
+    """Number of steps between exports of the model. All exports and the last model are
+    evaluated, and RL starts from the most accurate one; 0: export only the last model."""
     choose_by: str = ""
-    """The evaluation that chooses among them: the name of one of eval.sets; "": the held-out
-    prompts. What is chosen by a set looks better on that set than it is."""
+    """Evaluation that chooses among the exports: the name of one of eval.sets; "": the held-out
+    prompts. The chosen model looks better on that set than it is."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step, from 1, that torch's profiler records, as train.profile_steps does for
     RL; without it none. The files are RUN/profile/sft/stage_N.json, of the SFT baseline
     RUN/profile/baseline/stage_N.json."""
     baseline: bool = False
-    """After RL, continue the cold start on the same SFT examples for RL's compute, and evaluate."""
+    """Train an SFT baseline after RL: continue the cold start on the same SFT examples for RL's
+    compute, and evaluate it."""
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:
@@ -295,24 +301,24 @@ class SftConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving the trainer and the queue together, and going on from there."""
+    """Checkpoints of trainer and queue together, and resuming from them."""
 
     every_steps: int = Field(default=20, ge=0)
     """Number of steps from one checkpoint to the next; the last step has one too. 0: none, so a run
     that ends early has to begin again."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)
-    """Also keep for good those of steps that this divides; 0: none."""
+    """Also keep the checkpoints of every step divisible by this number; 0: none."""
     export_every_steps: int = Field(default=0, ge=0)
     """Also export the model to RUN/hf/step_NNNNNN as a Hugging Face folder after every so many
     batches; 0: only hf/final. keep_last and keep_every hold for these folders too."""
     resume: str = "auto"
-    """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
-    one; never: at the start, in a new folder; else the path of a checkpoint."""
+    """Where a run starts. auto: from the newest complete checkpoint of the run folder, if any;
+    never: from the beginning, in a new folder; or the path of a checkpoint."""
     queue_timeout_s: PositiveFloat = 600.0
-    """Seconds within which the queue tells its state. All rollouts before it must be on the disk
-    then, so a slow disk needs more."""
+    """Seconds within which the queue must report its state. All earlier rollouts must be on disk
+    by then, so a slow disk needs more."""
     write_timeout_s: PositiveFloat = 1800.0
-    """A checkpoint that is not on the disk by then ends the run. Of a model that is exported: the
-    longest that rank 0 keeps the others waiting."""
+    """Seconds within which a checkpoint must be on disk, else the run ends. Also the longest
+    time that rank 0 may keep the other ranks waiting while it exports a model."""

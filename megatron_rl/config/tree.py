@@ -38,57 +38,62 @@ class RunConfig(Section):
     """The run as a whole."""
 
     dir: Path = Path("runs/default")
-    """Folder for everything that the run leaves; relative to the current folder, also in a file."""
+    """Folder for everything that the run writes. A relative path is relative to the current
+    folder, also in a file."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
 
 
 class QueueConfig(Section):
-    """Admission and leases."""
+    """The rollout queue: admission of groups, leases, grading."""
 
     max_staleness: int = Field(default=2, ge=0)
-    """Policy versions a typical rollout may lag when it is trained on; 0 is synchronous."""
+    """Number of policy versions that a typical rollout may lag when it is trained on; 0:
+    synchronous."""
     strict_staleness: bool = False
-    """Wait for a slow group rather than let it exceed max_staleness; false never waits."""
+    """Wait for a slow group before it would exceed max_staleness; false: never wait."""
     heartbeat_timeout_s: PositiveFloat = 30.0
-    """A generator or verifier that is silent this long is dead; its work is issued again."""
+    """Seconds of silence after which a generator or verifier counts as dead and its work is
+    issued again."""
     lease_timeout_s: PositiveFloat = 360.0
-    """A lease that returned nothing for this long is cancelled and issued again; above
-    generator.request_timeout_s, so that an engine that lives says itself what went wrong."""
+    """Seconds without a result after which a lease is cancelled and issued again. Must exceed
+    generator.request_timeout_s, so that a live engine reports the failure itself."""
     score_timeout_s: PositiveFloat = 900.0
-    """A score request unanswered for this long is issued again; above verifier.answer_within_s.
-    Verifiers that die are noticed by their heartbeats."""
+    """Seconds after which an unanswered score request is issued again. Must exceed
+    verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
     max_attempts: PositiveInt = 3
-    """Times a completion is tried before its group is dropped and counted; a score, before its
-    completion is; and the classes of a group's answers, before the group is."""
+    """Number of tries of a completion before its group is dropped, of a score before its
+    completion is dropped, and of a group's answer classes before the group is dropped. Each drop
+    is counted."""
     max_lost_attempts: PositiveInt = 30
-    """Times a generator or verifier may lose a completion that it works on, before it is given up
-    as by max_attempts: the process restarts, falls silent, or its engine fails all there is."""
+    """Number of times that a generator or verifier may lose a completion (by a restart, by
+    silence, or by a failing engine) before the completion is given up as by max_attempts."""
     score_patience_s: PositiveFloat = 300.0
-    """A completion that cannot be graded is neither tried again nor replaced when it was first
-    asked for so long ago: well below train.batch_timeout_s, so that none delays a batch until the
-    trainer gives up."""
+    """Seconds after which a completion that cannot be graded is neither tried again nor
+    replaced. Keep it well below train.batch_timeout_s, so that no completion delays a batch
+    until the trainer gives up."""
     max_replacements: int = Field(default=1, ge=0)
-    """Times a completion that cannot be graded is generated anew, to keep its group whole; not in
-    evaluations, which count what they could grade."""
+    """Number of times that a completion which cannot be graded is generated again, to keep its
+    group complete. Not in evaluations, which count what they could grade."""
     min_group_share: float = Field(default=0.25, ge=0, le=1)
-    """Share of train.group_size completions, at least two, that must be graded: a group goes on
-    without the others, and one of which fewer are left is dropped and counted."""
+    """Minimum share of train.group_size completions, and at least two, that must be graded.
+    Groups with fewer graded completions are dropped and counted; other groups continue without
+    the missing ones."""
     max_failed_groups: PositiveInt = 16
-    """The run ends when generators failed so many groups beyond those completed, or verifiers by
-    finding no classes: each failed one counts one up, each completed one down, never below 0."""
+    """End the run when failed groups exceed completed groups by this number. A group fails when
+    generators fail it, or when verifiers cannot compare its answers."""
     breaker_window_groups: PositiveInt = 32
-    """Groups of a task, or of tasks of the same worker pools, by which it is judged whether they
-    can be graded at all: the latest ones."""
+    """Number of latest groups, per task and per set of worker pools, by which the queue judges
+    whether grading works at all."""
     breaker_share: float = Field(default=0.8, gt=0, le=1)
-    """The run ends when so much of these groups, on average, cannot be graded; what the host had no
-    time for (not_graded) does not count."""
+    """End the run when this mean share of these groups cannot be graded. Completions that the
+    host had no time for (not_graded) do not count."""
     breaker_min_prompts: PositiveInt = 16
-    """Different prompts, of which completions must have failed, before the run may end by that: a
-    handful of prompts never ends it."""
+    """Minimum number of distinct prompts with failed completions before failing grades may end
+    the run."""
     record_tokens: bool = True
-    """Write token ids and logprobs of every rollout beside its line in rollouts/: 8 bytes a token,
-    which a replay needs."""
+    """Write token ids and logprobs of every rollout to rollouts/, 8 bytes per token. A replay
+    needs them."""
 
     @model_validator(mode="after")
     def _check_breaker(self) -> Self:
@@ -102,35 +107,36 @@ class QueueConfig(Section):
 
 
 class PortsConfig(Section):
-    """Where the sockets of a run listen. Port 0: the launcher picks a free one."""
+    """Addresses and ports of a run's sockets. Port 0: the launcher picks a free one."""
 
     host: str = "127.0.0.1"
-    """Address of the host of the queue and of trainer rank 0, where these listen. One that other
-    nodes can reach needs keys, which `megatron-rl prepare` makes."""
+    """Address of the node that runs the queue and trainer rank 0, where both listen. An address
+    that other nodes can reach needs keys, which `megatron-rl prepare` makes."""
     keys_dir: Path | None = None
     """Folder with the run's CURVE keys, on a file system that all nodes share."""
     label: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=200)
-    """Tells the processes of this start of the run from others, which are turned away; "": the
+    """Label of this start of the run. Sockets reject processes with another label. "": the
     launcher draws one."""
     prompts: int = Field(default=0, ge=0, le=65535)
-    """Queue, for generators."""
+    """Port of the queue for generators."""
     verify: int = Field(default=0, ge=0, le=65535)
-    """Queue, for verifiers."""
+    """Port of the queue for verifiers."""
     batches: int = Field(default=0, ge=0, le=65535)
-    """Queue, for trainer ranks."""
+    """Port of the queue for trainer ranks."""
     weights: int = Field(default=0, ge=0, le=65535)
-    """Trainer rank 0, for generators."""
+    """Port of trainer rank 0 for generators."""
     torchrun: int = Field(default=0, ge=0, le=65535)
-    """Rendezvous of the trainer ranks."""
+    """Port of the trainer ranks' rendezvous."""
     sft: int = Field(default=0, ge=0, le=65535)
-    """On several nodes, that of the cold start: a host may begin RL while another one ends it."""
+    """Port of the cold start's rendezvous on several nodes: a node may begin RL while another
+    one ends the cold start."""
     nodes: int = Field(default=0, ge=0, le=65535)
-    """Launcher of the first node, for those of the others."""
+    """Port of the first node's launcher for the other launchers."""
     engine: int = Field(default=0, ge=0, le=65535)
-    """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
-    two each."""
+    """HTTP port of the first engine, whose ranks meet at the next port. Each further replica
+    takes the next two."""
     scorer: int = Field(default=0, ge=0, le=65535)
-    """Scorer, for trainer ranks; its engine takes the next two."""
+    """Port of the scorer for trainer ranks. Its engine takes the next two."""
 
 
 class Config(Section):

@@ -56,7 +56,8 @@ class Attendance:
         if state.nodes != self._nodes or not 1 <= state.node < self._nodes:
             raise InputError(
                 f"a node was started as --node {state.node} of --nodes {state.nodes}, the first "
-                f"one with --nodes {self._nodes}: give all the same, and each its own place"
+                f"one with --nodes {self._nodes}: use the same --nodes everywhere and a unique "
+                "--node on each node"
             )
         known = self._states.get(state.node)
         if known is not None and known.session != state.session:

@@ -179,9 +179,7 @@ def test_checkpoints_of_other_shapes_or_names_are_refused(tmp_path: Path) -> Non
     write_model(tmp_path / "a")
     write_model(tmp_path / "wide", intermediate_size=192)
     write_model(tmp_path / "deep", num_hidden_layers=5)
-    with pytest.raises(
-        InputError, match=r"gate_proj.weight has shape \(192, 64\).*\(160, 64\)"
-    ):
+    with pytest.raises(InputError, match=r"gate_proj.weight has shape \(192, 64\).*\(160, 64\)"):
         analyse([tmp_path / "a", tmp_path / "wide"], "mean")
     for pair in (["a", "deep"], ["deep", "a"]):
         with pytest.raises(InputError, match="a lacks 9 tensors that .*deep has: model.layers.4."):

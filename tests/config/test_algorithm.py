@@ -109,7 +109,7 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
             ["algorithm.preset=dro", "algorithm.shaping.name=cross_entropy"],
             'baseline="value" is of regression, not of algorithm.shaping.name="cross_entropy"',
         ),
-        (["algorithm.policy_loss.dual_clip=0.5"], "ratios that did not move"),
+        (["algorithm.policy_loss.dual_clip=0.5"], "dual_clip must be above 1"),
         (
             ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
             "low=3 is not below high=2",

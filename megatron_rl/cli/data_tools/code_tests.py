@@ -60,7 +60,7 @@ class Options:
     min_tests: int = _DEFAULTS.min_tests
 
 
-@command(app, "code-tests", "Hold the tests of problems against solutions.")
+@command(app, "code-tests", "Validate test cases by running solutions.")
 def code_tests(options: Options, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     wanted = CodeTestOptions(
