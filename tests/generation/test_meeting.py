@@ -70,7 +70,7 @@ def test_the_leader_notices_a_follower_that_is_gone(
 
     reason, took_s = run(play())
     part = 2 if end == "closes" else 1
-    assert f"the engine's part {part} of 3, on another host, ended or fell silent" in reason
+    assert f"the engine's part {part} of 3, on another node, ended or fell silent" in reason
     assert took_s < (0.4 if end == "closes" else 2)
 
 
