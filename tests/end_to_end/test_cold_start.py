@@ -1,4 +1,4 @@
-"""The cold start with real processes: chosen by evaluation, killed, on two hosts (processes)."""
+"""The cold start with real processes: chosen by evaluation, killed, on two nodes (processes)."""
 
 import json
 import time
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
 
 
 def host_arguments(run_dir: Path, host: int) -> list[object]:
-    return ["host", run_dir, "--node", host, "--nodes", 3, "--gpus-per-node", 1]
+    return ["node", run_dir, "--node", host, "--nodes", 3, "--gpus-per-node", 1]
 
 
 @pytest.mark.exhaustive
@@ -161,7 +161,7 @@ def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Pat
         wait_until((run_dir / "hf" / "cold_start").exists, first)
     assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
     outputs = {path.name for path in (run_dir / "logs").glob("sft*.out")}
-    assert outputs == {"sft.out", "sft-host-1.out"}
+    assert outputs == {"sft.out", "sft-node-1.out"}
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0 and "but for its cold start, which is there" in output, output
@@ -212,7 +212,7 @@ def evaluated(run_dir: Path) -> list[str]:
 
 def two_nodes(run_dir: Path, host: int) -> list[object]:
     # The first has the trainer and the queue, the second one the generator.
-    return ["host", run_dir, "--node", host, "--nodes", 2, "--gpus-per-node", 1]
+    return ["node", run_dir, "--node", host, "--nodes", 2, "--gpus-per-node", 1]
 
 
 @pytest.mark.exhaustive
@@ -235,7 +235,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
         output, _ = first.communicate(timeout=60)
         # Silent for 4 s, then its own processes ended.
         assert time.monotonic() - killed_at < 25
-        assert first.returncode == 1 and "host 1 has been silent for 4 s" in output, output
+        assert first.returncode == 1 and "node 1 has been silent for 4 s" in output, output
         assert not any(child.is_running() for child in children)
     assert evaluated(run_dir) == ["cold_start_step_21"]
     with launched(*prepare) as run:
