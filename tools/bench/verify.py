@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.config.reward import LaneConfig, VerifierConfig
+from megatron_rl.config.reward import WorkerPoolConfig, VerifierConfig
 from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed
 from tools.bench import verify_work as work
 from verification.code.languages import LANGUAGES, compile_command
@@ -181,7 +181,7 @@ def measure_slow_host(items: int) -> dict[str, float]:
     """Verdicts on right answers and programs while other processes keep all cores busy."""
     samples = work.make_right(items)
     cfg = VerifierConfig(
-        answers=LaneConfig(workers=2),
+        answers=WorkerPoolConfig(workers=2),
         code=VerifierConfig().code.model_copy(update={"workers": 2}),
     )
     with Grading(verifier=cfg) as grading, _busy_host():
@@ -214,7 +214,7 @@ def _busy_host() -> Iterator[None]:
 
 def _two_workers(timeout_s: float = 3.0) -> VerifierConfig:
     """timeout_s: bombs keep all cores busy at 1 s too, and are over sooner after the stream."""
-    return VerifierConfig(answers=LaneConfig(workers=2, timeout_s=timeout_s))
+    return VerifierConfig(answers=WorkerPoolConfig(workers=2, timeout_s=timeout_s))
 
 
 Arrivals = list[tuple[float, Sample]]
