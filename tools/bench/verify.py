@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.config.reward import WorkerPoolConfig, VerifierConfig
+from megatron_rl.config.reward import VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed
 from tools.bench import verify_work as work
 from verification.code.languages import LANGUAGES, compile_command
