@@ -136,7 +136,7 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
-        ids = renderer.render(prompt.messages, 1, task=prompt.task)
+        ids = renderer.render(prompt.messages, 1, task=prompt.task, is_program=prompt.is_program)
         found.append(Rendered(renderer.decode(ids), renderer.tail(ids)))
     return found
 
