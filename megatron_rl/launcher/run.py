@@ -47,7 +47,6 @@ from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import generator_rule, scorer_rule, verifier_rule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
-    SUMMARY,
     Beginning,
     FolderLock,
     check_run_folder,
@@ -59,10 +58,8 @@ from megatron_rl.launcher.run_folder import (
 )
 from megatron_rl.launcher.session import Session
 from megatron_rl.observe.choice import choose
-from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
-from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, stream_rows
 from megatron_rl.protocol.whole_file import write_whole
@@ -125,24 +122,6 @@ def _resumption_text(config: Config, resumed: Path) -> str:
         f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
         f"{resumed}. What was generated but not trained on is generated again."
     )
-
-
-def last_words(config: Config) -> str:
-    """What becomes of a run that has ended early: where the same command resumes it."""
-    run_dir = config.run.dir
-    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
-        return ""
-    checkpoint = find_resume(config.checkpoint, run_dir)
-    if checkpoint is not None:
-        step = f"step {step_of(checkpoint)} of {config.train.steps}"
-        return f"{SAME_COMMAND} resumes the run after {step}, from {checkpoint}."
-    every = config.checkpoint.every_steps
-    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
-    if not every:
-        why = "no checkpoints are made (checkpoint.every_steps=0)"
-    steps = steps_left_behind(config)
-    kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. {SAME_COMMAND} begins the run anew{kept}."
 
 
 def _run_phases(config: Config, console: Console, *, lock: FolderLock, is_resumed: bool) -> None:
