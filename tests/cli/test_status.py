@@ -115,9 +115,10 @@ def test_a_stopped_run_says_what_the_same_command_would_do(tmp_path: Path) -> No
     said = describe(read_status(run, time.time()))
     assert said[-1] == f"{anew}The same command begins the run anew."
     checkpoint = run / "checkpoints" / "step_000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "weights").write_bytes(b"0")
-    seal(checkpoint, 2, {"weights": record_file(checkpoint / "weights")})
+    partial = checkpoint.with_name("step.partial")
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"0")
+    seal(partial, 2, {"weights": record_file(partial / "weights")})
     said = describe(read_status(run, time.time()))
     assert said[-1] == (f"The same command resumes the run after step 2 of 10, from {checkpoint}.")
     with locked(run):
