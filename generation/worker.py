@@ -211,7 +211,10 @@ class GeneratorWorker:
         limit = lease.sampling.max_new_tokens
         key = (lease.prompt.id, lease.prompt.task, limit)
         if (ids := self._rendered.pop(key, None)) is None:
-            ids = self._renderer.render(lease.prompt.messages, limit, task=lease.prompt.task)
+            prompt = lease.prompt
+            ids = self._renderer.render(
+                prompt.messages, limit, task=prompt.task, is_program=prompt.is_program
+            )
         self._rendered[key] = ids
         if len(self._rendered) > RENDERED_PROMPTS:
             del self._rendered[next(iter(self._rendered))]

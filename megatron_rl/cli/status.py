@@ -22,7 +22,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
 from megatron_rl.launcher.roster import Roster
-from megatron_rl.launcher.run_folder import SIGNALLED, is_running
+from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
 from megatron_rl.observe.activity_text import ActivityTotals, activity_line
 from megatron_rl.observe.evaluation_progress import EvaluationProgress
 from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warnings_of
@@ -66,6 +66,8 @@ class Status:
     """What a run that goes on does now."""
     error: str = ""
     """Of a run that stopped: what was noted first."""
+    rerun: str = ""
+    """Of a run that stopped: what the same command would do, resume it or begin it anew."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,11 @@ def read_status(run_dir: Path, now: float) -> Status:
                 if phase == f"{SIGNALLED} 2"
                 else phase.removeprefix("stopped by ")
             )
-            status.error = f"stopped by {by}; the same command resumes from the last checkpoint"
+            status.error = f"stopped by {by}"
         elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
+        run = config.run.model_copy(update={"dir": run_dir})
+        status.rerun = last_words(config.model_copy(update={"run": run}))
     return status
 
 
@@ -198,4 +202,6 @@ def describe(status: Status) -> list[str]:
         lines.append(f"groups dropped: {parts}")
     if status.error:
         lines.append(f"cause: {status.error}")
+    if status.rerun:
+        lines.append(status.rerun)
     return lines

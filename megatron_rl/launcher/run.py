@@ -26,7 +26,6 @@ from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.run_folder import (
     CONFIG,
-    SUMMARY,
     Beginning,
     check_run_folder,
     locked,
@@ -34,10 +33,8 @@ from megatron_rl.launcher.run_folder import (
     step_of,
     write_config,
 )
-from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
-from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.whole_file import write_whole
@@ -97,24 +94,6 @@ def _resumption_text(config: Config, resumed: Path) -> str:
         f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
         f"{resumed}. What was generated but not trained on is generated again."
     )
-
-
-def last_words(config: Config) -> str:
-    """What becomes of a run that has ended early: where the same command resumes it."""
-    run_dir = config.run.dir
-    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
-        return ""
-    checkpoint = find_resume(config.checkpoint, run_dir)
-    if checkpoint is not None:
-        step = f"step {step_of(checkpoint)} of {config.train.steps}"
-        return f"{SAME_COMMAND} resumes the run after {step}, from {checkpoint}."
-    every = config.checkpoint.every_steps
-    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
-    if not every:
-        why = "no checkpoints are made (checkpoint.every_steps=0)"
-    steps = steps_left_behind(config)
-    kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. {SAME_COMMAND} begins the run anew{kept}."
 
 
 def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:

@@ -106,7 +106,23 @@ def test_a_run_that_a_signal_ended_says_so(tmp_path: Path, number: int, words: s
     with pytest.raises(Interrupted), locked(run):
         raise Interrupted(128 + number)
     found = read_status(run, time.time())
-    assert found.state == "stopped" and found.error.startswith(f"stopped by {words}; the same")
+    assert (found.state, found.error) == ("stopped", f"stopped by {words}")
+
+
+def test_a_stopped_run_says_what_the_same_command_would_do(tmp_path: Path) -> None:
+    run = leave(tmp_path / "run", [step(3, at=1000.0)])
+    anew = "Nothing is saved: no checkpoint is complete yet (checkpoint.every_steps=2). "
+    said = describe(read_status(run, time.time()))
+    assert said[-1] == f"{anew}The same command begins the run anew."
+    checkpoint = run / "checkpoints" / "step_000002"
+    partial = checkpoint.with_name("step.partial")
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"0")
+    seal(partial, 2, {"weights": record_file(partial / "weights")})
+    said = describe(read_status(run, time.time()))
+    assert said[-1] == (f"The same command resumes the run after step 2 of 10, from {checkpoint}.")
+    with locked(run):
+        assert read_status(run, time.time()).rerun == ""
 
 
 def test_a_disk_that_becomes_full_is_warned_about_before(

@@ -13,12 +13,12 @@ from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run_folder
 from megatron_rl.launcher.ports import draw_label
-from megatron_rl.launcher.run import last_words
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     SUMMARY,
     Beginning,
     check_run_folder,
+    last_words,
     locked,
     set_aside,
     step_of,

@@ -54,6 +54,8 @@ class RewardedExample(msgspec.Struct, frozen=True):
     reward: float
     task: str = "math"
     """Whose system prompt it gets, as in reinforcement learning."""
+    is_program: bool = False
+    """Of the task code: the response is a program that reads standard input, not a function."""
 
     @property
     def messages(self) -> list[ChatMessage]:
@@ -65,7 +67,11 @@ class RewardedExample(msgspec.Struct, frozen=True):
     @property
     def key(self) -> tuple:
         """The same for the SFT examples of a group."""
-        return (self.task, *((message.role, message.content) for message in self.messages))
+        return (
+            self.task,
+            self.is_program,
+            *((message.role, message.content) for message in self.messages),
+        )
 
 
 def folder_of_datasets(run_dir: Path) -> Path:
@@ -195,7 +201,9 @@ def _group(
     for index, example in enumerate(examples):
         response = renderer.render_response(example.response)
         try:
-            prompt_ids = renderer.render(example.messages, len(response), task=example.task)
+            prompt_ids = renderer.render(
+                example.messages, len(response), task=example.task, is_program=example.is_program
+            )
         except RenderError as error:
             refusals[str(error)] += 1
             continue
