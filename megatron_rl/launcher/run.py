@@ -32,6 +32,7 @@ from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import (
     begin_with,
+    choose_model,
     cold_start_folder,
     first_model,
     is_due,
@@ -58,13 +59,12 @@ from megatron_rl.launcher.run_folder import (
     write_evaluation_config,
 )
 from megatron_rl.launcher.session import Session
-from megatron_rl.observe.choice import choose
 from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
-from megatron_rl.protocol.metrics import read_jsonl, stream_rows
+from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay.datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
@@ -263,14 +263,13 @@ def _cold_start(session: Session) -> Path:
 def _choose(session: Session) -> None:
     """Evaluate the models that the cold start exported, and begin with the most accurate one."""
     config = session.config
-    steps, metrics = config.sft.candidates, config.run.dir / "metrics.jsonl"
-    for step in steps:
-        if not is_evaluated(config, read_jsonl(metrics), step):
+    for step in config.sft.candidates:
+        if not is_evaluated(config, step):
             label = candidate_name(step)
             queue = serve_evaluation(session, label, session.hf_folder(label))
             session.wait_for(queue, f"the evaluation of {label}", eval_limit_s(config))
             session.end_serving()
-    begin_with(config, choose(read_jsonl(metrics), steps, config.sft.choose_by))
+    begin_with(config, choose_model(config))
 
 
 def _continue_cold_start(session: Session, model: Path) -> None:
