@@ -25,12 +25,12 @@ from megatron_rl.simulation.records import read_run
 from megatron_rl.sweep.measures import measure
 from megatron_rl.trainer.sft import baseline_steps
 
-FILE_BYTES, STEPS, ROLLOUTS = 6_000_000, 300, 300
-HELD_BYTES = 1_500_000
+FILE_BYTES, STEPS, ROLLOUTS = 6_000_000, 120, 300
+HELD_BYTES = 1_200_000
 
 
 def metrics_lines() -> str:
-    """Of a run: activity, generators and, at every hundredth row, a step."""
+    """Of a run: thirty rows about activity, then one about a step."""
     activity = {f"activity/reason/wrong_in_way_{n}": n for n in range(14)}
     lines = []
     for step in range(1, STEPS + 1):
@@ -101,7 +101,7 @@ def step_of_status(folder: Path) -> int:
 
 
 def steps_of_baseline(folder: Path) -> int:
-    """Trained 300 x 100 tokens, generated 300 x 6 groups x 8 x 10: 30,000 + 144,000 / 3."""
+    """Trained 120 x 100 tokens, generated 120 x 6 groups x 8 x 10: 12,000 + 57,600 / 3."""
     none = np.zeros(0)
     sequence = TrainSequence(np.zeros(1_000), 1, none, none, advantage=1.0, weight=1.0)
     return baseline_steps(config(folder), [sequence])
@@ -117,7 +117,7 @@ READERS: dict[str, tuple[Callable[[Path], object], object]] = {
         lambda folder: measure(folder, ["train/loss", "step_s"]),
         {"train/loss": 0.5, "step_s": 300.0},
     ),
-    "SFT baseline": (steps_of_baseline, 39),
+    "SFT baseline": (steps_of_baseline, 16),
     "evaluations that ended": (lambda folder: read_ended(folder, STEPS), {("after", STEPS)}),
     "models to choose from": (lambda folder: is_evaluated(config(folder), 3), False),
     "cold start": (

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.protocol.metrics import RESUMED, end_of_lines, stream_rows
 
 Row = dict[str, Any]
-CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 1_000
+CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 100
 """Read at once; a longer file takes several calls."""
 
 
