@@ -24,9 +24,8 @@ def _gauge(name: str, where: str = "") -> str:
     return f"{PREFIX}{name}{where}"
 
 
-def _rate(name: str, by: str = "") -> str:
-    total = f"sum{by}(rate({PREFIX}{name}_total[5m]))"
-    return total
+def _rate(name: str) -> str:
+    return f"sum(rate({PREFIX}{name}_total[5m]))"
 
 
 _TRAINER = '{source="trainer"}'
