@@ -1,6 +1,6 @@
 """The cold start in the phases of a run: whether it is to come, what is left of it, its model.
 
-Used by `run.py`, `nodes.py` and `node_phases.py`.
+Used by `run.py` and `phases.py`.
 """
 
 import json

@@ -105,7 +105,7 @@ class Attendance:
         ]
 
 
-class HostLink(Closing):
+class NodeLink(Closing):
     """A node's end of the link; says why when it is left with an error."""
 
     _phase: RunPhase | None = None
@@ -153,14 +153,17 @@ def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class FirstNode(HostLink):
-    """The end of the node that decides."""
+class FirstNodeLink(NodeLink):
+    """The end of the node that decides; on the only node of a run it opens no socket."""
 
     def __init__(self, config: Config, nodes: int) -> None:
         super().__init__()
         ports = config.ports
         self._limits = config.nodes
-        self._router = Router(ports.host, ports.nodes, load_keys(ports.keys_dir), label=ports.label)
+        self._router = None
+        if nodes > 1:
+            keys = load_keys(ports.keys_dir)
+            self._router = Router(ports.host, ports.nodes, keys, label=ports.label)
         self._attendance = Attendance(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
 
@@ -193,6 +196,8 @@ class FirstNode(HostLink):
         return self._attendance.take_restarts()
 
     def exchange(self, now: float) -> None:
+        if self._router is None:
+            return
         while (received := self._router.receive(0)) is not None:
             peer, message = received
             if not isinstance(message, NodeState):
@@ -215,15 +220,18 @@ class FirstNode(HostLink):
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
+        if self._router is None:
+            return
         for peer in self._peers:
             # Who cannot be reached now hears it in answer to its next state, or is missed.
             self._router.send(peer, phase)
 
     def close(self) -> None:
-        self._router.close()
+        if self._router is not None:
+            self._router.close()
 
 
-class OtherNode(HostLink):
+class OtherNodeLink(NodeLink):
     """The end of a node that does what the first one says."""
 
     def __init__(self, config: Config, node: int, nodes: int) -> None:

@@ -81,6 +81,14 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
     ]
 
 
+def only_node(config: Config, gpus: list[str]) -> NodeRoles:
+    """All roles, on the one node of a run, with or without GPUs. Raises InputError."""
+    if gpus:
+        return place(config, nodes=1, gpus_per_node=len(gpus))[0]
+    engines = {index: range(0) for index in range(config.generator.replicas)}
+    return NodeRoles(_trainer_ranks(config), 1, engines)
+
+
 def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
     """Fewest nodes on which trainer ranks and engines fit."""
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel

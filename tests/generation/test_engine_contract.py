@@ -5,11 +5,13 @@ with CUDA SGLang is the only one, in bfloat16 (`precision.py`).
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -72,6 +74,8 @@ def new_model(models_dir: Path) -> LlamaForCausalLM:
     scope="module",
     params=[
         "sglang",
+        # As the package is, but for what fails without CUDA.
+        pytest.param("sglang unpatched", marks=[on_the_cpu, pytest.mark.exhaustive]),
         pytest.param("hf", marks=on_the_cpu),
         pytest.param("vllm", marks=[on_the_cpu, NEEDS_VLLM]),
     ],
@@ -88,13 +92,15 @@ def driver(
     before = set(psutil.Process().children(recursive=True))
     # vLLM finds no strings.
     setup = make_setup(models_dir, log_path, stops_at_text=request.param != "vllm")
-    engine = load_engine(request.param)(setup)
+    engine = load_engine(request.param.partition(" ")[0])(setup)
+    wanted = {"MEGATRON_RL_SGLANG_PATCHES": "needed"} if " " in request.param else {}
 
     def started() -> list[psutil.Process]:
         return list(set(psutil.Process().children(recursive=True)) - before)
 
     try:
-        loop.run_until_complete(engine.start())
+        with patch.dict(os.environ, wanted):
+            loop.run_until_complete(engine.start())
         yield Driver(engine, loop, setup.port, started())
     finally:
         processes = started()

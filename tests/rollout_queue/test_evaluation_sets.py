@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.samples import of_records
-from megatron_rl.launcher.run import eval_limit_s
+from megatron_rl.launcher.phases import eval_limit_s
 from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
