@@ -29,6 +29,7 @@ from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warn
 from megatron_rl.observe.heartbeat import PREPARED, read_beat
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
+from megatron_rl.rollout_queue.generator_rows import generators_text
 
 app = plain_app()
 Row = dict[str, Any]
@@ -60,6 +61,8 @@ class Status:
     """Groups that were not trained on, by reason."""
     peers: str = ""
     """How many engines and verifiers live, and which are missing; of a run that goes on."""
+    generators: str = ""
+    """How much they do, and which is the slowest; of a run that goes on."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
     phase: str = ""
@@ -135,10 +138,12 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
     steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
     activity, progress, roster = ActivityTotals(), EvaluationProgress(), Roster()
     last: dict[str, float] = {}
+    generators = ""
     for row in rows:
         last[row["source"]] = row["time"]
         progress.note(row)
         roster.note(row)
+        generators = generators_text(row) or generators
         if row["source"] == "trainer" and "train/loss" in row:
             steps.append(row)
             _add_dropped(status.dropped, row)
@@ -167,6 +172,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
             if role not in ("sft", "sft_baseline", "launch")
         }
         status.evaluation, status.peers = progress.text(), roster.text()
+        status.generators = generators
     diagnosis = [activity.diagnosis] if activity.diagnosis else []
     status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
     return status
@@ -190,8 +196,7 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
-    if status.peers:
-        lines.append(status.peers)
+    lines += filter(None, [status.peers, status.generators])
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")

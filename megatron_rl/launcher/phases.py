@@ -27,6 +27,7 @@ from megatron_rl.config.files import override
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import (
     begin_with,
+    choose_model,
     cold_start_folder,
     first_model,
     is_due,
@@ -43,9 +44,7 @@ from megatron_rl.launcher.restarts import (
     verifier_rule,
 )
 from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
-from megatron_rl.observe.choice import choose
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
-from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -121,12 +120,11 @@ def _evaluate(own: FirstNode, label: str, name: str, model: str = "") -> None:
 
 def _choose(own: FirstNode) -> None:
     """Evaluate the models that the cold start exported, and begin with the most accurate one."""
-    config, metrics = own.config, own.run_dir / "metrics.jsonl"
+    config = own.config
     for step in config.sft.candidates:
-        if not is_evaluated(config, read_jsonl(metrics), step):
+        if not is_evaluated(config, step):
             _evaluate(own, candidate_name(step), "cold_start_choice")
-    chosen = choose(read_jsonl(metrics), config.sft.candidates, config.sft.choose_by)
-    begin_with(config, chosen, after_file=own.beat)
+    begin_with(config, choose_model(config), after_file=own.beat)
 
 
 def _take_part(own: Node, phase: RunPhase, arguments: Sequence[str] = ()) -> None:

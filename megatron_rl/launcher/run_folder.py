@@ -28,7 +28,7 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
-from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
+from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -127,7 +127,7 @@ def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
     metrics = run_dir / "metrics.jsonl"
     if sft_steps and metrics.exists():
         shutil.copyfile(metrics, folder / metrics.name)
-        write_whole(metrics, rows_of_cold_start(read_jsonl(metrics), sft_steps))
+        write_whole(metrics, rows_of_cold_start(iter_jsonl(metrics), sft_steps))
     elif metrics.exists():
         metrics.rename(folder / metrics.name)
     # The configuration goes last: killed before, the next launcher does it over.

@@ -177,12 +177,20 @@ PUBLISH = (
           "the version on to them", "0", "the trainer's log says who failed"),
     Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",
           "memory or network is faulty"),
-    Known("generator/busy_s", "seconds in which an engine had a completion to work on",
+    Known("generator/busy_s", "seconds in which engines had a completion to work on, all together",
           kind="count"),
-    Known("generator/idle_s", "seconds in which it had none", "a tenth of busy_s at most",
+    Known("generator/idle_s", "seconds in which they had none", "a tenth of busy_s at most",
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
-    Known("generator/tokens", "tokens that it generated", kind="count"),
-    Known("generator/running", "most completions in flight in it"),
+    Known("generator/tokens", "tokens of the completions that they finished", kind="count"),
+    Known("generator/running", "completions in flight, all generators together"),
+    Known("generator/running_max", "the same of the fullest generator"),
+    Known("generator/reporting", "generators that the row is about", "peers/generators"),
+    Known("generator/idle_share_max", "idle share of the most idle generator"),
+    Known("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
+          "generator, which generator/slowest names", "", "that generator's log and node"),
+    Known("generator/unfinished_s_max", "seconds for which a generator, which "
+          "generator/longest_unfinished names, has had work and finished nothing",
+          "below the time of a long completion", "that generator's log and node"),
     Known("launch/scorer_restarts", "a scorer died and was started again", "0",
           "logs/scorer-0*.log", "count"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
@@ -260,8 +268,8 @@ Other programs get the same rows by `[metrics]` while a run goes on, or by
   `tensorboard --logdir RUN/tensorboard`.
 - `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
-  `wandb_tags` name the run there. Names are those below; a generator's and the
-  cold start's have their source as the first part (`generator-0/...`, `sft/loss`).
+  `wandb_tags` name the run there. Names are those below; those of the
+  cold start have their source as the first part (`sft/loss`).
 - `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
   another address, where whoever reaches it may read them.
 

@@ -32,6 +32,15 @@ SFT_BASELINE_TEXT = (
 )
 
 
+_OF_STEP = (
+    "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
+    "train/logprob_gap_tokens", "wait/batch_s", "publish/s", "rollout/reward",
+    "queue/rollouts_trained", "queue/rollouts_spanning_versions", "queue/staleness_versions_mean",
+    "queue/staleness_versions_max",
+)  # fmt: skip
+"""Kept of a step's row, besides what was dropped: a run of weeks has thousands of long rows."""
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What the metrics do not hold."""
@@ -62,7 +71,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
     for row in given:
         # The queue writes one every few seconds: there are too many to keep them.
         if not activity.take(row):
-            rows.append(row)
+            rows.append(_needed_of(row))
     trainer = [row for row in rows if row.get("source") == "trainer"]
     steps = [row for row in trainer if "train/loss" in row]
     start = next((row for row in trainer if "model/parameters" in row), {})
@@ -105,6 +114,13 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }
+
+
+def _needed_of(row: Row) -> Row:
+    if "train/loss" not in row or "model/parameters" in row:
+        return row
+    dropped = [name for name in row if name.startswith((GROUPS_DROPPED, COMPLETIONS_DROPPED))]
+    return {name: row[name] for name in (*_OF_STEP, *dropped) if name in row}
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.line_errors import line_error
+from megatron_rl.protocol.line_errors import decode_lines
+from megatron_rl.protocol.metrics import end_of_lines
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
@@ -205,17 +206,19 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
 
     A last line that a crash cut short is left out, and counted in `torn` under the file's path.
     """
-    *lines, rest = path.read_bytes().split(b"\n")
-    if rest:
-        log.warning("%s: line %d was cut short, and is left out", path, len(lines) + 1)
+    decoder = msgspec.json.Decoder(RolloutRecord)
+    yield from decode_lines(path, decoder, expected="a recorded rollout")
+    if (complete := end_of_lines(path)) < path.stat().st_size:
+        log.warning("%s: what follows byte %d was cut short, and is left out", path, complete)
         if torn is not None:
             torn[str(path)] += 1
-    decoder = msgspec.json.Decoder(RolloutRecord)
-    for number, line in enumerate(lines, 1):
-        try:
-            yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise line_error(path, number, error, expected="a recorded rollout") from error
+
+
+def without_texts(record: RolloutRecord) -> RolloutRecord:
+    """A record to keep many of: the texts, which are most of it, are empty."""
+    return msgspec.structs.replace(
+        record, text="", problem="", answer="", prompt_tail="", detail=""
+    )
 
 
 def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:

@@ -32,6 +32,7 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.formation import Formation, Formed
+from megatron_rl.rollout_queue.generator_rows import GeneratorRows
 from megatron_rl.rollout_queue.group_ends import Collecting, GroupEnds
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
@@ -83,6 +84,7 @@ class Coordinator:
         self._patience = Patience(config, now)
         self._judged_at = now
         self._roll_call = RollCall(config.generator.replicas)
+        self._generator_rows = GeneratorRows()
         self._first_version = 0
         self._published, self._published_at = -1, now
         self._finished_at = now if evaluate_only else None
@@ -166,6 +168,8 @@ class Coordinator:
             case "prompts", GeneratorReady():
                 self._leases.announce(peer, message, now)
                 self._evaluations.evaluators.correct(peer, is_held=message.is_held)
+                if message.activity is not None:
+                    self._generator_rows.note(peer, message.session, message.activity, now)
             case "verify", VerifierReady():
                 self._scoring.announce(peer, message, now)
             case "prompts", RolloutFailed():
@@ -273,6 +277,7 @@ class Coordinator:
     def farewell(self, now: float) -> Iterator[Outgoing]:
         """Stop for every generator and verifier; call once, at the end."""
         self._activity.write_rest(self._published, now)
+        self._write_generators(now, is_last=True)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
         for verifier in self._scoring.verifiers:
@@ -350,6 +355,7 @@ class Coordinator:
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
             self._metrics.write(self._published, row)
+        self._write_generators(now)
         state = self.describe(now)
         self._evaluations.end_overdue(now, state, self._leases)
         is_work_out = bool(
@@ -359,6 +365,11 @@ class Coordinator:
             or self._desk.waiting_ranks
         )
         self._patience.check(now, is_work_out=is_work_out, state=state)
+
+    def _write_generators(self, now: float, *, is_last: bool = False) -> None:
+        row = self._generator_rows.take_row(self._leases.generators, now, is_last=is_last)
+        if row is not None:
+            self._metrics.write(self._published, row)
 
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:

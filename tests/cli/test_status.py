@@ -29,11 +29,11 @@ def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     # Between steps 10, 10, 40 and 10 s: one slow step does not count.
     times = [100.0, 110.0, 120.0, 160.0, 170.0]
     rows = [step(n, at, queue__groups_dropped_zero_variance=n) for n, at in enumerate(times, 1)]
-    rows.append({"time": 172.0, "source": "generator-0", "step": 5, "generator/busy_s": 1.0})
+    rows.append({"time": 172.0, "source": "queue", "step": 5, "queue/loop_stalled_s": 1.0})
     rows.append({"time": 50.0, "source": "sft", "step": 9, "train/loss": 1.0})
     status = of_rows(rows, CONFIG, state="running", now=180.0)
     assert (status.step, status.steps, status.step_s, status.left_s) == (5, 10, 10.0, 50.0)
-    assert status.silent_s == {"trainer": 10.0, "generator-0": 8.0}
+    assert status.silent_s == {"trainer": 10.0, "queue": 8.0}
     assert status.dropped == {"zero_variance": 15} and status.warnings == []
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
 

@@ -84,7 +84,7 @@ def test_generators_and_trainer_agree_on_logprobs(finished: tuple[Path, dict[str
 
 def test_the_engine_tells_what_its_passes_cost(finished: tuple[Path, dict[str, Any]]) -> None:
     run_dir, _ = finished
-    reports = read_passes(passes_path(run_dir / "logs" / "sglang-0.log"))
+    reports = list(read_passes(passes_path(run_dir / "logs" / "sglang-0.log")))
     rows = [row for report in reports for row in report.rows]
     records = [r for file in rollout_files(run_dir) for r in read_records(file.path)]
     # A token of each completion in every pass; what came after the last report is not told.

@@ -15,11 +15,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from generation.activity import metrics_interval_s
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
-from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.nccl_settings import own_settings
 from megatron_rl.protocol.types import (
     Ack,
@@ -249,7 +247,7 @@ def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
 
 @pytest.mark.timeout(120)
 @pytest.mark.exhaustive
-def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
+def test_hf_worker_reports_bad_prompts_and_its_activity_and_stops(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
 ) -> None:
     config = make_config(models_dir, tmp_path / "run", engine="hf", wait_for_publish=False)
@@ -270,12 +268,13 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
             assert rollout.finish_reason in ("stop", "length")
             assert "<eos>" not in rollout.text
             assert rollout.prompt_tail == "user:12+7=>"
+        told = await_kind(queue, GeneratorReady).activity
+        assert told is not None and told.tokens > 0 and told.busy_s > 0
         queue.send("generator-0", lease(3, 16, max_new_tokens=128))
         queue.send("generator-0", Stop("enough"))
         assert process.wait(timeout=20) == 0
-    rows = read_jsonl(config.run.dir / "metrics.jsonl")
-    assert rows and all(row["source"] == "generator-0" for row in rows)
-    assert sum(row["generator/tokens"] for row in rows) > 0
+    # Hundreds of generators would let the file grow: the queue writes a row about all of them.
+    assert not (config.run.dir / "metrics.jsonl").exists()
 
 
 @pytest.mark.timeout(120)
@@ -310,12 +309,3 @@ def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: 
     assert "SGLang failed to start: the server ended with exit code" in stderr
     assert "sglang-0.log:" in stderr and "NoSuchArchitecture" in stderr
     assert "Traceback (most recent call last)" not in stderr.split("SGLang failed to start")[0]
-
-
-def test_a_generator_of_weeks_writes_a_row_a_minute() -> None:
-    rows, age_s = 0, 0.0
-    while age_s < 21 * 86_400.0:
-        age_s += metrics_interval_s(age_s)
-        rows += 1
-    # Ten minutes of a row every 5 s, then one a minute; every 5 s it would be 362,880.
-    assert rows == 120 + 21 * 1440 - 10

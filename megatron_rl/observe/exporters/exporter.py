@@ -61,9 +61,9 @@ class Exporter:
 
     def _open(self) -> None:
         self._writers = open_writers(self._config)
-        self._follower.restart()
         self.passed_on = 0
-        self._pass_on(self._follower.read_all())
+        for rows in self._follower.read_all():
+            self._pass_on(rows)
 
     def _close(self) -> None:
         with ExitStack() as stack:

@@ -24,17 +24,13 @@ def _gauge(name: str, where: str = "") -> str:
     return f"{PREFIX}{name}{where}"
 
 
-def _rate(name: str, by: str = "") -> str:
-    total = f"sum{by}(rate({PREFIX}{name}_total[5m]))"
-    return total
+def _rate(name: str) -> str:
+    return f"sum(rate({PREFIX}{name}_total[5m]))"
 
 
 _TRAINER = '{source="trainer"}'
 _STALENESS = f'{SETTING}{{key="queue.max_staleness"}}'
-_BUSY, _IDLE = (
-    _rate("generator_busy_s", " by (source) "),
-    _rate("generator_idle_s", " by (source) "),
-)
+_BUSY, _IDLE = _rate("generator_busy_s"), _rate("generator_idle_s")
 _ZERO_VARIANCE = f'increase({PREFIX}queue_groups_dropped_total{{what="zero_variance"}}[30m])'
 _LEFT_OUT = f"{PREFIX}activity_completions_dropped_total"
 _TRAINED = f"increase({PREFIX}queue_groups_trained_total[30m])"
@@ -58,7 +54,8 @@ PANELS = (
           {"update": _gauge("train_update_s", _TRAINER), "wait for a batch": _gauge("wait_batch_s"),
            "publish": _gauge("publish_s")}),
     Panel("Idle share of generators", "percentunit",
-          {"{{source}}": f"{_IDLE} / ({_IDLE} + {_BUSY})"}),
+          {"all": f"{_IDLE} / ({_IDLE} + {_BUSY})",
+           "most idle one": _gauge("generator_idle_share_max")}),
     Panel("Tokens a second", "none",
           {"generated": _rate("activity_tokens"), "trained": _rate("train_padded_tokens")}),
     Panel("Dropped groups an hour", "none",

@@ -1,7 +1,7 @@
 """Who generated, verified, trained and published when: a plot, and a trace for Perfetto.
 
-Of metrics.jsonl (the trainer's steps, generators' busy shares, evaluations) and of recorded
-rollouts (leased, done, scored). Times are seconds since 1970.
+Of metrics.jsonl (the trainer's steps, the busy share of all generators, evaluations) and of
+recorded rollouts (leased, done, scored). Times are seconds since 1970.
 """
 
 import json
@@ -12,8 +12,10 @@ import plotly.graph_objects as go
 
 from megatron_rl.observe.report.figures import LEGEND, Plot
 from megatron_rl.observe.report.material import Run
+from megatron_rl.rollout_queue.generator_rows import REPORTING
 
 TRAINER, VERIFIER, EVALUATIONS = "trainer", "verifier", "evaluations"
+GENERATORS = "generators"
 WAIT, UPDATE, PUBLISH = "waits", "update", "publish"
 _COLOURS = {WAIT: "#d8d8d8", UPDATE: "#1f77b4", PUBLISH: "#d62728", "generates": "#2ca02c",
             "idle": "#f2f2f2", "evaluates": "#9467bd"}  # fmt: skip
@@ -52,8 +54,8 @@ def _generators(run: Run) -> Iterator[Span]:
     for row in run.rows:
         busy, idle = row.get("generator/busy_s"), row.get("generator/idle_s")
         if busy is not None and idle is not None and busy + idle > 0:
-            start = row["time"] - busy - idle
-            yield Span(row["source"], "generates", start, row["time"], busy / (busy + idle))
+            start = row["time"] - (busy + idle) / row.get(REPORTING, 1)
+            yield Span(GENERATORS, "generates", start, row["time"], busy / (busy + idle))
 
 
 def _evaluations(run: Run) -> Iterator[Span]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import (
@@ -20,6 +18,7 @@ from megatron_rl.protocol.rollout_files import (
     read_arrays,
     read_records,
     rollout_files,
+    without_texts,
 )
 from megatron_rl.protocol.types import (
     Prompt,
@@ -138,18 +137,12 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
                 f"{file.path}:{line} has no token ids beside it: it was recorded with "
                 "queue.record_tokens = false, and cannot be replayed"
             )
-        members[record.group].append(_without_texts(record))
+        members[record.group].append(without_texts(record))
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
         # Its group went on without what was dropped alone.
         kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
-
-
-def _without_texts(record: RolloutRecord) -> RolloutRecord:
-    return msgspec.structs.replace(
-        record, problem="", text="", answer="", prompt_tail="", detail="", times=None
-    )
 
 
 def _reason_to_leave_out(

@@ -47,7 +47,7 @@ def test_spans_follow_from_the_ends_of_steps(tmp_path: Path) -> None:
         Span("trainer", "update", 107.5, 109.5),
         Span("trainer", "publish", 109.5, 110.0),
     ]
-    assert Span("generator-0", "generates", 108.0, 112.0, 0.75) in found
+    assert Span("generators", "generates", 108.0, 112.0, 0.75) in found
     assert Span("evaluations", "before", 100.0, 103.0) in found
 
 
