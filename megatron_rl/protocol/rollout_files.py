@@ -184,7 +184,7 @@ class WordBuffer:
 
 
 def write_thinned(folder: Path, before_step: int) -> None:
-    """Say that token files of earlier steps are removed from a folder. Raises OSError, InputError."""
+    """Say that token files of earlier steps are removed. Raises OSError, InputError."""
     mark = _Thinned(max(before_step, _thinned_before(folder)))
     partial = folder / f"{_THINNED}.partial"
     partial.write_bytes(msgspec.json.encode(mark))

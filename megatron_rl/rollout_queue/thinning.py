@@ -33,7 +33,7 @@ class Thinner:
         self._failed: set[Path] = set()
 
     def thin(self, step: int) -> None:
-        """Remove what is too old once the batch of `step` is formed. Failures are counted, not raised."""
+        """Remove what is too old once the batch of `step` is formed; count what fails."""
         before = step - self._keep_steps
         if not self._keep_steps or before <= 0:
             return
