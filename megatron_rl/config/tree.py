@@ -94,6 +94,11 @@ class QueueConfig(Section):
     record_tokens: bool = True
     """Write token ids and logprobs of every rollout to rollouts/, 8 bytes per token. A replay
     needs them."""
+    keep_tokens_of_steps: int = Field(default=0, ge=0)
+    """Number of latest trained steps whose token files (.int32, trained_*.npz) stay in rollouts/;
+    0: all. The queue removes older ones with each batch, except those that replay.buffer_groups
+    needs to resume at a checkpoint in the run folder. Records (.jsonl) and all files of
+    evaluations stay."""
 
     @model_validator(mode="after")
     def _check_breaker(self) -> Self:
@@ -342,11 +347,8 @@ class Config(Section):
                 "for SFT examples of the reference, advantage_estimator.name='soft_value', "
                 "shaping.baseline='none'"
             )
-        if replay.buffer_groups and not self.queue.record_tokens:
-            raise ValueError(
-                f"replay.buffer_groups={replay.buffer_groups} is filled again from the recorded "
-                "rollouts when a run resumes: set queue.record_tokens=true"
-            )
+        queue = self.queue
+        replay.check_recorded(queue.record_tokens, queue.keep_tokens_of_steps, self.sampled_groups)
 
     def _check_engine(self) -> None:
         engine = self.generator.engine

@@ -55,6 +55,8 @@ QUEUE = (
     Known("queue/loop_stalled_s", "seconds for which the queue's loop stood still, which count as "
           "nobody's silence", "0", "a slow disk under the run folder, or an overloaded host",
           "count"),
+    Known("queue/token_files_not_removed", "token files that queue.keep_tokens_of_steps could not "
+          "remove", "0", "logs/queue.log names them: permissions, or a full disk?", "count"),
     Known("queue/groups_abandoned", "groups that were given up at the end of training",
           kind="count"),
     Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",

@@ -152,6 +152,14 @@ def test_a_disk_that_becomes_full_is_warned_about_before(
             view.refresh({})
         assert (said in output.getvalue()) is not is_enough
         monkeypatch.undo()
+    thinned = load_config(run / "config.toml", ["queue.keep_tokens_of_steps=2"])
+    (run / "config.toml").write_text(dump_toml(thinned))
+    # From now on a step adds its 100 bytes of text, and old token files go.
+    for free, is_enough in ((2_100, True), (2_000, False)):
+        usage = shutil.disk_usage(run)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        warnings = str(read_status(run, time.time()).warnings)
+        assert ("5 more steps of 1e-07 GB" in warnings) is not is_enough
 
 
 def test_a_folder_without_a_run_is_refused(

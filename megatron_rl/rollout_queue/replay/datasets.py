@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
-from megatron_rl.protocol.rollout_files import read_file, rollout_files
+from megatron_rl.protocol.rollout_files import WORDS, read_file, rollout_files
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import (
     ChatMessage,
@@ -128,6 +128,8 @@ def check_tokens(config: Config) -> None:
         files = [file for file in rollout_files(folder) if file.step is not None]
         if not files:
             raise InputError(f"replay.runs: {folder} holds no rollouts of training steps")
+        # Those of old steps may be thinned.
+        files = [file for file in files if file.path.with_suffix(WORDS).exists()] or files
         for record, _ in zip(read_file(files[0]), range(_COMPARED), strict=False):
             if renderer.decode(record.token_ids.tolist()) != record.text:
                 raise InputError(
