@@ -28,6 +28,9 @@ section, `megatron-rl config show --config FILE` what a run would use and where 
 from, and `megatron-rl config diff A B` how two files differ. `megatron-rl config migrate FILE`
 rewrites a file that uses former names of keys.
 
+Tables below `[expert]` hold keys that few runs need. `run.patience` scales all deadlines among
+them at once.
+
 `[[prompts]]`, `[[stages]]`, `[[eval.sets]]` and `[[reward.extra]]` are lists: write the table as
 often as needed; an override names an item by its number, as in `prompts.0.path=FILE`, and the
 next free number appends one. `NAME` is a name of yours. Defaults of `[algorithm]` are those of the
@@ -62,7 +65,7 @@ def _heading(key: str) -> str:
 
 
 def _is_of_preset(key: str) -> bool:
-    return key.startswith("algorithm.") and key != _PRESET
+    return key.removeprefix("expert.").startswith("algorithm.") and key != _PRESET
 
 
 def _mark(text: str, *, is_set: bool) -> str:

@@ -8,6 +8,7 @@ import tomllib
 from typing import Any
 
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.expert import EXPERT, is_expert, public_key, with_expert
 
 RENAMED = {
     "algorithm.credit": "algorithm.advantage_estimator",
@@ -41,7 +42,10 @@ _OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
 
 
 def new_name(key: str) -> str:
-    """The key, or the name that it has now, whatever follows the renamed part."""
+    """The key, or the name that it has now, whatever follows the renamed part.
+
+    Keys that moved to `[expert]` are renamed ones too.
+    """
     parts = key.split(".")
     for old, new in RENAMED.items():
         pattern = old.split(".")
@@ -53,8 +57,9 @@ def new_name(key: str) -> str:
                 given if now == "*" else now
                 for now, given in zip(new.split("."), head, strict=True)
             ]
-            return ".".join([*named, *parts[len(pattern) :]])
-    return key
+            key = ".".join([*named, *parts[len(pattern) :]])
+            break
+    return public_key(key)
 
 
 def migrate(text: str) -> tuple[str, list[str]]:
@@ -68,22 +73,41 @@ def migrate(text: str) -> tuple[str, list[str]]:
     changes: list[str] = []
     section: list[str] = []
     lines = []
+    moved: dict[str, list[str]] = {}
     for line in text.splitlines(keepends=True):
         if found := _HEADER.match(line):
             section = _of_list(found[1]).split(".")
             line = _replaced(line, found.span(1), found[1], changes, [])
         elif found := _ASSIGNMENT.match(line):
+            full = ".".join([*section, found[2]])
+            if section and is_expert(plain := new_name(full).removeprefix(f"{EXPERT}.")):
+                changes.append(f"{full} -> {EXPERT}.{plain}")
+                moved.setdefault(f"{EXPERT}.{plain.rpartition('.')[0]}", []).append(
+                    f"{plain.rpartition('.')[2]}{line[found.end(2) :].rstrip()}\n"
+                )
+                continue
             line = _replaced(line, found.span(2), found[2], changes, section)
         for found in reversed(list(_OVERRIDE.finditer(line))):
             line = _replaced(line, found.span(), found[1], changes, [])
         lines.append(line)
-    migrated = "".join(lines)
-    if _parsed(migrated) != _renamed(before, ""):
+    migrated = "".join(_with_tables(lines, moved))
+    if _parsed(migrated) != with_expert(_renamed(before, "")):
         raise ConfigError(
             "a former name stands where it cannot be rewritten safely, such as in an inline table: "
             f"replace by hand: {'; '.join(f'{old} by {new}' for old, new in RENAMED.items())}"
         )
     return migrated, changes
+
+
+def _with_tables(lines: list[str], moved: dict[str, list[str]]) -> list[str]:
+    """The lines of a file with moved keys in their tables, which are added where they are not."""
+    for table, keys in moved.items():
+        headers = [number for number, line in enumerate(lines) if line.strip() == f"[{table}]"]
+        if headers:
+            lines[headers[0] + 1 : headers[0] + 1] = keys
+        else:
+            lines += ["\n", f"[{table}]\n", *keys]
+    return lines
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class RunConfig(Section):
     folder, also in a file."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
+    patience: float = Field(default=1.0, gt=0, le=100)
+    """Factor of every deadline that [expert] does not give: 2 for slow file systems, busy hosts or
+    long generations. Deadlines are the keys of [expert] whose names end in timeout_s, deadline_s,
+    patience_s, within_s or grace_s."""
 
 
 class QueueConfig(Section):
