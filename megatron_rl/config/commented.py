@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from megatron_rl.config.derived import DERIVED
+from megatron_rl.config.derived import AUTO
 from megatron_rl.config.files import REQUIRED
 from megatron_rl.config.reference import ITEM, Entry, Table, tables
 
@@ -50,7 +50,7 @@ def _table(table: Table) -> str:
     lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
     for entry in table.entries:
         lines += _comment(explain(entry))
-        is_open = entry.default is None or entry.key in DERIVED or entry.key in REQUIRED
+        is_open = entry.default in (None, AUTO) or entry.key in REQUIRED
         is_set = table.is_given and not is_open and not _is_of_preset(entry.key)
         name = entry.key.rpartition(".")[2]
         lines.append(_mark(f"{name} = {value_text(entry.default, entry)}", is_set=is_set))

@@ -105,7 +105,8 @@ class GeneratorConfig(Section):
     others have used up their restarts. With fewer it ends."""
     request_timeout_s: PositiveFloat = 300.0
     """Timeout of one completion, in seconds; the engine stops a slower one, which counts as
-    failed. Must be below queue.lease_timeout_s."""
+    failed. auto: 0.12 s per token of the longest completion, at least 300 s, times run.patience.
+    Must be below queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Wait for the trainer's first weights before serving; false: serve the weights of the model
     folder."""

@@ -227,9 +227,9 @@ class TrainConfig(Section):
     """Stop the run after this many skipped optimizer steps in a row. The last minibatch is
     written to the run folder."""
     batch_timeout_s: PositiveFloat = 1200.0
-    """Seconds that the trainer waits for a batch before it ends the run. Set it above
-    queue.max_attempts x generator.request_timeout_s: then one slow completion drops its group
-    and does not end the run."""
+    """Seconds that the trainer waits for a batch before it ends the run; auto: 1.5 times
+    queue.lease_timeout_s, at least 1200 s times run.patience. Above queue.max_attempts x
+    generator.request_timeout_s, one slow completion drops its group and does not end the run."""
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""

@@ -60,8 +60,9 @@ class QueueConfig(Section):
     """Seconds of silence after which a generator or verifier counts as dead and its work is
     issued again."""
     lease_timeout_s: PositiveFloat = 360.0
-    """Seconds without a result after which a lease is cancelled and issued again. Must exceed
-    generator.request_timeout_s, so that a live engine reports the failure itself."""
+    """Seconds without a result after which a lease is cancelled and issued again; auto: 1.2 times
+    generator.request_timeout_s. Must exceed that, so that a live engine reports the failure
+    itself."""
     score_timeout_s: PositiveFloat = 900.0
     """Seconds after which an unanswered score request is issued again. Must exceed
     verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
