@@ -160,10 +160,11 @@ def without_expert(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_expert(tree: dict[str, Any]) -> dict[str, Any]:
-    """A checked tree as files hold it: what `without_expert` takes back."""
+    """A tree as files hold it, without empty tables: what `without_expert` takes back."""
     found: dict[str, Any] = {}
     for key, value in _keys(tree, ""):
-        place(found, public_key(key), value)
+        if value != {}:
+            place(found, public_key(key), value)
     return found
 
 

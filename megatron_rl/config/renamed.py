@@ -8,14 +8,14 @@ import tomllib
 from typing import Any
 
 from megatron_rl.config.errors import ConfigError
-from megatron_rl.config.expert import EXPERT, is_expert, public_key, with_expert
+from megatron_rl.config.expert import EXPERT, public_key, with_expert
 
 RENAMED = {
     "algorithm.credit": "algorithm.advantage_estimator",
     "algorithm.flat_groups": "algorithm.zero_variance_groups",
     "algorithm.surrogate": "algorithm.policy_loss",
     "hosts": "nodes",
-    "ports.hosts": "ports.nodes",
+    "ports.hosts": "expert.ports.nodes",
     "replay.traces": "replay.datasets",
     "sft.control": "sft.baseline",
     "sft.traces": "sft.dataset",
@@ -38,6 +38,7 @@ RENAMED_METRICS = {
 
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-]+)\s*\]\]?")
 _ASSIGNMENT = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)")
+_QUOTED_KEY = re.compile(r"^\s*\"([A-Za-z0-9_.]+)\"\s*=")
 _OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
 
 
@@ -78,20 +79,22 @@ def migrate(text: str) -> tuple[str, list[str]]:
         if found := _HEADER.match(line):
             section = _of_list(found[1]).split(".")
             line = _replaced(line, found.span(1), found[1], changes, [])
+        elif found := _QUOTED_KEY.match(line):
+            line = _replaced(line, found.span(1), found[1], changes, [])
         elif found := _ASSIGNMENT.match(line):
-            full = ".".join([*section, found[2]])
-            if section and is_expert(plain := new_name(full).removeprefix(f"{EXPERT}.")):
-                changes.append(f"{full} -> {EXPERT}.{plain}")
-                moved.setdefault(f"{EXPERT}.{plain.rpartition('.')[0]}", []).append(
-                    f"{plain.rpartition('.')[2]}{line[found.end(2) :].rstrip()}\n"
-                )
+            new = new_name(".".join([*section, found[2]]))
+            if section and section[0] != EXPERT and new.startswith(f"{EXPERT}."):
+                table, _, name = new.rpartition(".")
+                changes.append(f"{'.'.join([*section, found[2]])} -> {new}")
+                moved.setdefault(table, []).append(name + line[found.end(2) :].rstrip() + "\n")
                 continue
             line = _replaced(line, found.span(2), found[2], changes, section)
         for found in reversed(list(_OVERRIDE.finditer(line))):
             line = _replaced(line, found.span(), found[1], changes, [])
         lines.append(line)
     migrated = "".join(_with_tables(lines, moved))
-    if _parsed(migrated) != with_expert(_renamed(before, "")):
+    # A table whose keys all moved stays, empty.
+    if with_expert(_parsed(migrated)) != with_expert(_renamed(before, "")):
         raise ConfigError(
             "a former name stands where it cannot be rewritten safely, such as in an inline table: "
             f"replace by hand: {'; '.join(f'{old} by {new}' for old, new in RENAMED.items())}"
@@ -138,7 +141,7 @@ def _renamed(value: Any, key: str) -> Any:
     """The tree with today's names."""
     if isinstance(value, dict):
         return {
-            new_name(f"{key}.{name}" if key else name).split(".")[-1]: _renamed(
+            _last_part(f"{key}.{name}" if key else name, name): _renamed(
                 inner, f"{key}.{name}" if key else name
             )
             for name, inner in value.items()
@@ -149,3 +152,8 @@ def _renamed(value: Any, key: str) -> Any:
         name, _, rest = value.partition("=")
         return f"{new_name(name)}={rest}"
     return value
+
+
+def _last_part(key: str, name: str) -> str:
+    """What a table calls a key; a name with dots stands in quotes, and is a whole key."""
+    return new_name(name) if "." in name else new_name(key).rpartition(".")[2]
