@@ -210,11 +210,11 @@ class VerifierConfig(Section):
 
     answer_within_s: PositiveFloat = 600.0
     """Seconds after which an open request is answered as not graded. Must be below
-    queue.score_timeout_s."""
+    expert.queue.score_timeout_s."""
     max_restarts: int = Field(default=10, ge=0)
-    """Restarts of a verifier within verifier.restart_window_s: one that dies is started again after
-    1, 2, 4 ... at most 60 s. When they are used up, the run continues with the verifiers of other
-    hosts; without any it ends."""
+    """Restarts of a verifier within expert.verifier.restart_window_s: one that dies is started
+    again after 1, 2, 4 ... at most 60 s. When they are used up, the run continues with the
+    verifiers of other hosts; without any it ends."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of a verifier are counted."""
     answers: WorkerPoolConfig = WorkerPoolConfig()
@@ -240,7 +240,7 @@ class VerifierConfig(Section):
             if not pool.timeout_s <= pool.max_elapsed_s <= self.answer_within_s:
                 raise ValueError(
                     f"verifier.{name}: timeout_s={pool.timeout_s:g}, max_elapsed_s="
-                    f"{pool.max_elapsed_s:g} and verifier.answer_within_s="
+                    f"{pool.max_elapsed_s:g} and expert.verifier.answer_within_s="
                     f"{self.answer_within_s:g} must not fall in this order: raise the later ones"
                 )
         return self

@@ -30,8 +30,8 @@ class ScorerConfig(Section):
     start_timeout_s: PositiveFloat = 600.0
     """Seconds after which an engine that is not ready counts as failed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of the scorer within scorer.restart_window_s, after 1, 2, 4 ... at most 60 s; then
-    its death ends the run. The trainer repeats the requests that the dead scorer had."""
+    """Restarts of the scorer within expert.scorer.restart_window_s, after 1, 2, 4 ... at most 60 s;
+    then its death ends the run. The trainer repeats the requests that the dead scorer had."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of the scorer are counted."""
     request_timeout_s: PositiveFloat = 120.0
@@ -58,8 +58,8 @@ class ScorerConfig(Section):
             )
         if self.answer_within_s <= max(self.start_timeout_s, self.request_timeout_s):
             raise ValueError(
-                f"scorer.answer_within_s={self.answer_within_s:g} is not above "
-                f"scorer.start_timeout_s={self.start_timeout_s:g} and scorer.request_timeout_s="
-                f"{self.request_timeout_s:g}: the trainer would give up an engine that starts; "
-                "raise it"
+                f"expert.scorer.answer_within_s={self.answer_within_s:g} is not above "
+                f"expert.scorer.start_timeout_s={self.start_timeout_s:g} and "
+                f"expert.scorer.request_timeout_s={self.request_timeout_s:g}: the trainer would "
+                "give up an engine that starts; raise it"
             )

@@ -43,8 +43,9 @@ def check_release(
         )
     if weights.overlap:
         raise ValueError(
-            f"{given} and weights.overlap=true exclude each other: an engine that takes weights "
-            "needs its memory, and so does the trainer that trains meanwhile; leave one of them out"
+            f"{given} and expert.weights.overlap=true exclude each other: an engine that takes "
+            "weights needs its memory, and so does the trainer that trains meanwhile; leave one of "
+            "them out"
         )
     if evaluation.replicas != "auto":
         raise ValueError(
@@ -53,9 +54,9 @@ def check_release(
         )
     if weights.join_timeout_s < generator.start_timeout_s:
         raise ValueError(
-            f"{given} with weights.join_timeout_s={weights.join_timeout_s:g} below "
-            f"generator.start_timeout_s={generator.start_timeout_s:g}: engines start while the "
-            "trainer waits for them to join; raise the former"
+            f"{given} with expert.weights.join_timeout_s={weights.join_timeout_s:g} below "
+            f"expert.generator.start_timeout_s={generator.start_timeout_s:g}: engines start while "
+            "the trainer waits for them to join; raise the former"
         )
     if generator.quantization:
         raise ValueError(

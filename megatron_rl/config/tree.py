@@ -61,11 +61,11 @@ class QueueConfig(Section):
     issued again."""
     lease_timeout_s: PositiveFloat = 360.0
     """Seconds without a result after which a lease is cancelled and issued again; auto: 1.2 times
-    generator.request_timeout_s. Must exceed that, so that a live engine reports the failure
+    expert.generator.request_timeout_s. Must exceed that, so that a live engine reports the failure
     itself."""
     score_timeout_s: PositiveFloat = 900.0
     """Seconds after which an unanswered score request is issued again. Must exceed
-    verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
+    expert.verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
     max_attempts: PositiveInt = 3
     """Number of tries of a completion before its group is dropped, of a score before its
     completion is dropped, and of a group's answer classes before the group is dropped. Each drop
@@ -75,7 +75,7 @@ class QueueConfig(Section):
     silence, or by a failing engine) before the completion is given up as by max_attempts."""
     score_patience_s: PositiveFloat = 300.0
     """Seconds after which a completion that cannot be graded is neither tried again nor
-    replaced. Keep it well below train.batch_timeout_s, so that no completion delays a batch
+    replaced. Keep it well below expert.train.batch_timeout_s, so that no completion delays a batch
     until the trainer gives up."""
     max_replacements: int = Field(default=1, ge=0)
     """Number of times that a completion which cannot be graded is generated again, to keep its
@@ -104,9 +104,9 @@ class QueueConfig(Section):
     def _check_breaker(self) -> Self:
         if self.breaker_window_groups < self.breaker_min_prompts:
             raise ValueError(
-                f"queue.breaker_window_groups={self.breaker_window_groups} groups never hold "
-                f"queue.breaker_min_prompts={self.breaker_min_prompts} different prompts: raise "
-                "the former, or lower the latter"
+                f"expert.queue.breaker_window_groups={self.breaker_window_groups} groups never "
+                f"hold expert.queue.breaker_min_prompts={self.breaker_min_prompts} different "
+                "prompts: raise the former, or lower the latter"
             )
         return self
 
@@ -192,7 +192,8 @@ class Config(Section):
             )
         if self.generator.overlap_schedule and self.weights.kv_cache != "recompute":
             raise ValueError(
-                f"generator.overlap_schedule with weights.kv_cache={self.weights.kv_cache!r}: the "
+                "expert.generator.overlap_schedule with "
+                f"weights.kv_cache={self.weights.kv_cache!r}: the "
                 "versions of tokens would be wrong by one; set weights.kv_cache='recompute', or "
                 "leave it at false"
             )
@@ -217,10 +218,11 @@ class Config(Section):
     def _check_serving(self) -> None:
         if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
-                f"generator.request_timeout_s={self.generator.request_timeout_s:g} is not below "
-                f"queue.lease_timeout_s={self.queue.lease_timeout_s:g}: a lease would be given to "
-                "another generator before its engine has given up; set queue.lease_timeout_s to "
-                f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
+                f"expert.generator.request_timeout_s={self.generator.request_timeout_s:g} is not "
+                f"below expert.queue.lease_timeout_s={self.queue.lease_timeout_s:g}: a lease would "
+                "be given to another generator before its engine has given up; set "
+                f"expert.queue.lease_timeout_s to {1.2 * self.generator.request_timeout_s:g}, or "
+                "lower the former"
             )
         if self.eval.replicas != "auto" and self.eval.replicas >= self.generator.replicas > 1:
             raise ValueError(
@@ -233,7 +235,7 @@ class Config(Section):
         check_passes(self.model, self.parallel, self.train, context_tokens=longest)
         if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
-                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+                "expert.model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
             )
         for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
             if optimizer.offload:
@@ -271,8 +273,9 @@ class Config(Section):
             self._check_start()
         elif self.algorithm.needs_reference and self.model.fp8_parameters:
             raise ValueError(
-                "algorithm.reference.policy swaps weights, and model.fp8_parameters=true keeps "
-                "them with scales that cannot be swapped: set model.fp8_parameters=false"
+                "algorithm.reference.policy swaps weights, and expert.model.fp8_parameters=true "
+                "keeps them with scales that cannot be swapped: set "
+                "expert.model.fp8_parameters=false"
             )
 
     def _check_start(self) -> None:
@@ -377,14 +380,15 @@ class Config(Section):
         within_s, longest_s = self.verifier.answer_within_s, self.reward.longest_program_s
         if within_s >= self.queue.score_timeout_s:
             raise ValueError(
-                f"verifier.answer_within_s={within_s:g} is not below queue.score_timeout_s="
-                f"{self.queue.score_timeout_s:g}: the queue would ask another verifier before the "
-                f"first has answered; set queue.score_timeout_s to {1.5 * within_s:g}"
+                f"expert.verifier.answer_within_s={within_s:g} is not below "
+                f"expert.queue.score_timeout_s={self.queue.score_timeout_s:g}: the queue would ask "
+                "another verifier before the first has answered; set expert.queue.score_timeout_s "
+                f"to {1.5 * within_s:g}"
             )
         if self.verifier.code.timeout_s < longest_s:
             raise ValueError(
-                f"verifier.code.timeout_s={self.verifier.code.timeout_s:g} is less than the "
-                f"{longest_s:g} s that a program may take by reward.compile_s, "
+                f"expert.verifier.code.timeout_s={self.verifier.code.timeout_s:g} is less than the "
+                f"{longest_s:g} s that a program may take by expert.reward.compile_s, "
                 "reward.tests_per_problem and reward.test_s: raise it, or lower those"
             )
 
@@ -393,5 +397,6 @@ class Config(Section):
             raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
         if self.model.fp8_parameters:
             raise ValueError(
-                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
+                f"{key}=true and expert.model.fp8_parameters=true exclude each other: set one to "
+                "false"
             )

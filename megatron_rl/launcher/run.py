@@ -71,7 +71,7 @@ from megatron_rl.weights.folders.staging import recover
 
 TRAINER = "trainer"
 SCORER = "scorer-0"
-# Over eval.timeout_s: the queue itself gives up first and says why.
+# Over expert.eval.timeout_s: the queue itself gives up first and says why.
 _EVAL_MARGIN_S = 60.0
 
 log = logging.getLogger(__name__)

@@ -60,7 +60,7 @@ class StepGuard:
             )
 
     def count(self, result: StepResult, minibatch: MinibatchShare, *, version: int) -> None:
-        """Raise TrainingStopped after train.max_skipped_updates skipped ones in a row.
+        """Raise TrainingStopped after expert.train.max_skipped_updates skipped ones in a row.
 
         Collective over all trainer ranks then: each data-parallel rank's part is written first.
         """
@@ -72,9 +72,9 @@ class StepGuard:
         dist.barrier()
         raise TrainingStopped(
             f"{self._skipped_in_a_row} updates in a row were skipped "
-            f"(train.max_skipped_updates), the last at version {version}: {result.reason}. Its "
-            f"minibatch is in {self._folder}, for megatron_rl.trainer.guard.read_skipped; consider "
-            "a lower optimizer.lr, and the mismatch and gradient norm of the steps before"
+            f"(expert.train.max_skipped_updates), the last at version {version}: {result.reason}. "
+            f"Its minibatch is in {self._folder}, for megatron_rl.trainer.guard.read_skipped; "
+            "consider a lower optimizer.lr, and the mismatch and gradient norm of the steps before"
         )
 
     def _write(self, result: StepResult, minibatch: MinibatchShare, version: int) -> None:

@@ -105,7 +105,7 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
     assert not error and changes == [True]
     norm = measured[0]["train/grad_norm"]
     for limit, is_skipped in ((norm * 0.99, True), (norm * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"optimizer.skip_grad_norm={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.optimizer.skip_grad_norm={limit}")
         found, changes, error = run_ranks(updates, 1, cfg, [1.0])[0]
         assert not error and changes == [not is_skipped]
         assert found[0]["train/skipped_steps"] == found[0]["train/exploded_steps"] == is_skipped
@@ -115,7 +115,9 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
 def test_skips_in_a_row_end_the_run_and_leave_the_minibatch(
     model_folder: Path, tmp_path: Path, parallel: str
 ) -> None:
-    cfg = load(model_folder, tmp_path, f"parallel.{parallel}=2", "train.max_skipped_updates=2")
+    cfg = load(
+        model_folder, tmp_path, f"parallel.{parallel}=2", "expert.train.max_skipped_updates=2"
+    )
     # One good update in between: the count starts anew.
     advantages = [np.nan, 1.0, np.nan, np.nan, 1.0]
     results = run_ranks(updates, 2, cfg, advantages)

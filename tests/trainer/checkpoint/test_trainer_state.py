@@ -106,7 +106,7 @@ def test_a_reference_that_follows_the_policy_and_a_value_are_resumed(
     dense: Path, tmp_path: Path
 ) -> None:
     average = ["algorithm.reference.policy=ema", "algorithm.reference.decay=0.5"]
-    average += ["algorithm.preset=dro", "algorithm.shaping.value_lr=0.5"]
+    average += ["algorithm.preset=dro", "expert.algorithm.shaping.value_lr=0.5"]
     held = ["algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.5", *average]
     splits_of_ranks = [[*split, *held] for split in splits("tensor=1", "tensor=2", "pipeline=2")]
     check(dense, tmp_path / "c", held, splits_of_ranks)
