@@ -40,7 +40,6 @@ _OTHERS = (
     "algorithm.advantage_estimator.temperature",
     "algorithm.gold.closing",
     "algorithm.gold.opening",
-    "algorithm.kl.horizon",
     "algorithm.policy_loss.max_log_ratio",
     "algorithm.shaping.bound",
     "algorithm.shaping.support",
@@ -150,43 +149,42 @@ def without_expert(given: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError as `own_key` does, and where `expert` is no table.
     """
     found: dict[str, Any] = {}
-    for key, value in _keys(given, ""):
-        if value == {} and key.partition(".")[0] == EXPERT:
-            continue
-        if key == EXPERT:
+    for path, value in _leaves(given):
+        if path == (EXPERT,) and value != {}:
             raise ConfigError(f"{EXPERT} is a table, such as [expert.queue]; given: {value!r:.80}")
-        place(found, own_key(key), value)
+        if path[0] == EXPERT and value == {}:
+            continue
+        own_key(".".join(path))
+        _place(found, path[1:] if path[0] == EXPERT else path, value)
     return found
 
 
 def with_expert(tree: dict[str, Any]) -> dict[str, Any]:
     """A tree as files hold it, without empty tables: what `without_expert` takes back."""
     found: dict[str, Any] = {}
-    for key, value in _keys(tree, ""):
+    for path, value in _leaves(tree):
         if value != {}:
-            place(found, public_key(key), value)
+            _place(found, (EXPERT, *path) if is_expert(".".join(path)) else path, value)
     return found
 
 
 def scaled_waits(patience: float, defaults: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Every deadline of a run with that `run.patience`; defaults: of the checked tree."""
-    for key, value in _keys(defaults, ""):
-        if key in _WAITS:
+    for path, value in _leaves(defaults):
+        if (key := ".".join(path)) in _WAITS:
             yield key, patience * value
 
 
-def _keys(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a tree; lists and empty tables are values."""
+def _leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Paths and values of a tree; lists and empty tables are values."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{name}.")
+            yield from _leaves(value, (*path, name))
         else:
-            yield f"{prefix}{name}", value
+            yield (*path, name), value
 
 
-def place(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key of a tree, with the tables that it needs."""
-    *sections, name = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[name] = value
+def _place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value

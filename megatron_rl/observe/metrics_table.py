@@ -172,7 +172,7 @@ PUBLISH = (
           "logs/generator-*.log"),
     Known("publish/dropped_generators", "generators dropped since the start", "0",
           "logs/generator-*.log"),
-    Known("publish/relayed", "generators to which others passed the version on (expert.weights.relay)"),
+    Known("publish/relayed", "generators that got the version from others (expert.weights.relay)"),
     Known("publish/passed_over", "generators that the trainer served, as another one did not pass "
           "the version on to them", "0", "the trainer's log says who failed"),
     Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",

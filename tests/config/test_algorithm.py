@@ -66,7 +66,7 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
     assert load_config(None, EXACT).algorithm.kl.adds_to_advantages
     kl = load_config(None, ["algorithm.preset=distill", *EXACT]).algorithm.kl
     assert kl.is_exact and not kl.adds_to_advantages
-    alone = load_config(None, ["algorithm.preset=sft", *EXACT, "expert.algorithm.kl.horizon=token"])
+    alone = load_config(None, ["algorithm.preset=sft", *EXACT, "algorithm.kl.horizon=token"])
     assert alone.algorithm.kl.is_exact
 
 
@@ -96,7 +96,7 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
             ["algorithm.kl.placement=reward", "algorithm.kl.estimator=exact"],
             'which no advantage does; with placement="loss"',
         ),
-        (["algorithm.preset=sft", *EXACT], 'reads none: set expert.algorithm.kl.horizon="token"'),
+        (["algorithm.preset=sft", *EXACT], 'reads none: set algorithm.kl.horizon="token"'),
         (
             ["algorithm.preset=sft", "algorithm.kl.placement=reward", EXACT[-1]],
             'reads none: set algorithm.kl.placement="loss"',

@@ -167,8 +167,9 @@ def test_training_survives_ten_deaths_of_its_verifier_and_ten_of_its_generators(
 ) -> None:
     run_dir = tmp_path / "run"
     # The window keeps the pauses short, and lets no generator be given up.
-    given = [f"train.steps={MANY_STEPS}", "generator.replicas=2", "expert.generator.max_restarts=10",
-             "expert.generator.restart_window_s=5", "expert.verifier.restart_window_s=5"]  # fmt: skip
+    given = [f"train.steps={MANY_STEPS}", "generator.replicas=2",
+             "expert.generator.max_restarts=10", "expert.generator.restart_window_s=5",
+             "expert.verifier.restart_window_s=5"]  # fmt: skip
     with launched(folder, "run", run_dir, *given) as run:
         wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
         for number in range(KILLS):

@@ -97,7 +97,8 @@ def written(folder: Path) -> tuple[list[str], Path]:
         f"algorithm.reference.policy={teacher}", "algorithm.reference.source=engine",
         f"generator.context_tokens={CONTEXT}", "sampling.max_new_tokens=32",
         "reward.length_margin_tokens=0", "scorer.kv_tokens=2048", "scorer.max_running=4",
-        f"expert.ports.scorer={find_free('127.0.0.1', 3)}", "expert.ports.label=test", "optimizer.warmup_steps=0",
+        f"expert.ports.scorer={find_free('127.0.0.1', 3)}", "expert.ports.label=test",
+        "optimizer.warmup_steps=0",
     ]  # fmt: skip
     (run_dir / "config.toml").write_text(dump_toml(load_config(None, given)))
     return given, teacher

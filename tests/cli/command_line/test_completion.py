@@ -85,7 +85,7 @@ def test_configurations_and_runs_are_offered(
         ("megatron-rl run --config tiny train.group_s", ["train.group_size="]),
         # Bash replaces what is behind `=` alone.
         ("megatron-rl run --config tiny weights.method=d", ["disk"]),
-        ("megatron-rl run --config tiny expert.checkpoint.write_timeout_s=4 sft.optimizer.lr_schedule=",
+        ("megatron-rl run --config tiny train.steps=4 sft.optimizer.lr_schedule=",
          ["constant", "linear", "cosine"]),
         ("megatron-rl data ded", ["dedupe"]),
     ],
