@@ -123,7 +123,7 @@ def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
     if counts.expert_ffn % shared or ranks % shared:
         possible = math.gcd(counts.expert_ffn, ranks)
         raise InputError(
-            f"expert.parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units "
+            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units "
             f"of an expert and parallel.tensor x context x data = {ranks}; "
             f"nearest possible: {nearest_divisor(possible, shared)}"
         )

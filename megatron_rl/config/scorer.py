@@ -39,27 +39,3 @@ class ScorerConfig(Section):
     answer_within_s: PositiveFloat = 900.0
     """Seconds without any answer after which the run ends. Must exceed start_timeout_s, because
     the trainer waits through starts and restarts."""
-
-    def check(self, *, context_tokens: int, temperature: float) -> None:
-        """Raise ValueError where it cannot score what is trained on.
-
-        context_tokens: the longest sequence; temperature: of sampling.
-        """
-        if temperature != 1.0:
-            raise ValueError(
-                f"sampling.temperature={temperature:g} with algorithm.reference.source='engine': "
-                "SGLang gives logprobs of given tokens at temperature 1 alone, which are not those "
-                "that the trainer compares; set it to 1, or algorithm.reference.source='trainer'"
-            )
-        if self.kv_tokens <= context_tokens:
-            raise ValueError(
-                f"scorer.kv_tokens={self.kv_tokens} does not hold one sequence of "
-                f"generator.context_tokens={context_tokens}: raise it"
-            )
-        if self.answer_within_s <= max(self.start_timeout_s, self.request_timeout_s):
-            raise ValueError(
-                f"expert.scorer.answer_within_s={self.answer_within_s:g} is not above "
-                f"expert.scorer.start_timeout_s={self.start_timeout_s:g} and "
-                f"expert.scorer.request_timeout_s={self.request_timeout_s:g}: the trainer would "
-                "give up an engine that starts; raise it"
-            )

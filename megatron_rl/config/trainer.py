@@ -74,15 +74,6 @@ class ModelConfig(Section):
         """Whether logits are of a wider dtype than what they are computed from."""
         return self.logits_dtype != self.dtype
 
-    def check_engine(self, engine: str) -> None:
-        """Raise ValueError for an engine that rounds logits which the trainer does not."""
-        if self.has_wide_head and engine != "sglang":
-            raise ValueError(
-                f"model.head_dtype='float32' with generator.engine={engine!r}, which rounds logits "
-                f"to model.dtype={self.dtype!r}: its logprobs would differ from the trainer's; use "
-                "generator.engine='sglang', or model.head_dtype='bfloat16'"
-            )
-
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
         modules = list(self.recompute_modules)

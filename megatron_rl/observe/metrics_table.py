@@ -99,7 +99,8 @@ TRAINER = (
     Known("train/clip_fraction_high", "those above the upper bound"),
     Known("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
           "below 0.01 in float32, below 0.05 in bfloat16",
-          "different weights, dtypes or sampling settings on both sides; train.max_mismatch stops"),
+          "different weights, dtypes or sampling settings on both sides; expert.train.max_mismatch "
+          "stops"),
     Known("train/logprob_gap_tokens", "tokens that the gap is over", kind="count"),
     Known("train/mismatch_p99", "99th percentile of that difference", "below 0.5"),
     Known("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
@@ -141,7 +142,7 @@ TRAINER = (
           "far below train/update_s", "more generators; `megatron-rl plan`"),
     Known("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, "
           "where an engine holds it", "far below train/update_s",
-          "a larger scorer.max_running or scorer.tensor_parallel"),
+          "a larger expert.scorer.max_running or scorer.tensor_parallel"),
     Known("scorer/requests", "sequences of the step that the first replica of the trainer had "
           "scored", kind="count"),
     Known("scorer/tokens", "tokens of these", kind="count"),

@@ -290,9 +290,7 @@ class Leases:
             self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
             return
         if losses >= self._config.max_lost_attempts:
-            lost = (
-                f"completions {indices} were lost {losses} times (expert.queue.max_lost_attempts)"
-            )
+            lost = f"completions {indices} got lost {losses} times (expert.queue.max_lost_attempts)"
             self._fail(held, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
             return
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)

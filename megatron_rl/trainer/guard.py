@@ -47,7 +47,7 @@ class StepGuard:
         self._skipped_in_a_row = 0
 
     def check_mismatch(self, sums: Tensor, *, version: int) -> None:
-        """Raise TrainingStopped above train.max_mismatch; before the update is applied.
+        """Raise TrainingStopped above expert.train.max_mismatch; before the update is applied.
 
         sums: of mismatch_sums, over all ranks. Nothing happens where no token counts.
         """
@@ -55,8 +55,9 @@ class StepGuard:
         if limit and mean > limit:
             raise TrainingStopped(
                 f"at version {version} the logprobs of trainer and generator differ by {mean:.4g} "
-                f"on average, more than train.max_mismatch={limit:g}: they do not run the same "
-                "policy. Look at publishing, dtypes and generator.quantization, or raise the limit"
+                f"on average, more than expert.train.max_mismatch={limit:g}: they do not run the "
+                "same policy. Look at publishing, dtypes and generator.quantization, or raise the "
+                "limit"
             )
 
     def count(self, result: StepResult, minibatch: MinibatchShare, *, version: int) -> None:

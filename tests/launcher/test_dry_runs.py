@@ -144,7 +144,7 @@ def test_a_dry_run_says_that_the_folder_holds_another_run_and_goes_on(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--config", "tiny", "--dry-run", "sft.steps=0", "eval.prompts=10",
-             "render.form_known=true",
+             "expert.render.form_known=true",
              "generator.context_tokens=4096", "generator.kv_tokens=65536"]  # fmt: skip
     others = [word for word in given(files) if not word.startswith("model.path=")]
     (files / "run").mkdir()

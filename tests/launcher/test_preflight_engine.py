@@ -81,9 +81,13 @@ def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
 ) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_policy(tmp_path, **sizes)
-    overlapped = ["tensor=2", "sequence=true", "overlap_tensor=true"]
+    overlapped = [
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "expert.parallel.overlap_tensor=true",
+    ]
     overrides = [f"model.path={tmp_path}", "expert.train.pad_microbatches=true"]
-    config = load_config(None, [*overrides, *(f"parallel.{key}" for key in overlapped)])
+    config = load_config(None, [*overrides, *overlapped])
     with pytest.raises(InputError, match="hidden size that 64 divides, and the model has 96"):
         preflight.check_model(config)
     write_policy(tmp_path, **sizes | {"hidden_size": 128})

@@ -154,10 +154,10 @@ def test_a_mismatch_above_the_limit_ends_the_run_before_the_update(
     measured, _, _ = run_ranks(updates, 1, load(model_folder, tmp_path), [1.0])[0]
     mean = measured[0]["train/logprob_gap"] / measured[0]["train/logprob_gap_tokens"]
     for limit, is_stopped in ((mean * 0.99, True), (mean * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"train.max_mismatch={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.train.max_mismatch={limit}")
         # The tokens are of version 0: at version 1 there is nothing to measure.
         found, changes, error = run_ranks(updates, 1, cfg, [1.0, 1.0])[0]
-        assert ("train.max_mismatch" in error) == is_stopped
+        assert ("expert.train.max_mismatch" in error) == is_stopped
         assert len(found) == len(changes) == (0 if is_stopped else 2)
 
 
