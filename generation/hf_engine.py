@@ -176,7 +176,7 @@ class HFEngine:
             return await asyncio.wait_for(results.get(), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(
-                "a completion took longer than generator.request_timeout_s="
+                "a completion took longer than expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
@@ -185,7 +185,7 @@ class HFEngine:
             await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(
-                "a publish kept a request waiting for generator.request_timeout_s="
+                "a publish kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 

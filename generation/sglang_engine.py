@@ -157,7 +157,7 @@ class SGLangEngine:
             await asyncio.wait_for(self._is_serving.wait(), deadline - time.monotonic())
         except TimeoutError as error:
             raise EngineError(
-                "a publish kept a request waiting for generator.request_timeout_s="
+                "a publish kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
@@ -240,8 +240,8 @@ class SGLangEngine:
         return f"{self._epoch}.{self.version}"
 
     def _too_late(self) -> EngineError:
-        limit_s = self._setup.request_timeout_s
-        return EngineError(f"a completion took over generator.request_timeout_s={limit_s:.0f}")
+        limit = f"{self._setup.request_timeout_s:.0f}"
+        return EngineError(f"a completion exceeded expert.generator.request_timeout_s={limit}")
 
     async def _abort(self, names: list[str]) -> None:
         """Have the server stop what nobody reads any more.

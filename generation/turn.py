@@ -55,6 +55,6 @@ async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None 
             if isinstance(message, MayStart):
                 return
     raise EngineError(
-        f"the trainer left no room for an engine in {limit_s:.0f} s (train.batch_timeout_s, "
-        "generator.start_timeout_s and weights.join_timeout_s together)"
+        f"the trainer left no room for an engine in {limit_s:.0f} s (expert.train.batch_timeout_s, "
+        "expert.generator.start_timeout_s and expert.weights.join_timeout_s together)"
     )

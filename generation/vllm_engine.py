@@ -80,7 +80,7 @@ class VLLMEngine:
         except TimeoutError as error:
             raise EngineError(
                 f"vLLM was not ready in {setup.start_timeout_s:.0f} s "
-                f"(generator.start_timeout_s); {self._child.log_tail()}"
+                f"(expert.generator.start_timeout_s); {self._child.log_tail()}"
             ) from error
         finally:
             for task in (ready, died):
@@ -100,7 +100,7 @@ class VLLMEngine:
                     yield read_ended(ended, index, "vLLM")
         except TimeoutError as error:
             raise EngineError(
-                "a completion took longer than generator.request_timeout_s="
+                "a completion took longer than expert.generator.request_timeout_s="
                 f"{setup.request_timeout_s:.0f}"
             ) from error
 

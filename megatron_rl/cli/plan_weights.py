@@ -77,7 +77,7 @@ def plan_weights(config: Config, console: Console) -> None:
         table.add_row("engines that engines serve", str(config.generator.replicas - found.direct))
     table.add_row("ranks of a process group", str(cost.group_ranks))
     table.add_row("rounds of each engine", str(found.rounds))
-    share = f"{found.peak_bytes / found.bucket_bytes:.2f} times weights.bucket_bytes"
+    share = f"{found.peak_bytes / found.bucket_bytes:.2f} times expert.weights.bucket_bytes"
     table.add_row("memory of a rank, at most", f"{_megabytes(found.peak_bytes)}, {share}")
     table.add_row(
         "a publish takes", f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_PUBLISH_S:g} s"
@@ -162,9 +162,9 @@ def _plan(
     try:
         return make_plan(senders, receivers, itemsize=itemsize, bucket_bytes=bucket_bytes)
     except ValueError as error:
-        raise InputError(f"weights.bucket_bytes = {bucket_bytes} is not possible: {error}") from (
-            error
-        )
+        raise InputError(
+            f"expert.weights.bucket_bytes = {bucket_bytes} is not possible: {error}"
+        ) from (error)
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -99,7 +99,9 @@ class SimulateOptions:
             "the trainer's model"
         ),
     ] = "copies"
-    overlap: Annotated[bool, _assumed("publish beside the next step, as weights.overlap")] = False
+    overlap: Annotated[
+        bool, _assumed("publish beside the next step, as expert.weights.overlap")
+    ] = False
     verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
     verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
     deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0

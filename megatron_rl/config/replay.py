@@ -57,19 +57,6 @@ class ReplayConfig(Section):
         """Steps that fill buffer_groups, of so many sampled groups each; 0 without a buffer."""
         return -(-self.buffer_groups // sampled_groups) if self.buffer_groups else 0
 
-    def check_recorded(self, record_tokens: bool, keep_steps: int, sampled_groups: int) -> None:
-        """Refuse records of which a resumed run cannot fill its buffer. Raises ValueError."""
-        given = f"replay.buffer_groups={self.buffer_groups} is filled from the recorded tokens"
-        if self.buffer_groups and not record_tokens:
-            raise ValueError(f"{given} when a run resumes: set queue.record_tokens=true")
-        needed = self.steps_in_buffer(sampled_groups)
-        if 0 < keep_steps < needed:
-            raise ValueError(
-                f"{given} of {needed} steps when a run resumes, and queue.keep_tokens_of_steps="
-                f"{keep_steps} keeps fewer: set that to at least {needed}, or to 0 (all), or lower "
-                "replay.buffer_groups"
-            )
-
     def groups_of(self, prompts_per_batch: int) -> int:
         """Groups of a batch that are replayed. Raises ValueError where they are no whole number."""
         groups = self.share * prompts_per_batch

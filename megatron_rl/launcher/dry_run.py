@@ -242,7 +242,7 @@ def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config
         f"{count} prompts. "
         "Let render.system_prompts (or your render.system_prompt) ask for what the format check "
         f"demands, or set reward.tasks.{task}.format_check; for a model that was taught the form "
-        "set render.form_known=true"
+        "set expert.render.form_known=true"
     )
 
 

@@ -3,8 +3,8 @@
 Used by `nodes.py`, in its one thread. The first node decides what comes next, and begins it when
 every other node has ended the processes of the phase before. All tell each other about once a
 second that they live. A node that leaves with an error says so at once; one that falls silent
-(it was killed, or its network is gone) is missed after `nodes.silence_timeout_s`. Either way every
-other node raises NodeLost, and ends its own processes.
+(it was killed, or its network is gone) is missed after `expert.nodes.silence_timeout_s`. Either way
+every other node raises NodeLost, and ends its own processes.
 """
 
 import logging
@@ -179,7 +179,7 @@ class FirstNodeLink(NodeLink):
                 raise NodeLost(
                     f"nodes {behind} have not ended phase {last} ({self._phase.kind}) "
                     f"{self._limits.end_timeout_s:.0f} s after the first node did "
-                    "(nodes.end_timeout_s)"
+                    "(expert.nodes.end_timeout_s)"
                 )
             look()
         self._tell(msgspec.structs.replace(phase, number=last + 1))

@@ -53,7 +53,7 @@ QUEUE = "queue"
 TRAINER = "trainer"
 SFT = "sft"
 SCORER = "scorer-0"
-# Over eval.timeout_s: the queue itself gives up first and says why.
+# Over expert.eval.timeout_s: the queue itself gives up first and says why.
 _EVAL_MARGIN_S = 60.0
 # After the queue has ended, the roles that it told to stop have this long to close.
 _END_S = 60.0

@@ -125,7 +125,7 @@ def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
     tensor = config.parallel.tensor
     if config.parallel.overlap_tensor and ranks > gpus_per_node and gpus_per_node % tensor:
         raise InputError(
-            f"parallel.overlap_tensor=true with parallel.tensor={tensor} on nodes of "
+            f"expert.parallel.overlap_tensor=true with parallel.tensor={tensor} on nodes of "
             f"{gpus_per_node} GPUs: tensor ranks of different nodes cannot open each other's "
             "buffers; choose a parallel.tensor that divides them, or set it to false"
         )

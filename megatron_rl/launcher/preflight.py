@@ -179,7 +179,8 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
 
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
-    """`weights.overlap` is possible where the trainer computes. gpus: those that this host lists.
+    """`expert.weights.overlap` is possible where the trainer computes. gpus: those that this host
+    lists.
 
     Raises InputError.
     """
@@ -205,7 +206,7 @@ def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> No
             raise InputError(
                 f"generator.release_memory=true with {name}={given} in the environment, which "
                 "engines get too: their memory saver knows no expandable segments. Leave it out; "
-                "train.expandable_segments sets it for trainer ranks alone"
+                "expert.train.expandable_segments sets it for trainer ranks alone"
             )
 
 

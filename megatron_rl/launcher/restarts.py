@@ -141,11 +141,11 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
     if death.restarts < rule.limit:
         return Answer.RESTART, ""
     why = (
-        f"its restarts are used up ({rule.section}.max_restarts = {rule.limit} within "
-        f"{rule.section}.restart_window_s = {rule.window_s:g})"
+        f"its restarts are used up (expert.{rule.section}.max_restarts = {rule.limit} within "
+        f"expert.{rule.section}.restart_window_s = {rule.window_s:g})"
     )
     if not rule.limit:
-        why = f"it is not restarted ({rule.section}.max_restarts = 0)"
+        why = f"it is not restarted (expert.{rule.section}.max_restarts = 0)"
     left = f"{death.others} of {rule.replicas} {rule.kind}s"
     if death.others >= rule.min_replicas:
         return Answer.GIVE_UP, f"{why}; the run continues with {left}"

@@ -38,7 +38,7 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
         if isinstance(score, ScoreFailed) or reason in MODEL_FAULTS:
             custom = config.verifier.custom
             limits = (
-                f": they exceed verifier.custom.timeout_s={custom.timeout_s:g} or "
+                f": they exceed expert.verifier.custom.timeout_s={custom.timeout_s:g} or "
                 f"memory_bytes={custom.memory_bytes}, or end their process"
             )
             raise InputError(

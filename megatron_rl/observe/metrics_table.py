@@ -74,7 +74,7 @@ QUEUE = (
     Known("queue/replayed_rollouts", "rollouts of those", kind="count"),
     Known("queue/replayed_reward", "mean reward of those"),
     Known("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
-    Known("queue/replayed_age_versions_max", "the same, largest", "below replay.max_age",
+    Known("queue/replayed_age_versions_max", "the same, largest", "below expert.replay.max_age",
           "a shorter replay.buffer_groups"),
     Known("queue/replay_groups", "groups that there are to draw from"),
     Known("queue/replay_left_out_*", "groups of files that are never replayed, by reason"),
@@ -101,7 +101,8 @@ TRAINER = (
     Known("train/clip_fraction_high", "those above the upper bound"),
     Known("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
           "below 0.01 in float32, below 0.05 in bfloat16",
-          "different weights, dtypes or sampling settings on both sides; train.max_mismatch stops"),
+          "different weights, dtypes or sampling settings on both sides; expert.train.max_mismatch "
+          "stops"),
     Known("train/logprob_gap_tokens", "tokens that the gap is over", kind="count"),
     Known("train/mismatch_p99", "99th percentile of that difference", "below 0.5"),
     Known("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
@@ -120,17 +121,17 @@ TRAINER = (
     Known("train/gold_logprob", "mean logprob of tokens of reference answers", "grows"),
     Known("train/gold_tokens", "tokens of reference answers", kind="count"),
     Known("train/value_mean", "value of prompts, learnt or soft, mean", "near the mean reward",
-          "learnt: raise algorithm.shaping.value_lr"),
+          "learnt: raise expert.algorithm.shaping.value_lr"),
     Known("train/soft_value_effective_share",
           "(sum u)^2 / (n sum u^2) of the terms of a group's soft value, mean", "above 0.2",
           "few completions say what a prompt is worth: a larger beta, group, or fresher data"),
     Known("train/skipped_steps", "optimizer steps that were skipped", "0",
           "RUN holds the minibatch; a lower optimizer.lr", "count"),
-    Known("train/exploded_steps", "those above optimizer.skip_grad_norm", "0",
+    Known("train/exploded_steps", "those above expert.optimizer.skip_grad_norm", "0",
           "as for train/skipped_steps", "count"),
     Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
     Known("train/filling_share", "share of all computed positions that fill microbatches up "
-          "(train.pad_microbatches)", "below 0.05",
+          "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
     Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
     Known("train/tokens_per_s_per_gpu", "the same of all replicas together over the trainer ranks"),
@@ -143,7 +144,7 @@ TRAINER = (
           "far below train/update_s", "more generators; `megatron-rl plan`"),
     Known("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, "
           "where an engine holds it", "far below train/update_s",
-          "a larger scorer.max_running or scorer.tensor_parallel"),
+          "a larger expert.scorer.max_running or scorer.tensor_parallel"),
     Known("scorer/requests", "sequences of the step that the first replica of the trainer had "
           "scored", kind="count"),
     Known("scorer/tokens", "tokens of these", kind="count"),
@@ -174,7 +175,7 @@ PUBLISH = (
           "logs/generator-*.log"),
     Known("publish/dropped_generators", "generators dropped since the start", "0",
           "logs/generator-*.log"),
-    Known("publish/relayed", "generators to which others passed the version on (weights.relay)"),
+    Known("publish/relayed", "generators that got the version from others (expert.weights.relay)"),
     Known("publish/passed_over", "generators that the trainer served, as another one did not pass "
           "the version on to them", "0", "the trainer's log says who failed"),
     Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",
@@ -272,8 +273,8 @@ Other programs get the same rows by `[metrics]` while a run goes on, or by
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
   `wandb_tags` name the run there. Names are those below; those of the
   cold start have their source as the first part (`sft/loss`).
-- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
-  another address, where whoever reaches it may read them.
+- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with
+  `expert.metrics.prometheus_host` another address, where whoever reaches it may read them.
 
 On several nodes they run on node 0. A failure of theirs ends no run: see `logs/metrics.log`.
 

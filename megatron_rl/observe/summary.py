@@ -56,7 +56,7 @@ class RunFacts:
     eval_temperature: float = 0.0
     """`eval.temperature`; 0 is greedy."""
     dataset_remark: str = ""
-    """`sft.remark`, where there was a cold start."""
+    """`expert.sft.remark`, where there was a cold start."""
     sampled_accuracy: tuple[float | None, float | None] = (None, None)
     """Share of correct rollouts, zero-variance groups too, of the first and the last fifth of the
     steps."""

@@ -303,7 +303,7 @@ def _advice(
     if publish.seconds / publish.turns > config.weights.deadline_s:
         found.append(
             f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
-            f"weights.deadline_s={config.weights.deadline_s:.0f}"
+            f"expert.weights.deadline_s={config.weights.deadline_s:.0f}"
         )
     found += padding_advice(step.padding, step.flops, step.seconds)
     found += turn_advice(config, step.seconds)

@@ -21,7 +21,7 @@ def publish_rate(weights: WeightsConfig, given: float | None = None) -> float:
 
 
 RELAY_WORTH = 0.05
-"""Share of a step that weights.relay must save to be advised."""
+"""Share of a step that expert.weights.relay must save to be advised."""
 PAPER_PUBLISH_S = 5.0
 """In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
 
@@ -41,7 +41,7 @@ class Publish:
     """Transfers, one after the other, until all generators are served: by the busiest copy, or with
     `is_relayed` also by those that hold the version."""
     is_relayed: bool
-    """Generators pass weights on (weights.relay)."""
+    """Generators pass weights on (expert.weights.relay)."""
     seconds: float
     """Of the transfers of all turns; digests and pauses are not counted."""
     turn_s: float
@@ -49,7 +49,7 @@ class Publish:
     least_seconds: float
     """Of the transfers, if the trainer's ranks alone sent, all of the time: their bandwidth."""
     is_overlapped: bool = False
-    """The trainer computes meanwhile (weights.overlap)."""
+    """The trainer computes meanwhile (expert.weights.overlap)."""
 
     @property
     def whole_seconds(self) -> float:
@@ -62,7 +62,7 @@ class Publish:
         return max(0.0, self.whole_seconds - beside)
 
     def relay_advice(self, step_s: float) -> list[str]:
-        """What weights.relay would save, where that is worth longer pauses of the engines.
+        """What expert.weights.relay would save, where that is worth longer pauses of the engines.
 
         step_s: seconds of a step.
         """
@@ -71,8 +71,8 @@ class Publish:
         if self.is_relayed or saved_s < RELAY_WORTH * step_s:
             return []
         return [
-            f"a publish takes {self.whole_seconds:.1f} s: with weights.relay=true engines pass "
-            f"weights on, in {turns} turns instead of {self.turns}, "
+            f"a publish takes {self.whole_seconds:.1f} s: with expert.weights.relay=true engines "
+            f"pass weights on, in {turns} turns instead of {self.turns}, "
             f"{turns * self.whole_seconds / self.turns:.1f} s"
         ]
 

@@ -43,7 +43,7 @@ class TrainerSetting:
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
     overlap_bytes_per_hidden: int = 0
-    """Of the buffers of parallel.overlap_tensor, for each element of a hidden state."""
+    """Of the buffers of expert.parallel.overlap_tensor, for each element of a hidden state."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RankMemory:
     logits: int
     publish_buffers: int
     overlap_buffers: int = 0
-    """Of parallel.overlap_tensor."""
+    """Of expert.parallel.overlap_tensor."""
     reserve: int = RESERVE_BYTES
 
     @property

@@ -56,7 +56,9 @@ def write_trained(
             np.savez(file, rollouts=rollouts, ends=ends, **found._asdict())
         os.replace(unfinished, path)
     except OSError as error:
-        raise InputError(f"{path}: {error}; make room, or set train.record_tokens=false") from error
+        raise InputError(
+            f"{path}: {error}; make room, or set expert.train.record_tokens=false"
+        ) from error
 
 
 def trained_files(run_dir: Path) -> list[tuple[int, Path]]:

@@ -336,7 +336,7 @@ class EvaluationDesk:
     @property
     def overdue_text(self) -> str:
         """What is said of one that is overdue."""
-        return f"eval.timeout_s = {self._config.timeout_s:.0f} is over"
+        return f"expert.eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
     def end_overdue(self, now: float, state: str, leases: Leases) -> None:
         """End one that is overdue without what is missing: training goes on.

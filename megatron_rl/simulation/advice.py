@@ -65,8 +65,8 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
         )
     if outcome.timeouts:
         found.append(
-            f"{outcome.timeouts} completions took longer than generator.request_timeout_s and were "
-            "generated again: raise it"
+            f"{outcome.timeouts} completions took longer than expert.generator.request_timeout_s "
+            "and were generated again: raise it"
         )
     return found
 

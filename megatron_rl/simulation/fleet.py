@@ -67,7 +67,7 @@ class FleetTotals:
     retractions: int
     deaths: int
     timeouts: int
-    """Completions that took longer than generator.request_timeout_s."""
+    """Completions that took longer than expert.generator.request_timeout_s."""
 
 
 class Fleet:

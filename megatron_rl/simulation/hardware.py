@@ -83,7 +83,8 @@ class Assumptions:
     with its own ranks, or by way of host memory all of its own; a number, or all: all ranks serve
     so many."""
     is_overlapped: bool = False
-    """Beside the next step, also where the configuration does not say so (weights.overlap)."""
+    """Beside the next step, also where the configuration does not say so (expert.weights.overlap).
+    """
     verify_s: float = 0.1
     """Of grading one completion."""
     verifier_servers: int | None = None

@@ -35,7 +35,7 @@ class TrainerModel:
     """Of the pipeline."""
     virtual_stages: int = 1
     positions: int = 0
-    """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
+    """That every microbatch has (`expert.train.pad_microbatches`); 0: those of its sequences."""
     filling_s: float = 0.0
     """Of a position that fills a microbatch up."""
     paces: tuple[float, ...] = (1.0,)

@@ -101,7 +101,8 @@ class BatchClient(Closing):
             if time.monotonic() - started > self._timeout_s:
                 raise DeadlineExceeded(
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
-                    "(train.batch_timeout_s + eval.timeout_s for each set): see logs/queue.log"
+                    "(expert.train.batch_timeout_s + expert.eval.timeout_s for each set): see "
+                    "logs/queue.log"
                 )
         batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
@@ -140,7 +141,7 @@ class BatchClient(Closing):
                 self._note_dropped(answer)
         raise DeadlineExceeded(
             f"the queue did not tell its state after step {step} in {timeout_s:.0f} s "
-            "(checkpoint.queue_timeout_s): see logs/queue.log"
+            "(expert.checkpoint.queue_timeout_s): see logs/queue.log"
         )
 
     def _receive(self, step: int, started: float) -> bytearray | None:

@@ -159,7 +159,7 @@ def open_control(cfg: Config, policy: Policy) -> Control:
 
 @contextmanager
 def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[WeightPublisher]:
-    """Publisher to the generators, which must say hello within weights.join_timeout_s."""
+    """Publisher to the generators, which must say hello within expert.weights.join_timeout_s."""
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:

@@ -57,13 +57,13 @@ def test_by_way_of_host_memory_all_engines_are_served_at_once(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = {}
-    for overlap in ((), ("weights.overlap=true",), ("--overlap",)):
+    for overlap in ((), ("expert.weights.overlap=true",), ("--overlap",)):
         assert called(config_path, "--json", "weights.method=host", *overlap) == 0
         found = json.loads(capsys.readouterr().out)
         # Eight trainer ranks send 16 GB to each of eight engines at once, all at 2 GB/s.
         assert found["publish_s"] == pytest.approx(16.06e9 / 2e9 + 0.1, rel=0.02)
         steps[overlap] = found["step_s"]
-    assert steps["weights.overlap=true",] == steps["--overlap",] != steps[()]
+    assert steps["expert.weights.overlap=true",] == steps["--overlap",] != steps[()]
 
 
 def test_splits_are_compared_and_the_best_is_the_shortest(

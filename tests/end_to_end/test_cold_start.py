@@ -223,7 +223,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     run_dir = tmp_path / "run"
     prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
                f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.baseline=true",
-               "nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
+               "expert.nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0, output

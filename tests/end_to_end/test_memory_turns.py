@@ -29,7 +29,7 @@ STEPS = 8
 TURNS = [
     "generator.engine=sglang", "generator.colocate=true", "generator.release_memory=true",
     "weights.method=ipc", "weights.kv_cache=recompute", f"train.steps={STEPS}",
-    "sampling.max_new_tokens=48", "train.max_mismatch=0.01",
+    "sampling.max_new_tokens=48", "expert.train.max_mismatch=0.01",
 ]  # fmt: skip
 
 

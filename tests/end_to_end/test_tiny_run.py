@@ -129,7 +129,7 @@ def test_the_run_and_examples_with_rewards_are_replayed(
     run_dir = tmp_path / "offline"
     command = [
         *run_command(finished[0], run_dir), "train.steps=2", "algorithm.preset=agro",
-        "algorithm.shaping.temperature=0.1", "algorithm.zero_variance_groups=keep",
+        "expert.algorithm.shaping.temperature=0.1", "algorithm.zero_variance_groups=keep",
         "replay.share=1",
         f'replay.runs=["{finished[0]}"]', f'replay.datasets=["{tmp_path}/sft.jsonl"]',
     ]  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
     run_dir = tmp_path / "overlapped"
     command = [
         *run_command(finished[0], run_dir), "train.steps=8", "eval.prompts=100",
-        "weights.overlap=true", "weights.method=host",
+        "expert.weights.overlap=true", "weights.method=host",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

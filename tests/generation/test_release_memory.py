@@ -173,7 +173,7 @@ def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others
     (begun, waiting), [kept] = driver.run(give_up())
     monkeypatch.undo()
     for error in (begun, waiting):
-        assert isinstance(error, EngineError) and "generator.request_timeout_s" in str(error)
+        assert isinstance(error, EngineError) and "expert.generator.request_timeout_s" in str(error)
     assert len(kept.token_ids) == len(kept.logprobs) > 0
     [again] = driver.run(driver.collect(PROMPTS[1], GREEDY, [0]))
     assert not IS_EXACT or kept.token_ids == again.token_ids

@@ -97,8 +97,8 @@ def test_fused_operations_give_the_same_gradients(
     limit: float,
     record_property: Callable[[str, object], None],
 ) -> None:
-    chosen = [f"model.fusions={fusions}"]
-    apart_kernels = ["model.fusions=[]"]
+    chosen = [f"expert.model.fusions={fusions}"]
+    apart_kernels = ["expert.model.fusions=[]"]
     [(expected, _)] = run_ranks(gradients, 1, folders[kind], apart_kernels, timeout_s=LIMIT_S)
     [(found, _)] = run_ranks(gradients, 1, folders[kind], chosen, timeout_s=LIMIT_S)
     apart = distance(found, expected)
@@ -108,7 +108,7 @@ def test_fused_operations_give_the_same_gradients(
 
 def published(folder: Path) -> tuple[int, bool, bool]:
     """(quantised parameters, whether their values are published, and each made once)."""
-    overrides = ["model.fp8=tensorwise", "model.fp8_parameters=true"]
+    overrides = ["model.fp8=tensorwise", "expert.model.fp8_parameters=true"]
     overrides += ["parallel.distributed_optimizer=true", f"model.path={folder}"]
     with open_policy(load_config(None, overrides)) as policy:
         parameters = named_parameters(policy.chunks)

@@ -253,7 +253,7 @@ def test_lines_of_an_evaluation_count_from_its_beginning(tmp_path: Path) -> None
 
 def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: Path) -> None:
     output, clock = io.StringIO(), Clock()
-    config = load_config(None, [f'run.dir="{tmp_path}"', "generator.start_timeout_s=180"])
+    config = load_config(None, [f'run.dir="{tmp_path}"', "expert.generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
     rule = generator_rule(config, "generator-0", role="generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)

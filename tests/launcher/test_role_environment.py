@@ -25,7 +25,7 @@ COLLECTIVES = {
     # As the user set it.
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "2",
-    # weights.deadline_s, rounded up.
+    # expert.weights.deadline_s, rounded up.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "31",
     "GLOO_SOCKET_IFNAME": "lo",
 }
@@ -54,7 +54,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Environments:
 
 def make_config(folder: Path) -> Config:
     sizes = ["parallel.tensor=2", "parallel.data=2", "generator.replicas=2"]
-    sizes += ["weights.deadline_s=30.5"]
+    sizes += ["expert.weights.deadline_s=30.5"]
     return load_config(None, [f"run.dir={folder}", *sizes])
 
 

@@ -199,5 +199,5 @@ def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: 
             labels.add(tree.ports.label)
     # Nobody of one of these eight may be heard by another.
     assert len(labels) == 8 and "" not in labels
-    named = config(tmp_path, "ports.label=mine")
+    named = config(tmp_path, "expert.ports.label=mine")
     assert draw_label(named) == named

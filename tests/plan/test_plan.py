@@ -56,7 +56,7 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.trainer.parameters == rank
     assert (states.weights, states.gradients) == (2 * rank, 4 * rank)
     assert (states.masters, states.moments) == (4 * rank // 2, 8 * rank // 2)
-    # train.logprob_chunk_tokens rows at a time.
+    # expert.train.logprob_chunk_tokens rows at a time.
     assert plan.trainer.logits == 2048 * 128512 // 4 * 4
     assert plan.free_bytes == GPUS["h100-80g"].memory_bytes - plan.trainer.total > 0
     # 16 groups of 16, of half of 8192 tokens; 2 replicas take 8192 at a time.
@@ -81,13 +81,13 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.problems == ()
     # 8 s, more than the paper's 5; in the tree of four places the last one comes in turn 3.
     said = str(plan.advice)
-    assert "with weights.relay=true" in said and "in 3 turns instead of 4" in said
+    assert "with expert.weights.relay=true" in said and "in 3 turns instead of 4" in said
 
 
 def test_parameters_in_fp8_are_held_twice_during_a_publish(config_path: Path) -> None:
     given = ["model.fp8=tensorwise", "parallel.distributed_optimizer=true"]
     plain = planned(config_path, *given).trainer
-    quantised = planned(config_path, *given, "model.fp8_parameters=true").trainer
+    quantised = planned(config_path, *given, "expert.model.fp8_parameters=true").trainer
     assert quantised.publish_buffers - plain.publish_buffers == 2 * plain.parameters
 
 

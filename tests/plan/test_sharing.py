@@ -116,7 +116,10 @@ def test_requests_that_would_time_out_in_the_trainers_turn_are_noted(
             text for text in planned(config_path, *TURNS, limit, cache).advice if "wait" in text
         ]
         for cache in ["generator.kv_tokens=65536"]
-        for limit in ("generator.request_timeout_s=1", "generator.request_timeout_s=299")
+        for limit in (
+            "expert.generator.request_timeout_s=1",
+            "expert.generator.request_timeout_s=299",
+        )
     }
-    assert len(notes["generator.request_timeout_s=1"]) == 1
-    assert notes["generator.request_timeout_s=299"] == []
+    assert len(notes["expert.generator.request_timeout_s=1"]) == 1
+    assert notes["expert.generator.request_timeout_s=299"] == []

@@ -247,7 +247,7 @@ def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
             assert router.receive(0.05) is None
         assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
         assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
-        expected = r"does not serve 'a1.step_1', of which this process is \(ports.label\)"
+        expected = r"does not serve 'a1.step_1', of which this process is \(expert.ports.label\)"
         with pytest.raises(TurnedAway, match=expected) as refused:
             late.receive(5.0)
         # A stranger is not told the label under which it would be heard.

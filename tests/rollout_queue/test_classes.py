@@ -264,7 +264,7 @@ def test_classes_that_fail_for_good_fail_their_group_with_what_was_said() -> Non
         scoring.take_failure(name, ScoreFailed(request.request_id, "pool died"), 1.0)
     [failure] = scoring.pop_class_failures()
     assert failure.group is group and failure.reason == "classes_ungradable"
-    assert "tried 2 times (queue.max_attempts); last: v failed: pool died" in failure.detail
+    assert "tried 2 times (expert.queue.max_attempts); last: v failed: pool died" in failure.detail
     assert scoring.pop_failures() == [] and scoring.outstanding == 0
 
 

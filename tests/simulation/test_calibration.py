@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.expert import with_expert
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.engine_passes import PassReport, PassRow, passes_path
 from megatron_rl.rollout_queue.record import Recorder
@@ -77,7 +78,7 @@ def record(
 ) -> None:
     """The files of a run that takes virtual time."""
     tree = config.model_dump(mode="json", exclude_none=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(tree))
+    (folder / "config.toml").write_text(tomli_w.dumps(with_expert(tree)))
     recorder = Recorder(folder, keeps_tokens=False)
     span = Span(steps=STEPS - 5, warm_up=5)
     cluster = Cluster(config, model, workload, span, recorder=recorder)

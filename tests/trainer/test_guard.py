@@ -105,7 +105,7 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
     assert not error and changes == [True]
     norm = measured[0]["train/grad_norm"]
     for limit, is_skipped in ((norm * 0.99, True), (norm * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"optimizer.skip_grad_norm={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.optimizer.skip_grad_norm={limit}")
         found, changes, error = run_ranks(updates, 1, cfg, [1.0])[0]
         assert not error and changes == [not is_skipped]
         assert found[0]["train/skipped_steps"] == found[0]["train/exploded_steps"] == is_skipped
@@ -115,7 +115,9 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
 def test_skips_in_a_row_end_the_run_and_leave_the_minibatch(
     model_folder: Path, tmp_path: Path, parallel: str
 ) -> None:
-    cfg = load(model_folder, tmp_path, f"parallel.{parallel}=2", "train.max_skipped_updates=2")
+    cfg = load(
+        model_folder, tmp_path, f"parallel.{parallel}=2", "expert.train.max_skipped_updates=2"
+    )
     # One good update in between: the count starts anew.
     advantages = [np.nan, 1.0, np.nan, np.nan, 1.0]
     results = run_ranks(updates, 2, cfg, advantages)
@@ -152,10 +154,10 @@ def test_a_mismatch_above_the_limit_ends_the_run_before_the_update(
     measured, _, _ = run_ranks(updates, 1, load(model_folder, tmp_path), [1.0])[0]
     mean = measured[0]["train/logprob_gap"] / measured[0]["train/logprob_gap_tokens"]
     for limit, is_stopped in ((mean * 0.99, True), (mean * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"train.max_mismatch={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.train.max_mismatch={limit}")
         # The tokens are of version 0: at version 1 there is nothing to measure.
         found, changes, error = run_ranks(updates, 1, cfg, [1.0, 1.0])[0]
-        assert ("train.max_mismatch" in error) == is_stopped
+        assert ("expert.train.max_mismatch" in error) == is_stopped
         assert len(found) == len(changes) == (0 if is_stopped else 2)
 
 

@@ -96,8 +96,9 @@ def written(folder: Path) -> tuple[list[str], Path]:
         f"model.path={policy}", f"run.dir={run_dir}", "model.dtype=float32",
         f"algorithm.reference.policy={teacher}", "algorithm.reference.source=engine",
         f"generator.context_tokens={CONTEXT}", "sampling.max_new_tokens=32",
-        "reward.length_margin_tokens=0", "scorer.kv_tokens=2048", "scorer.max_running=4",
-        f"ports.scorer={find_free('127.0.0.1', 3)}", "ports.label=test", "optimizer.warmup_steps=0",
+        "reward.length_margin_tokens=0", "scorer.kv_tokens=2048", "expert.scorer.max_running=4",
+        f"expert.ports.scorer={find_free('127.0.0.1', 3)}", "expert.ports.label=test",
+        "optimizer.warmup_steps=0",
     ]  # fmt: skip
     (run_dir / "config.toml").write_text(dump_toml(load_config(None, given)))
     return given, teacher

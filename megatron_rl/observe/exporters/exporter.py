@@ -138,5 +138,5 @@ def settings(config: Config) -> dict[str, float]:
         "queue.max_staleness": config.queue.max_staleness,
         "generator.replicas": config.generator.replicas,
         "train.prompts_per_batch": config.train.prompts_per_batch,
-        "train.batch_timeout_s": config.train.batch_timeout_s,
+        "expert.train.batch_timeout_s": config.train.batch_timeout_s,
     }

@@ -81,8 +81,8 @@ ALERTS = (
           "Mean staleness is above queue.max_staleness: more generators, or shorter completions."),
     Alert("RoleStalled",
           f'time() - {LAST_ROW}{{source="trainer"}} > '
-          f'scalar({SETTING}{{key="train.batch_timeout_s"}})',
-          "1m", "The trainer wrote no row for train.batch_timeout_s: see logs/ and the live view."),
+          f'scalar({SETTING}{{key="expert.train.batch_timeout_s"}})',
+          "1m", "The trainer wrote no row for that long: see logs/ and the live view."),
     Alert("LogprobGapLarge", f"{_gauge('train_logprob_gap')} > 0.05", "10m",
           "Trainer and generators disagree on logprobs: weights, dtypes or sampling differ."),
     Alert("MostGroupsHaveZeroVariance", f"{_ZERO_VARIANCE} > 2 * ignoring(what) {_TRAINED}", "30m",

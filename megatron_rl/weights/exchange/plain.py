@@ -1,8 +1,8 @@
 """A sender's parameters as plain numbers. Used by trainer ranks; needs torch alone.
 
 A parameter that a library keeps quantised (TransformerEngine's Float8Tensor, with
-`model.fp8_parameters`) says that it has the compute dtype, but `view(torch.uint8)` gives its codes
-without their scales, and any other view of a part of it dequantises all of it.
+`expert.model.fp8_parameters`) says that it has the compute dtype, but `view(torch.uint8)` gives its
+codes without their scales, and any other view of a part of it dequantises all of it.
 """
 
 import threading

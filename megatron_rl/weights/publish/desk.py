@@ -323,7 +323,9 @@ def lead(
         link.listen(poll_s)
         if grace_s is not None and time.monotonic() > waits_until:
             for name in course.are_late(known & talks.keys()):
-                reason = f"{name}: not done {grace_s:g} s after another one (weights.grace_s)"
+                reason = (
+                    f"{name}: not done {grace_s:g} s after another one (expert.weights.grace_s)"
+                )
                 _give_up(talks[name], reason)
                 # Who passed on to it, or waited for it, goes on only now.
                 waits_until = time.monotonic() + grace_s

@@ -62,7 +62,8 @@ class Broadcast:
         outcome = Outcome()
         if self._link is None:
             # Gathering buckets waits for rank 0 as long as sending one may take. Before the first
-            # it may wait weights.deadline_s for each lost generator: the others await its signal.
+            # it may wait expert.weights.deadline_s for each lost generator: the others await its
+            # signal.
             self._control.share("", str)
             for _ in self._buckets():
                 pass

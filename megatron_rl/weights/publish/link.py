@@ -117,7 +117,7 @@ class GeneratorLink:
         if (found := len(self.peers)) < number:
             text = (
                 f"{found} of {number} generators said hello in {limit_s:.0f} s "
-                "(weights.join_timeout_s): see logs/generator-*.log"
+                "(expert.weights.join_timeout_s): see logs/generator-*.log"
             )
             if found < (number if least is None else least):
                 raise DeadlineExceeded(text)
@@ -190,7 +190,9 @@ class GeneratorLink:
                 raise GeneratorLost(f"{peer} failed: {self._failures[peer]}")
             now = time.monotonic()
             if now > ends_at:
-                raise GeneratorLost(f"{peer}: {why} before the deadline (weights.deadline_s)")
+                raise GeneratorLost(
+                    f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
+                )
             if now > ping_at:
                 self.tell(peer, Ping())
                 ping_at = now + PING_S

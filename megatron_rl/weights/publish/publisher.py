@@ -111,7 +111,7 @@ class WeightPublisher(Closing):
         return list(self._link.peers.values()) if self._link is not None else []
 
     def await_generators(self) -> None:
-        """Wait until all generators have said hello, at most weights.join_timeout_s.
+        """Wait until all generators have said hello, at most expert.weights.join_timeout_s.
 
         Every rank calls it. Raises DeadlineExceeded with fewer than min_replicas by then.
         With `turns` they start their engines only now.
@@ -124,7 +124,8 @@ class WeightPublisher(Closing):
     def publish(self, version: int) -> None:
         """Bring all generators to `version`. Every rank calls it.
 
-        With no generator left it waits for one; DeadlineExceeded after weights.join_timeout_s.
+        With no generator left it waits for one; DeadlineExceeded after
+        expert.weights.join_timeout_s.
         """
         self.join()
         started = time.monotonic()
@@ -221,7 +222,7 @@ class WeightPublisher(Closing):
             reasons = "; ".join(self._outcome.failed.values()) or "none said hello"
             raise DeadlineExceeded(
                 f"no generator took version {self._version} in {self._join_timeout_s:.0f} s "
-                f"(weights.join_timeout_s): {reasons}; see logs/generator-*.log"
+                f"(expert.weights.join_timeout_s): {reasons}; see logs/generator-*.log"
             )
 
     def admit(self) -> None:

@@ -11,8 +11,9 @@ at the same time, and a generator that fails harms no other's. A publish has the
 | preparation | every rank of a copy | digests what all receivers get | - |
 | sender (`sender.py`), one a generator | every rank of its copy | sends | calls in a store |
 
-Over NCCL one thread is the sender for all generators of a rank, in turn. With `weights.relay` a
-copy serves a few generators, whose engines' ranks are the senders for others (`relays.py`).
+Over NCCL one thread is the sender for all generators of a rank, in turn. With
+`expert.weights.relay` a copy serves a few generators, whose engines' ranks are the senders for
+others (`relays.py`).
 
 They share no group, store or socket. A transfer:
 
@@ -25,8 +26,8 @@ They share no group, store or socket. A transfer:
 | reads all `done`; once more, or over and Resume | | |
 
 Nothing is sent before every receiver is ready, and a receiver that fails closes its connections:
-senders then fail at once. One that hangs is dropped at its deadline, or weights.grace_s after the
-others; over gloo nobody waits for its senders, which end at the deadline.
+senders then fail at once. One that hangs is dropped at its deadline, or expert.weights.grace_s
+after the others; over gloo nobody waits for its senders, which end at the deadline.
 """
 
 import logging

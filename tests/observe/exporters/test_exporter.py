@@ -77,7 +77,7 @@ def test_a_missing_package_is_told_before_a_run(
 
 
 def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path: Path) -> None:
-    overrides = ["metrics.tensorboard=true", "metrics.poll_s=0.1"]
+    overrides = ["metrics.tensorboard=true", "expert.metrics.poll_s=0.1"]
     (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, *overrides)))
     path = tmp_path / "metrics.jsonl"
     write(path, [row("trainer", 1, train__loss=1.0)])

@@ -260,9 +260,9 @@ def never_written(cfg: Config) -> str:
 
 
 def test_a_save_that_takes_too_long_ends_the_run(model: Path, tmp_path: Path) -> None:
-    cfg = config(model, tmp_path, "checkpoint.write_timeout_s=0.5")
+    cfg = config(model, tmp_path, "expert.checkpoint.write_timeout_s=0.5")
     [message] = run_ranks(never_written, 1, cfg)
-    assert "step 2 was not on the disk within 0 s (checkpoint.write_timeout_s)" in message
+    assert "step 2 was not on the disk within 0 s (expert.checkpoint.write_timeout_s)" in message
 
 
 def full_disk(cfg: Config) -> list[Any]:

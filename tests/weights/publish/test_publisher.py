@@ -167,7 +167,7 @@ def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
 def test_a_publish_without_a_generator_ends_with_the_last_reason() -> None:
     [(error, seconds, calls)] = run_ranks(nobody_left, 1)
     assert error.startswith(
-        "no generator took version 4 in 1 s (weights.join_timeout_s): a is broken; see logs/"
+        "no generator took version 4 in 1 s (expert.weights.join_timeout_s): a is broken; see logs/"
     )
     assert 1 <= seconds < 3 and calls == [("publish", [4, "a"]), ("forget", "a")]
 

@@ -198,7 +198,7 @@ def test_generators_that_hang_are_dropped_and_those_behind_them_are_served(tmp_p
         tmp_path, generators, "publish 0, publish 1, admit 4, publish 2, publish 3, admit 4",
         relays=True, deadline_s=6, grace_s=0.7,
     )  # fmt: skip
-    assert "weights.grace_s" in steps[1].failed["a"] and list(steps[1].passed_over) == ["c"]
+    assert "expert.weights.grace_s" in steps[1].failed["a"] and list(steps[1].passed_over) == ["c"]
     assert steps[1].held == {"b": 1, "c": 1, "d": 1} and steps[1].seconds < 0.7 + SLACK_S
     # c is served by the copy since then: so nobody waits for a, as it passes nothing on.
     assert steps[3].held["c"] == 2 and versions(notes["c"]) == [0, 1, 2, 3]

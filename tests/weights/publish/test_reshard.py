@@ -182,7 +182,7 @@ def test_a_fault_at_one_of_two_copies_harms_no_other_generator(tmp_path: Path, f
         assert steps[1].failed["a"] == "a: 1 parcels arrived damaged, 2 times"
         assert steps[1].metrics["publish/damaged_parcels"] == 2
     if fault == "stop reading":
-        assert "not done 1.5 s after another one (weights.grace_s)" in steps[1].failed["a"]
+        assert "not done 1.5 s after another one (expert.weights.grace_s)" in steps[1].failed["a"]
         # The pauses are those of who took the version.
         assert steps[1].metrics["publish/pause_s"] < SLACK_S
 
@@ -241,7 +241,7 @@ def tmp_path_of(folder: Path) -> Path:
 def test_a_generator_that_never_takes_a_version_ends_training_in_time(tmp_path: Path) -> None:
     other = Generator("a", 1, shape=replace(SHAPE, ffn=14))
     [step], _ = publish(tmp_path, [other], "publish 0", join_timeout_s=2)
-    assert "no generator took version 0 in 2 s (weights.join_timeout_s): a: " in step.error
+    assert "no generator took version 0 in 2 s (expert.weights.join_timeout_s): a: " in step.error
     assert step.seconds < 2 + SLACK_S and 2 <= len(step.outcomes) < 8
 
 
