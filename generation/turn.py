@@ -23,7 +23,7 @@ ASK_S = 2.0
 async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> None:
     """Start the engine, as soon as there is room for it. Raises EngineError."""
     generator = config.generator
-    asks = generator.release_memory and generator.wait_for_publish
+    asks = generator.release_memory and generator.wait_for_weight_sync
     if asks:
         limit_s = config.train.batch_timeout_s + generator.start_timeout_s
         cold_start = config.run.dir / "hf" / COLD_START if config.sft.steps else None

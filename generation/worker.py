@@ -11,7 +11,7 @@ Concurrency, one event loop:
 | `_receive`    | the queue's next message     | a `_serve` for each lease  | at Stop            |
 | `_serve` (n)  | the engine's next completion | RolloutDone, RolloutFailed | at its end, Cancel |
 | `_report`     | a clock                      | GeneratorReady             | never              |
-| weight client | the publisher's next message | Ack, Failed; new versions  | never              |
+| weight client | the syncer's next message | Ack, Failed; new versions  | never              |
 | engine watch  | the death of the engine      | EngineError                | then               |
 | `watch_work`  | a clock                      | EngineError                | when it hangs      |
 | `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
@@ -139,7 +139,7 @@ class GeneratorWorker:
 
     def _hold(self, *, is_held: bool) -> None:
         assert self._weights is not None
-        # The publisher hears it first: once the queue knows, it lets a later version come.
+        # The syncer hears it first: once the queue knows, it lets a later version come.
         self._weights.hold(is_held=is_held)
         self.announce()
 
@@ -191,7 +191,7 @@ class GeneratorWorker:
         try:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
-                raise EngineError("it holds no published weights")
+                raise EngineError("it has no weights of the trainer yet")
             prompt_ids = self._render(lease)
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):

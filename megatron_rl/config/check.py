@@ -226,8 +226,8 @@ REFUSALS = (
     Refusal(
         lambda c: _releases(c) and bool(c.generator.quantization),
         "generator.release_memory=true with generator.quantization={generator.quantization!r}: of "
-        "a model's layers SGLang restores buffers and a publish parameters, but what quantisation "
-        "adds may be neither; leave one of them out",
+        "a model's layers SGLang restores buffers and a weight sync parameters, but what "
+        "quantisation adds may be neither; leave one of them out",
     ),
     # A pass of a trainer rank.
     Refusal(

@@ -51,7 +51,7 @@ _OTHERS = (
     "generator.nice",
     "generator.overlap_schedule",
     "generator.restart_window_s",
-    "generator.wait_for_publish",
+    "generator.wait_for_weight_sync",
     "metrics.poll_s",
     "metrics.prometheus_host",
     "model.fp8_bf16_edge_layers",

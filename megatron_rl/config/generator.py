@@ -12,7 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
 MOST_PASSED_BY = 8
-"""Publishes that pass by a generator that failed several in a row, before it is served again."""
+"""Weight syncs that pass by a generator that failed several in a row, before it is served again."""
 
 
 def refuse_relay(quantization: str) -> None:
@@ -107,7 +107,7 @@ class GeneratorConfig(Section):
     """Timeout of one completion, in seconds; the engine stops a slower one, which counts as
     failed. auto: 0.12 s per token of the longest completion, at least 300 s, times run.patience.
     Must be below expert.queue.lease_timeout_s."""
-    wait_for_publish: bool = True
+    wait_for_weight_sync: bool = True
     """Wait for the trainer's first weights before serving; false: serve the weights of the model
     folder."""
 

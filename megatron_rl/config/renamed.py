@@ -19,6 +19,7 @@ RENAMED = {
     "replay.traces": "replay.datasets",
     "sft.control": "sft.baseline",
     "sft.traces": "sft.dataset",
+    "generator.wait_for_publish": "generator.wait_for_weight_sync",
     "generator.shares_gpus": "generator.colocate",
     "reward.tasks.*.gate": "reward.tasks.*.format_check",
     "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
@@ -33,6 +34,23 @@ RENAMED_METRICS = {
     "control_se": "sft_baseline_se",
     "rl_minus_control": "rl_minus_sft_baseline",
     "groups_dropped_flat": "groups_dropped_zero_variance",
+    "publish_s_median": "weight_sync_s_median",
+} | {
+    f"publish/{name}": f"weight_sync/{name}"
+    for name in (
+        "damaged_parcels",
+        "dropped_generators",
+        "generators",
+        "passed_over",
+        "pause_s",
+        "peak_extra_mb",
+        "reclaim_s",
+        "relayed",
+        "release_s",
+        "s",
+        "transfer_s",
+        "wire_mb",
+    )
 }
 """The same for names of metrics.jsonl and summary.json."""
 

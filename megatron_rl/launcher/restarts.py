@@ -134,7 +134,7 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
     if death.is_run_ending:
         return Answer.GO_ON, "the run is ending"
     if death.is_too_late:
-        reason = "it is too late for a restart: nobody would publish weights to it"
+        reason = "it is too late for a restart: nobody would sync weights to it"
         return (Answer.GO_ON if death.others else Answer.END_RUN), reason
     if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"

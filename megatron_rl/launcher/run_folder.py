@@ -275,7 +275,7 @@ def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
     """
     changed = {
         "model": config.model.model_copy(update={"path": model}),
-        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
+        "generator": config.generator.model_copy(update={"wait_for_weight_sync": False}),
         "ports": config.ports.model_copy(update={"label": f"{config.ports.label}.{label}"}),
     }
     path = config.run.dir / f"config.{label}.toml"

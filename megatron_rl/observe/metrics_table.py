@@ -158,27 +158,27 @@ TRAINER = (
     Known("trainer/*", "trainer ranks, and how they are divided"),
 )  # fmt: skip
 
-PUBLISH = (
-    Known("publish/s", "seconds that the trainer waited for a publish", "far below train/update_s",
-          "compare with publish/transfer_s; docs/weights.md"),
-    Known("publish/pause_s", "longest pause of a generator, in seconds",
-          "near publish/transfer_s", "the engine answers slowly: its log"),
-    Known("publish/release_s", "seconds until engines had given their memory back "
+WEIGHT_SYNC = (
+    Known("weight_sync/s", "seconds that the trainer waited for a weight sync",
+          "far below train/update_s", "compare with weight_sync/transfer_s; docs/weights.md"),
+    Known("weight_sync/pause_s", "longest pause of a generator, in seconds",
+          "near weight_sync/transfer_s", "the engine answers slowly: its log"),
+    Known("weight_sync/release_s", "seconds until engines had given their memory back "
           "(generator.release_memory)", "far below train/update_s",
           "an engine answers slowly: its log; docs/clusters.md"),
-    Known("publish/reclaim_s", "seconds until they had taken it again, before a publish",
+    Known("weight_sync/reclaim_s", "seconds until they had taken it again, before a weight sync",
           "far below train/update_s", "an engine answers slowly: its log"),
-    Known("publish/transfer_s", "longest transfer, in seconds"),
-    Known("publish/wire_mb", "payload in megabytes"),
-    Known("publish/peak_extra_mb", "buffers of an engine rank in megabytes"),
-    Known("publish/generators", "generators that hold the version", "generator.replicas",
+    Known("weight_sync/transfer_s", "longest transfer, in seconds"),
+    Known("weight_sync/wire_mb", "payload in megabytes"),
+    Known("weight_sync/peak_extra_mb", "buffers of an engine rank in megabytes"),
+    Known("weight_sync/generators", "generators that hold the version", "generator.replicas",
           "logs/generator-*.log"),
-    Known("publish/dropped_generators", "generators dropped since the start", "0",
+    Known("weight_sync/dropped_generators", "generators dropped since the start", "0",
           "logs/generator-*.log"),
-    Known("publish/relayed", "generators that got the version from others (expert.weights.relay)"),
-    Known("publish/passed_over", "generators that the trainer served, as another one did not pass "
-          "the version on to them", "0", "the trainer's log says who failed"),
-    Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",
+    Known("weight_sync/relayed", "generators served by another one (expert.weights.relay)"),
+    Known("weight_sync/passed_over", "generators that the trainer served, because another one "
+          "did not pass the version on to them", "0", "the trainer's log says who failed"),
+    Known("weight_sync/damaged_parcels", "parcels whose digest did not fit", "0",
           "memory or network is faulty"),
     Known("generator/busy_s", "seconds in which engines had a completion to work on, all together",
           kind="count"),
@@ -253,7 +253,7 @@ AREAS: dict[str, tuple[Known, ...]] = {
     "Rollouts of a step": ROLLOUTS,
     "Rollout queue": QUEUE,
     "Trainer": TRAINER,
-    "Publishing and generators": PUBLISH,
+    "Syncing and generators": WEIGHT_SYNC,
     "What goes on, every few seconds": ACTIVITY,
     "Evaluations": EVALUATION,
 }

@@ -30,11 +30,11 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     capacity: int
     """Completions it runs at once."""
     version: int
-    """Policy version of its weights; -1 before the first publish, when it takes no leases."""
+    """Policy version of its weights; -1 before the first weight sync, when it takes no leases."""
     session: int
     """Differs after a restart: leases of the earlier session are lost."""
     is_held: bool = False
-    """It keeps this version; the publisher was told so before."""
+    """It keeps this version; the syncer was told so before."""
     leases: list[int] | None = None
     """Ids of the leases of which it still owes completions; None: it does not say."""
     activity: EngineActivity | None = None
@@ -42,7 +42,7 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
 
 
 class Hold(msgspec.Struct, frozen=True, tag="Hold"):
-    """Keep the weights that you have, or take part in publishes again; answered by its state."""
+    """Keep the weights that you have, or take part in weight syncs again; answered by its state."""
 
     is_held: bool
 

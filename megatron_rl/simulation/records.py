@@ -39,7 +39,7 @@ class Measured:
     generator_idle: float
     staleness_mean: float
     staleness_max: int
-    publish_s: float
+    sync_s: float
     compute_s: float
     latency_s: float
     """From a completion's lease to its arrival, on average."""
@@ -48,7 +48,7 @@ class Measured:
     trained_tokens: float
     """Of a step, prompts included."""
     rest_s: float
-    """Of a step, in which the trainer neither waits, nor computes, nor publishes."""
+    """Of a step, in which the trainer neither waits, nor computes, nor syncs."""
     steps: int
 
 
@@ -130,7 +130,7 @@ def measure(run: RunRecords) -> Measured:
     def total(name: str) -> float:
         return sum(row.get(name, 0.0) for row in steps)
 
-    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "publish/s")))
+    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "weight_sync/s")))
     rollouts = total("queue/rollouts_trained")
     stale = sum(
         row["queue/staleness_versions_mean"] * row["queue/rollouts_trained"] for row in steps
@@ -148,7 +148,7 @@ def measure(run: RunRecords) -> Measured:
         generator_idle=_idle_share(run),
         staleness_mean=stale / rollouts,
         staleness_max=int(max(row["queue/staleness_versions_max"] for row in steps)),
-        publish_s=total("publish/s") / count,
+        sync_s=total("weight_sync/s") / count,
         compute_s=total("train/update_s") / count,
         latency_s=float(np.mean(latencies)),
         latency_s_per_token=sum(latencies) / sum(record.tokens for record in arrived),

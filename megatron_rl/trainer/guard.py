@@ -56,7 +56,7 @@ class StepGuard:
             raise TrainingStopped(
                 f"at version {version} the logprobs of trainer and generator differ by {mean:.4g} "
                 f"on average, more than expert.train.max_mismatch={limit:g}: they do not run the "
-                "same policy. Look at publishing, dtypes and generator.quantization, or raise the "
+                "same policy. Look at weight sync, dtypes and generator.quantization, or raise the "
                 "limit"
             )
 

@@ -43,7 +43,7 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_profile import StepProfile
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
 # Forward and backward cost 6 FLOP a parameter and token, generation 2.

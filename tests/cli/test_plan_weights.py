@@ -11,7 +11,7 @@ from megatron_rl.cli import main as cli
 from megatron_rl.cli.plan_weights import Forecast, forecast
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.plan.publish import Publish
+from megatron_rl.plan.weight_sync import WeightSyncCost
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
 
 SIZES = {
@@ -64,7 +64,7 @@ def test_replicas_of_the_trainer_serve_an_engine_each(config_path: Path) -> None
     assert small.rounds in {4, 5, 6} and small.peak_bytes <= 2 * 2048
 
 
-def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
+def test_a_weight_sync_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
     sizes = {
         "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -175,5 +175,5 @@ def test_it_needs_no_framework_but_torch() -> None:
 
 
 def test_a_forecast_knows_how_much_senders_differ() -> None:
-    cost = Publish(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
+    cost = WeightSyncCost(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
     assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, 1, cost).spread_bytes == 6

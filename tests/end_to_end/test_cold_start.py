@@ -104,7 +104,7 @@ def test_training_begins_with_the_best_model_of_the_cold_start(
         for name in ("cold_start", "cold_start_step_21", "cold_start_step_24")
     ]
     assert weights[0] == weights[1 if best == 21 else 2] and weights[1] != weights[2]
-    # The very weights that the trainer loads and publishes.
+    # The very weights that the trainer loads and syncs.
     log = (run_dir / "logs" / "launch.log").read_text()
     assert f"megatron_rl.trainer.train --config {run_dir}/config.toml" in log
     assert f"model.path={json.dumps(str(run_dir / 'hf' / 'cold_start'))}" in log

@@ -26,7 +26,7 @@ SUMMARY_KEYS = {
     "model_parameters", "steps", "rollouts_trained", "groups_dropped_zero_variance", "eval_n",
     "accuracy_before", "accuracy_after", "accuracy_se_before", "accuracy_se_after",
     "reward_first10", "reward_last10", "rollouts_spanning_versions", "staleness_mean",
-    "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
+    "staleness_max", "logprob_gap_mean", "weight_sync_s_median", "generator_idle_fraction",
     "trainer_idle_fraction", "wall_s", "hf_export",
 }  # fmt: skip
 
@@ -161,8 +161,8 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [row for row in training_rows(run_dir) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert all(row["publish/generators"] == 1 for row in rows)
-    assert sum(row.get("publish/damaged_parcels", 0) for row in rows) == 0
+    assert all(row["weight_sync/generators"] == 1 for row in rows)
+    assert sum(row.get("weight_sync/damaged_parcels", 0) for row in rows) == 0
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["staleness_max"] <= summary["max_staleness"] == 1
     # Versions of records, exported model and metrics fit each other.

@@ -166,7 +166,7 @@ def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
     ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(["--model-path=/m", *flags])
     # Three transfers, a missing generator, a batch and a checkpoint; nine times, since eight
-    # publishes may pass a generator by.
+    # weight syncs may pass a generator by.
     assert parsed.watchdog_timeout == 9 * (3 * 100 + 300 + 600 + 1800)
 
 

@@ -1,4 +1,4 @@
-"""The generator process end to end, against a queue and a publisher written out here."""
+"""The generator process end to end, against a queue and a syncer written out here."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.protocol.wire import Router
 from megatron_rl.weights.layout.shape import read_shape
-from tests.generation.publisher import (
+from tests.generation.syncer import (
     SliceSender,
     check_reports,
     of_attempt,
@@ -111,10 +111,8 @@ def obey(router: Router, message: AnyMessage) -> None:
     assert await_kind(router, Ack) == Ack(type(message).__name__)
 
 
-def publish_phase(
-    router: Router, folder: Path, model: LlamaForCausalLM, versions: list[int]
-) -> None:
-    """A whole training phase of a publisher: hello, publishes, leave."""
+def sync_phase(router: Router, folder: Path, model: LlamaForCausalLM, versions: list[int]) -> None:
+    """A whole training phase of a syncer: hello, weight syncs, leave."""
     hello = await_kind(router, Hello, START_S)
     assert (hello.world_size, hello.version) == (1, -1)
     assert hello.nccl == own_settings()
@@ -170,7 +168,7 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(280)
-def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
+def test_sglang_worker_serves_two_syncers_and_leaves_nothing_when_killed(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM, new_model: LlamaForCausalLM
 ) -> None:
     config = make_config(models_dir, tmp_path / "run")
@@ -184,9 +182,9 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
         assert (ready.capacity, ready.version) == (32, -1)
         queue.send("generator-0", lease(6, 2))
         failures = [await_kind(queue, RolloutFailed) for _ in range(2)]
-        assert {failed.reason for failed in failures} == {"it holds no published weights"}
+        assert {failed.reason for failed in failures} == {"it has no weights of the trainer yet"}
         for model, versions in ((new_model, [0, 1]), (old_model, [0])):
-            publish_phase(weights, models_dir / "old", model, versions)
+            sync_phase(weights, models_dir / "old", model, versions)
             await_message(
                 queue,
                 lambda m, last=versions[-1]: isinstance(m, GeneratorReady) and m.version == last,
@@ -219,7 +217,9 @@ def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
     models_dir: Path, tmp_path: Path, hangs: bool
 ) -> None:
     # A quarter of 24 s without a pass is a hang.
-    config = make_config(models_dir, tmp_path / "run", wait_for_publish=False, request_timeout_s=24)
+    config = make_config(
+        models_dir, tmp_path / "run", wait_for_weight_sync=False, request_timeout_s=24
+    )
     with (
         Router(config.ports.host, config.ports.prompts) as queue,
         worker_process(config) as process,
@@ -250,7 +250,7 @@ def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
 def test_hf_worker_reports_bad_prompts_and_its_activity_and_stops(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
 ) -> None:
-    config = make_config(models_dir, tmp_path / "run", engine="hf", wait_for_publish=False)
+    config = make_config(models_dir, tmp_path / "run", engine="hf", wait_for_weight_sync=False)
     with (
         Router(config.ports.host, config.ports.prompts) as queue,
         worker_process(config) as process,

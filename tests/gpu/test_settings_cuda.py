@@ -106,8 +106,8 @@ def test_fused_operations_give_the_same_gradients(
     assert apart <= limit
 
 
-def published(folder: Path) -> tuple[int, bool, bool]:
-    """(quantised parameters, whether their values are published, and each made once)."""
+def synced(folder: Path) -> tuple[int, bool, bool]:
+    """(quantised parameters, whether their values are synced, and each made once)."""
     overrides = ["model.fp8=tensorwise", "expert.model.fp8_parameters=true"]
     overrides += ["parallel.distributed_optimizer=true", f"model.path={folder}"]
     with open_policy(load_config(None, overrides)) as policy:
@@ -124,8 +124,8 @@ def published(folder: Path) -> tuple[int, bool, bool]:
         return len(names), are_values, all(plain[name] is found[name] for name in names)
 
 
-def test_values_of_fp8_parameters_are_published(folders: dict[str, Path]) -> None:
-    [(count, are_values, are_kept)] = run_ranks(published, 1, folders["dense"], timeout_s=LIMIT_S)
+def test_values_of_fp8_parameters_are_synced(folders: dict[str, Path]) -> None:
+    [(count, are_values, are_kept)] = run_ranks(synced, 1, folders["dense"], timeout_s=LIMIT_S)
     assert count >= 4 * DENSE["num_hidden_layers"] and are_values and are_kept
 
 

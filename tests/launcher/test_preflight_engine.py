@@ -205,7 +205,7 @@ def test_sglang_releases_its_memory_only_when_no_request_runs() -> None:
     assert "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in backend and "enable_cpu_backup=True" in backend
 
 
-def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
+def test_weight_syncs_beside_training_on_gpus_are_refused_before_a_model_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda" if gpus else "cpu")

@@ -195,7 +195,7 @@ def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: 
             tree = load_config(path)
             assert tree.ports.label == f"{start.ports.label}.{label}"
             assert tree.model.path == tmp_path / "hf" / label
-            assert not tree.generator.wait_for_publish and start.generator.wait_for_publish
+            assert not tree.generator.wait_for_weight_sync and start.generator.wait_for_weight_sync
             labels.add(tree.ports.label)
     # Nobody of one of these eight may be heard by another.
     assert len(labels) == 8 and "" not in labels

@@ -39,7 +39,7 @@ def metrics_lines() -> str:
             lines.append(at | {"activity/seconds": 5.0, "activity/rollouts_scored": 3} | activity)
         lines.append({
             "time": step * 300.0 + 299.0, "source": "trainer", "step": step, "train/loss": 0.5,
-            "train/update_s": 20.0, "wait/batch_s": 1.0, "publish/s": 0.5,
+            "train/update_s": 20.0, "wait/batch_s": 1.0, "weight_sync/s": 0.5,
             "train/padded_tokens": 100.0, "rollout/length_tokens": 10.0,
             "queue/groups_trained": 4, "queue/groups_dropped_zero_variance": 2,
             "queue/rollouts_trained": 16,

@@ -22,7 +22,7 @@ TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 def test_turns_take_turns_with_what_is_given_back() -> None:
     states = StateBytes(weights=2, gradients=4, masters=4, moments=8)
     trainer = RankMemory(
-        stage=0, parameters=1, states=states, activations=30, logits=7, publish_buffers=3, reserve=5
+        stage=0, parameters=1, states=states, activations=30, logits=7, sync_buffers=3, reserve=5
     )
     engine = EngineMemory(weights=11, kv_per_token=2, reserve=13, kv_room=1000)
     cache = ["generator.kv_tokens=10", "generator.context_tokens=5", "sampling.max_new_tokens=4",

@@ -28,7 +28,6 @@ from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
     Prompt,
-    Published,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -39,6 +38,7 @@ from megatron_rl.protocol.types import (
     Stop,
     TrainSequence,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import (
     DeadlineExceeded,
@@ -155,7 +155,7 @@ def test_bad_frame_is_a_wire_error(frame: bytes) -> None:
 
 def test_unexpected_kind_is_a_wire_error() -> None:
     with pytest.raises(WireError):
-        decode(encode(Published(1)), RankBatch | Stop)
+        decode(encode(WeightsSynced(1)), RankBatch | Stop)
 
 
 def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:

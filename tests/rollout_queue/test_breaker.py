@@ -159,7 +159,7 @@ def play(queue: PlayedQueue, seconds: int, *, steps: int = 0) -> None:
         queue.play(1)
         version = len(queue.batches)
         if queue.version < version < steps:
-            queue.publish(version)
+            queue.sync(version)
 
 
 @pytest.mark.parametrize("group_size", [2, 16, 64])

@@ -14,7 +14,6 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     UNGRADABLE,
-    Published,
     RankBatch,
     Sampling,
     Score,
@@ -22,6 +21,7 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     ScoreFailed,
     VerifierReady,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue.groups import Group
@@ -207,7 +207,7 @@ def test_groups_that_are_not_needed_any_more_are_withdrawn(tmp_path: Path) -> No
     queue.play(10)
     asked = len(queue.class_requests)
     assert asked
-    queue.coordinator.handle("batches", "t", Published(4, is_final=True), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(4, is_final=True), queue.now)
     queue.classify = lambda request: [0, 0, -1]
     for request in queue.class_requests[:asked]:
         queue.answer_classes(request)

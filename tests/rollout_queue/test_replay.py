@@ -208,7 +208,7 @@ def test_replayed_groups_take_their_share_of_each_batch(
     queue.start()
     for version in (1, 2, 3):
         queue.play(6)
-        queue.publish(version)
+        queue.sync(version)
     assert len(queue.batches) == 3
     for batch in queue.batches:
         groups = groups_of(batch)

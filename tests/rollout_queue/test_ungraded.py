@@ -11,10 +11,10 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     UNGRADABLE,
-    Published,
     SaveState,
     Score,
     ScoreDone,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.rollout_queue.played_queue import FAILURE, PlayedQueue
@@ -287,7 +287,7 @@ def test_group_with_lost_completions_is_generated_again_whole_after_a_restart(
     assert [batch.step for batch in queue.batches] == [0]
     done = trained(tmp_path)
     assert all(indices == [1, 2, 3] for indices in done.values())
-    queue.coordinator.handle("batches", "t", Published(1), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(1), queue.now)
     queue.coordinator.handle("batches", "t", SaveState(1), queue.now)
     [state] = [
         outgoing.message for outgoing in queue.coordinator.outgoing(queue.now)

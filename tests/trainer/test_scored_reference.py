@@ -32,7 +32,7 @@ from megatron_rl.trainer.scoring_client import ScoringClient
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.export import export_tensors
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import PLAIN, write_model

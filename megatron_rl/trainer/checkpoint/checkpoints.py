@@ -32,7 +32,7 @@ from megatron_rl.trainer.checkpoint.background_save import (
 )
 from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 class PlainParameters(dict[str, Tensor]):
     """Parameters by name: plain ones themselves, quantised ones dequantised when first asked for.
 
-    For one publish: what was dequantised is kept, so that it happens once for all slices and all
-    generators. It takes as much memory as the quantised parameters in their nominal dtype.
+    For one weight sync: what was dequantised is kept, so that it happens once for all slices and
+    all generators. It takes as much memory as the quantised parameters in their nominal dtype.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,7 @@ def leave_run(folder: Path) -> Path:
     """Two steps, an evaluation before and after, one generator."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.toml").write_text(dump_toml(load_config(None, [f"run.dir={folder}"])))
-    common = {"train__update_s": 2.0, "publish__s": 0.5}
+    common = {"train__update_s": 2.0, "weight_sync__s": 0.5}
     evaluated = {"source": "queue", "eval/accuracy_se": 0.1, "eval/seconds": 3.0, "eval/n": 4}
     rows = [
         {"time": 103.0, "step": 0, "label": "before", "eval/accuracy": 0.25, **evaluated},

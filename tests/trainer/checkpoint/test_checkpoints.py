@@ -33,7 +33,7 @@ from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.checkpoint.trainer_state import restore
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_models import PLAIN, write_model
 

@@ -1,4 +1,4 @@
-"""What trainer ranks agree on while they publish or save: values, and whether all succeeded.
+"""What trainer ranks agree on while they sync or save: values, and whether all succeeded.
 
 Runs on every trainer rank, in its main thread, over one group for host memory.
 """

@@ -26,11 +26,11 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.group import close_group, join_group, open_store
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.conversation import Conversation
-from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.settings import ExchangeSettings
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.conversation import Conversation
+from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class Broadcast:
         link: GeneratorLink | None,
         settings: ExchangeSettings,
     ) -> None:
-        """buckets: called on every rank for each publish."""
+        """buckets: called on every rank for each weight sync."""
         self._buckets = buckets
         self._control, self._link, self._settings = control, link, settings
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._groups_made = 0
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Bring all members to the version."""
         outcome = Outcome()
         if self._link is None:
@@ -161,7 +161,7 @@ class Disk:
         self._saved = -1
         """Version of the newest folder."""
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Bring all members to the version; they go on while the folder is written."""
         outcome = Outcome()
         target = self._folder / f"version_{version:06d}"
@@ -181,7 +181,7 @@ class Disk:
         return outcome
 
     def _remove_from(self, target: Path) -> None:
-        """On rank 0: remove this and later versions, which an earlier publisher left."""
+        """On rank 0: remove this and later versions, which an earlier syncer left."""
         if self._control.rank == 0:
             for old in self._folder.glob("version_*"):
                 if old.name >= target.name:
@@ -192,7 +192,7 @@ class Disk:
         self._names.discard(name)
 
     def close(self) -> None:
-        """Let the generators look for another publisher."""
+        """Let the generators look for another syncer."""
         for name in self._names:
             _say_goodbye(self._link, name)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Pause, Resume
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
-from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
 from tests.ports import free_port
 
 WAIT_S = 5.0

@@ -1,4 +1,4 @@
-"""The trainer's side of a publish, written out in the test's own terms."""
+"""The trainer's side of a weight sync, written out in the test's own terms."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,7 @@ from megatron_rl.weights.exchange.receiver import Report
 from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.publish.reshard import receiver_slices
+from megatron_rl.weights.sync.reshard import receiver_slices
 from tests.generation.passed_on import PassedOn, plan_passing, take_passed_on
 from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
 from tests.ports import free_port
@@ -176,7 +176,7 @@ class TrainerProcess:
         self._process.join(TIMEOUT_S)
 
 
-class SlicePublisher:
+class SliceSyncer:
     """Calls an engine's weight methods while a trainer process sends slices."""
 
     def __init__(
@@ -191,9 +191,7 @@ class SlicePublisher:
     async def open(self) -> None:
         await asyncio.to_thread(self._trainer.ask, self._exchange)
 
-    async def publish(
-        self, model: LlamaForCausalLM, version: int, *, passes_on: bool = False
-    ) -> None:
+    async def sync(self, model: LlamaForCausalLM, version: int, *, passes_on: bool = False) -> None:
         """passes_on: also to another engine, before this one goes on."""
         await self._engine.pause()
         self._attempts += 1
@@ -216,7 +214,7 @@ class SlicePublisher:
         await asyncio.to_thread(self._trainer.ask, None)
 
 
-class BroadcastPublisher:
+class BroadcastSyncer:
     """Calls an engine's weight methods while a trainer process broadcasts full tensors."""
 
     def __init__(self, engine: Engine, trainer: TrainerProcess, group_name: str) -> None:
@@ -229,7 +227,7 @@ class BroadcastPublisher:
             self._engine.join_group(self._join), asyncio.to_thread(self._trainer.ask, self._join)
         )
 
-    async def publish(self, model: LlamaForCausalLM, version: int) -> None:
+    async def sync(self, model: LlamaForCausalLM, version: int) -> None:
         await self._engine.pause()
         for message, flat in buckets(model, version):
             await asyncio.gather(

@@ -31,7 +31,7 @@ PING_S = 0.5
 
 
 class GeneratorLost(RuntimeError):
-    """A generator failed, fell silent or restarted during a publish; the text has its reason."""
+    """A generator failed, fell silent or restarted during a weight sync; the text says why."""
 
 
 class GeneratorLink:

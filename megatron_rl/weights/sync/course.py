@@ -1,15 +1,15 @@
-"""How far the generators of one publish have come, for those that wait for each other.
+"""How far the generators of one weight sync have come, for those that wait for each other.
 
 Read and written by rank 0's conversations (`desk.py`), all in one thread.
 """
 
 from collections.abc import Mapping, Set
 
-from megatron_rl.weights.publish.relays import COPY
+from megatron_rl.weights.sync.relays import COPY
 
 
 class Course:
-    """One publish."""
+    """One weight sync."""
 
     def __init__(self, sources: Mapping[str, str], groups: Mapping[str, str]) -> None:
         """sources: who serves each generator, in the order in which a source serves its own.

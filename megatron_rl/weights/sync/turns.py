@@ -2,17 +2,17 @@
 
 Runs on every trainer rank; rank 0 speaks with the generators (Release, Reclaim; StartRequest and
 MayStart of those whose engines are about to take memory). The engines' turn lasts from the
-beginning of a publish until the trainer has its next batch.
+beginning of a weight sync until the trainer has its next batch.
 """
 
 import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl.protocol.types import AnyMessage, Reclaim, Release
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.conversation import Conversation
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.conversation import Conversation
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
 
 
 class MemoryTurns:
@@ -61,7 +61,7 @@ class MemoryTurns:
     def release(self, members: Sequence[Member]) -> dict[str, str]:
         """Have the engines give their memory back; those that failed, with the reason. Collective.
 
-        They put their requests back, which go on after the next publish.
+        They put their requests back, which go on after the next weight sync.
         """
         started = time.monotonic()
         failed = self._have_all(Release(), members)

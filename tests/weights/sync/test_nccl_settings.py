@@ -9,12 +9,12 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Hello
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.conversation import Conversation
-from megatron_rl.weights.publish.full_tensors import Broadcast
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.reshard import Reshard
-from megatron_rl.weights.publish.settings import ExchangeSettings
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.conversation import Conversation
+from megatron_rl.weights.sync.full_tensors import Broadcast
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.reshard import Reshard
+from megatron_rl.weights.sync.settings import ExchangeSettings
 from tests.distributed import run_ranks
 from tests.weights.made_up import SHAPE
 

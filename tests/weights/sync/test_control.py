@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 
 

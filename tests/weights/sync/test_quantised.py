@@ -1,4 +1,4 @@
-"""Parameters that a library keeps quantised are published as their values, dequantised once."""
+"""Parameters that a library keeps quantised are synced as their values, dequantised once."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.weights.exchange.parcels import outgoing, payload_bytes
 from megatron_rl.weights.exchange.plain import PlainParameters, is_quantised
 from megatron_rl.weights.exchange.plan import Move, Parcel
-from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.sync.reshard import Reshard
 from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights import peers
@@ -62,7 +62,7 @@ class Following(Quantised):
 
 
 class QuantisedReshard(Reshard):
-    """On the second rank, the first parameter cannot be dequantised in the second publish."""
+    """On the second rank, the first parameter cannot be dequantised in the second weight sync."""
 
     made: list[Following]
 
@@ -87,8 +87,8 @@ def play(setup: peers.Setup, folder: Path) -> Any:
     return (found, [p.times for p in QuantisedReshard.made]) if is_trainer else found
 
 
-def test_a_rank_that_cannot_dequantise_costs_a_publish_and_not_the_run(tmp_path: Path) -> None:
-    script = ("publish 0", "publish 1", "admit 2", "publish 2")
+def test_a_rank_that_cannot_dequantise_costs_a_weight_sync_and_not_the_run(tmp_path: Path) -> None:
+    script = ("sync 0", "sync 1", "admit 2", "sync 2")
     setup = peers.Setup(free_port(), (Generator("a", 2), Generator("b", 1)), script, tensor=2)
     (first, first_times), (second, second_times), *notes = run_ranks(
         play, 4, setup, tmp_path, timeout_s=90
@@ -108,6 +108,6 @@ def test_a_rank_that_cannot_dequantise_costs_a_publish_and_not_the_run(tmp_path:
     for name, lines in zip("ab", notes, strict=True):
         assert all(line["is_right"] for line in lines), name
         assert [version for version in versions(lines) if version >= 0] == [0, 1, 2]
-    # Three publishes, and that to the generator which came back.
+    # Three weight syncs, and that to the generator which came back.
     assert set(first_times) == {0, 4}, "of what both ranks hold, the other may send it all"
     assert second_times[0] == 5 and set(second_times[1:]) <= {0, 4}

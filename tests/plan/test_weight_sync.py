@@ -1,11 +1,11 @@
-"""How long a publish takes, by its bytes and by who serves whom."""
+"""How long a weight sync takes, by its bytes and by who serves whom."""
 
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.tree import GeneratorConfig, WeightsConfig
-from megatron_rl.plan.publish import publish_cost
+from megatron_rl.plan.weight_sync import sync_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
 
@@ -15,7 +15,7 @@ def test_each_copy_serves_its_share_of_the_replicas_in_turn(tmp_path: Path) -> N
     shape = read_shape(tmp_path)
     copies = [tuple(range(first, first + 4)) for first in (0, 4)]
     one, two, five = (
-        publish_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), WeightsConfig(),
+        sync_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), WeightsConfig(),
                      copies=copies, item_bytes=2, bytes_per_s=1e6, turn_s=0.5)
         for replicas in (1, 2, 5)
     )  # fmt: skip
@@ -36,7 +36,7 @@ def test_by_way_of_host_memory_a_copy_serves_all_its_replicas_at_once(tmp_path: 
     copies = [tuple(range(first, first + 4)) for first in (0, 4)]
     by_host = WeightsConfig(method="host", overlap=True)
     one, four, ten = (
-        publish_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), by_host,
+        sync_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), by_host,
                      copies=copies, item_bytes=2, bytes_per_s=1e6, turn_s=0.5)
         for replicas in (1, 4, 10)
     )  # fmt: skip

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl.protocol.types import AnyMessage, Fence, Resume
-from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import Member, Outcome
 
 log = logging.getLogger(__name__)
 
 
 class Conversation:
-    """With the generators of a publish, lost one by one."""
+    """With the generators of a weight sync, lost one by one."""
 
     def __init__(
         self, link: GeneratorLink, members: Sequence[Member], outcome: Outcome, deadline_s: float

@@ -1,6 +1,6 @@
-"""Who takes part in a publish, and what is counted; with a scripted method over real sockets.
+"""Who takes part in a weight sync, and what is counted; with a scripted method over real sockets.
 
-What a whole publish does to generators is in test_exchange.py.
+What a whole weight sync does to generators is in test_exchange.py.
 """
 
 import threading
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.publisher import WeightPublisher
-from megatron_rl.weights.publish.turns import MemoryTurns
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.syncer import WeightSyncer
+from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.distributed import run_ranks
 from tests.ports import free_port
 
@@ -31,8 +31,8 @@ class Scripted:
         self.calls: list[tuple[str, Any]] = []
         self._failing = failing
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
-        self.calls.append(("publish", [version, *(member.name for member in members)]))
+    def sync(self, members: list[Member], version: int) -> Outcome:
+        self.calls.append(("sync", [version, *(member.name for member in members)]))
         failed = {m.name: f"{m.name} is broken" for m in members if self._failing(m.name)}
         good = len(members) - len(failed)
         return Outcome(failed, [0.1 * good], 10**6 * good, 10**6, damaged=len(failed))
@@ -45,7 +45,7 @@ class Scripted:
 
 
 class Scene:
-    """A publisher of one rank, and generators that say hello."""
+    """A syncer of one rank, and generators that say hello."""
 
     def __init__(
         self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False,
@@ -61,7 +61,7 @@ class Scene:
         turns = MemoryTurns(
             control, self.link, deadline_s=WAIT_S, start_timeout_s=WAIT_S, free_cache=lambda: None
         )
-        self.publisher = WeightPublisher(
+        self.syncer = WeightSyncer(
             self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s,
             turns=turns if takes_turns else None, min_replicas=min_replicas,
         )  # fmt: skip
@@ -82,32 +82,32 @@ class Scene:
             self.link.listen(0.1)
 
     def metrics(self) -> dict[str, float]:
-        return {metric.name: metric.value for metric in self.publisher.metrics}
+        return {metric.name: metric.value for metric in self.syncer.metrics}
 
 
 def held_and_let_go() -> list[tuple[str, Any]]:
     scene = Scene(replicas=2)
     scene.hello("a")
     scene.hello("b")
-    scene.publisher.publish(0)
+    scene.syncer.sync(0)
     scene.hello("b", is_held=True)
-    scene.publisher.publish(1)
-    scene.publisher.admit()
-    scene.publisher.publish(2)
+    scene.syncer.sync(1)
+    scene.syncer.admit()
+    scene.syncer.sync(2)
     scene.hello("b", is_held=False)
-    scene.publisher.admit()
-    scene.publisher.publish(3)
+    scene.syncer.admit()
+    scene.syncer.sync(3)
     return scene.method.calls
 
 
 def test_a_generator_that_holds_its_version_is_passed_by_until_it_lets_go() -> None:
     [calls] = run_ranks(held_and_let_go, 1)
     assert calls == [
-        ("publish", [0, "a", "b"]),
-        ("publish", [1, "a"]),
-        ("publish", [2, "a"]),
-        ("publish", [2, "b"]),
-        ("publish", [3, "a", "b"]),
+        ("sync", [0, "a", "b"]),
+        ("sync", [1, "a"]),
+        ("sync", [2, "a"]),
+        ("sync", [2, "b"]),
+        ("sync", [3, "a", "b"]),
     ]
 
 
@@ -115,41 +115,41 @@ def first_and_late() -> tuple[list[tuple[str, Any]], dict[str, float], dict[str,
     scene = Scene(replicas=2)
     scene.hello("a")
     scene.hello("b")
-    scene.publisher.await_generators()
+    scene.syncer.await_generators()
     scene.failing = {"b"}
-    scene.publisher.publish(0)
+    scene.syncer.sync(0)
     first = scene.metrics()
-    scene.publisher.admit()  # b has not come back
+    scene.syncer.admit()  # b has not come back
     scene.failing = set()
     scene.hello("b")
     scene.hello("c")
-    scene.publisher.admit()
-    scene.publisher.admit()
+    scene.syncer.admit()
+    scene.syncer.admit()
     scene.hello("a", session=2)
-    scene.publisher.admit()
-    scene.publisher.publish(1)
+    scene.syncer.admit()
+    scene.syncer.sync(1)
     second = scene.metrics()
-    scene.publisher.close()
+    scene.syncer.close()
     return scene.method.calls, first, second
 
 
 def test_who_failed_is_late_or_restarted_gets_the_version_and_nobody_else() -> None:
     [(calls, first, second)] = run_ranks(first_and_late, 1)
     assert calls == [
-        ("publish", [0, "a", "b"]),
+        ("sync", [0, "a", "b"]),
         ("forget", "b"),
-        ("publish", [0, "b", "c"]),
+        ("sync", [0, "b", "c"]),
         ("forget", "a"),
-        ("publish", [0, "a"]),
-        ("publish", [1, "a", "b", "c"]),
+        ("sync", [0, "a"]),
+        ("sync", [1, "a", "b", "c"]),
         ("close", None),
     ]
-    assert (first["publish/generators"], first["publish/dropped_generators"]) == (1, 1)
-    assert (first["publish/wire_mb"], first["publish/damaged_parcels"]) == (1, 1)
-    assert (second["publish/generators"], second["publish/dropped_generators"]) == (3, 1)
+    assert (first["weight_sync/generators"], first["weight_sync/dropped_generators"]) == (1, 1)
+    assert (first["weight_sync/wire_mb"], first["weight_sync/damaged_parcels"]) == (1, 1)
+    assert (second["weight_sync/generators"], second["weight_sync/dropped_generators"]) == (3, 1)
     # Three late transfers and three of version 1.
-    assert (second["publish/wire_mb"], second["publish/damaged_parcels"]) == (6, 0)
-    assert second["publish/pause_s"] == pytest.approx(0.3)
+    assert (second["weight_sync/wire_mb"], second["weight_sync/damaged_parcels"]) == (6, 0)
+    assert second["weight_sync/pause_s"] == pytest.approx(0.3)
 
 
 def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
@@ -158,18 +158,18 @@ def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
     scene.failing = {"a"}
     started = time.monotonic()
     try:
-        scene.publisher.publish(4)
+        scene.syncer.sync(4)
     except DeadlineExceeded as error:
         return str(error), time.monotonic() - started, scene.method.calls
     return "", 0.0, []
 
 
-def test_a_publish_without_a_generator_ends_with_the_last_reason() -> None:
+def test_a_weight_sync_without_a_generator_ends_with_the_last_reason() -> None:
     [(error, seconds, calls)] = run_ranks(nobody_left, 1)
     assert error.startswith(
         "no generator took version 4 in 1 s (expert.weights.join_timeout_s): a is broken; see logs/"
     )
-    assert 1 <= seconds < 3 and calls == [("publish", [4, "a"]), ("forget", "a")]
+    assert 1 <= seconds < 3 and calls == [("sync", [4, "a"]), ("forget", "a")]
 
 
 def always_failing() -> list[tuple[str, Any]]:
@@ -178,21 +178,22 @@ def always_failing() -> list[tuple[str, Any]]:
     for version in range(12):
         scene.hello("a")
         scene.hello("b")
-        scene.publisher.publish(version)
+        scene.syncer.sync(version)
     scene.failing = set()
     scene.hello("b")
-    scene.publisher.publish(12)
+    scene.syncer.sync(12)
     scene.hello("b", session=2)
-    scene.publisher.publish(13)
+    scene.syncer.sync(13)
     return scene.method.calls
 
 
 def test_a_generator_that_fails_again_and_again_is_passed_by_for_longer_each_time() -> None:
     [calls] = run_ranks(always_failing, 1)
-    served = [what[0] for kind, what in calls if kind == "publish" and "b" in what]
-    # 0 and 1 fail, then 2 publishes pass it by, then 4, then 8; a restarted one is served at once.
+    served = [what[0] for kind, what in calls if kind == "sync" and "b" in what]
+    # 0 and 1 fail, then 2 weight syncs pass it by, then 4, then 8; a restarted one is served at
+    # once.
     assert served == [0, 1, 4, 9, 13]
-    assert [what[0] for kind, what in calls if kind == "publish" and "a" in what] == [*range(14)]
+    assert [what[0] for kind, what in calls if kind == "sync" and "a" in what] == [*range(14)]
 
 
 def alone_and_failing() -> list[int]:
@@ -201,13 +202,13 @@ def alone_and_failing() -> list[int]:
     scene.failing = {"a"}
     thread = threading.Thread(target=let_it_succeed, args=(scene,))
     thread.start()
-    scene.publisher.publish(0)
+    scene.syncer.sync(0)
     thread.join()
-    return [what[0] for kind, what in scene.method.calls if kind == "publish"]
+    return [what[0] for kind, what in scene.method.calls if kind == "sync"]
 
 
 def let_it_succeed(scene: Scene) -> None:
-    """Say Hello again after each failure; the fourth publish succeeds."""
+    """Say Hello again after each failure; the fourth weight sync succeeds."""
     dealer = Dealer(scene.address, "a")
     for tries in range(1, 4):
         while len([None for kind, _ in scene.method.calls if kind == "forget"]) < tries:
@@ -226,7 +227,7 @@ def first_is_missing(min_replicas: int | None = None) -> str:
     scene = Scene(replicas=2, join_timeout_s=0.3, min_replicas=min_replicas)
     scene.hello("a")
     try:
-        scene.publisher.await_generators()
+        scene.syncer.await_generators()
     except DeadlineExceeded as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Who takes part in a publish, and how it went. Used by every trainer rank."""
+"""Who takes part in a weight sync, and how it went. Used by every trainer rank."""
 
 from dataclasses import dataclass, field
 
@@ -9,36 +9,36 @@ from megatron_rl.protocol.types import Hello
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A generator that takes part in a publish."""
+    """A generator that takes part in a weight sync."""
 
     name: str
     hello: Hello
 
 
 class Backoff:
-    """Which generators the next publishes pass by, as they failed several in a row. Pure.
+    """Which generators the next weight syncs pass by, as they failed several in a row. Pure.
 
-    A publish waits for a generator that does not answer until its deadline. All others would wait
-    at each publish, where one fails each time.
+    A weight sync waits for a generator that does not answer until its deadline. All others would
+    wait at each weight sync, where one fails each time.
     """
 
     def __init__(self) -> None:
-        self._publishes = 0
+        self._weight_syncs = 0
         self._failures: dict[tuple[str, int], int] = {}
         """Of each life of a generator, since it was served last."""
         self._due_at: dict[tuple[str, int], int] = {}
-        """Number of the publish that includes it again."""
+        """Number of the weight sync that includes it again."""
 
-    def begin_publish(self) -> None:
-        """Another version is published."""
-        self._publishes += 1
+    def begin_sync(self) -> None:
+        """Another version is synced."""
+        self._weight_syncs += 1
 
     def note_failed(self, name: str, session: int) -> int:
-        """How many publishes pass it by: none after its first failure, then 2, 4, at most 8."""
+        """How many weight syncs pass it by: none after its first failure, then 2, 4, at most 8."""
         life = name, session
         self._failures[life] = failures = self._failures.get(life, 0) + 1
         passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
-        self._due_at[life] = self._publishes + passed_by + bool(passed_by)
+        self._due_at[life] = self._weight_syncs + passed_by + bool(passed_by)
         return passed_by
 
     def note_served(self, name: str, session: int) -> None:
@@ -48,12 +48,12 @@ class Backoff:
 
     def is_due(self, name: str, session: int) -> bool:
         """Whether it takes part now. A restarted one does: its session is another one."""
-        return self._publishes >= self._due_at.get((name, session), 0)
+        return self._weight_syncs >= self._due_at.get((name, session), 0)
 
 
 @dataclass
 class Outcome:
-    """How one publish went, as rank 0 knows; elsewhere `failed` and `passed_over` alone."""
+    """How one weight sync went, as rank 0 knows; elsewhere `failed` and `passed_over` alone."""
 
     failed: dict[str, str] = field(default_factory=dict)
     """Generators that were dropped, with the reason."""

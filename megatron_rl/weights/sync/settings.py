@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 ATTEMPTS = 2
-"""Transfers of one publish to one generator; the second if parcels arrived damaged."""
+"""Transfers of one weight sync to one generator; the second if parcels arrived damaged."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExchangeSettings:
     bucket_bytes: int
     deadline_s: float
     name: str
-    """Prefix of the groups' names, the same on every rank and of no other publisher."""
+    """Prefix of the groups' names, the same on every rank and of no other syncer."""
     grace_s: float = 30.0
     """How long all others wait for a generator that has taken a version before."""
     is_concurrent: bool = True

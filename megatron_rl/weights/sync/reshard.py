@@ -2,7 +2,7 @@
 
 Runs on every trainer rank. Each generator is bound to one copy of the model (`bindings.py`): its
 process group holds the ranks of that copy and the engine's, so that copies serve their generators
-at the same time, and a generator that fails harms no other's. A publish has these threads:
+at the same time, and a generator that fails harms no other's. A weight sync has these threads:
 
 | thread | on | does | waits for |
 |---|---|---|---|
@@ -53,13 +53,13 @@ from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
-from megatron_rl.weights.publish.bindings import Bindings
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.desk import Desk, lead
-from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.relays import COPY, Relays
-from megatron_rl.weights.publish.settings import ExchangeSettings
+from megatron_rl.weights.sync.bindings import Bindings
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.desk import Desk, lead
+from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.relays import COPY, Relays
+from megatron_rl.weights.sync.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _Prepared:
 
 @dataclass
 class _Running:
-    """The threads of a publish."""
+    """The threads of a weight sync."""
 
     outcome: Future[Outcome] | None = None
     """On rank 0."""
@@ -103,7 +103,7 @@ class Reshard:
         """parameters: this rank's, by local name."""
         self._parameters = parameters
         self._plain = PlainParameters(parameters)
-        """Of the publish that is going on."""
+        """Of the weight sync that is going on."""
         self._copies, self._shape = copies, shape
         self._control, self._link, self._settings = control, link, settings
         self._bindings = Bindings(len(copies.ranks))
@@ -131,12 +131,13 @@ class Reshard:
         peaks = [sender.peak_bytes for sender in self._senders.values()]
         return sum(peaks) if self._settings.is_concurrent else max(peaks, default=0)
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Serve all members at the same time."""
         self.begin(members, version)
         return self.end()
 
-    # --- one publish ----------------------------------------------------------------------------
+    # --- one weight sync
+    # ----------------------------------------------------------------------------
 
     def begin(
         self, members: list[Member], version: int, then: Callable[[], None] | None = None
@@ -150,11 +151,11 @@ class Reshard:
         self._plain = PlainParameters(self._parameters)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
-        # One for each publish: threads that wait for a generator that hangs may be left over. They
-        # are no daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
+        # One for each weight sync: threads that wait for a generator that hangs may be left over.
+        # They are no daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
         pool = ThreadPoolExecutor(
             1 + len(kinds) + len(mine),
-            thread_name_prefix="publish",
+            thread_name_prefix="sync",
             initializer=self._streams.enter,
         )
         self._streams.begin()
@@ -268,7 +269,7 @@ class Reshard:
             member,
             plan,
             source=source,
-            # Unique also among runs: another publisher's group is another one.
+            # Unique also among runs: another syncer's group is another one.
             name=f"{self._settings.name}-{self._groups_made}",
             settings=self._settings,
         )
@@ -325,7 +326,7 @@ class Reshard:
 
     def close(self) -> None:
         """Leave all groups."""
-        # After an error a publish may still run: its conversation uses the link.
+        # After an error a weight sync may still run: its conversation uses the link.
         is_free = self._running.outcome is None or self._running.outcome.done()
         for name in list(self._opened):
             if self._link is not None and is_free:

@@ -1,11 +1,11 @@
 """Rank 0's conversation with one generator and with the ranks that send to it.
 
-A publish to a generator is an iterator of single looks, so that one thread leads the conversations
-with all generators at once (`lead`): each goes on when what it waits for is there.
+A weight sync to a generator is an iterator of single looks, so that one thread leads the
+conversations with all generators at once (`lead`): each goes on when what it waits for is there.
 
 The ranks that send are those of a copy of the model, or of another generator's engine that passes
 the version on. Where that goes wrong but the receiving engine is idle again, the generator is
-passed over instead of dropped: the copy serves it in a publish of its own.
+passed over instead of dropped: the copy serves it in a weight sync of its own.
 """
 
 import logging
@@ -27,10 +27,10 @@ from megatron_rl.weights.exchange.calls import (
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.receiver import Report
-from megatron_rl.weights.publish.course import Course
-from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.settings import ATTEMPTS, ExchangeSettings
+from megatron_rl.weights.sync.course import Course
+from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.settings import ATTEMPTS, ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Desk:
         self.member, self.name, self._settings = member, name, settings
         self._senders, self._source = plan.senders, source
         self._course = Course({}, {})
-        """Of the publish that is going on."""
+        """Of the weight sync that is going on."""
         self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
         self._attempts = self._calls = 0
         self._old_keys: list[str] = []
@@ -81,7 +81,7 @@ class Desk:
     def _engine_ranks(self) -> range:
         return range(self._senders, self._senders + self.member.hello.world_size)
 
-    def publish(
+    def sync(
         self, link: GeneratorLink, version: int, outcome: Outcome, course: Course, *, turns: int
     ) -> Generator[None]:
         """Bring the generator to the version; how that went is added to the outcome.
@@ -95,7 +95,7 @@ class Desk:
             if self._source:
                 yield from self._ask_source(link, version)
             yield from self._prepared(link, turns)
-            # All senders have read what was called in the last publish.
+            # All senders have read what was called in the last weight sync.
             for key in old:
                 self._store.delete_key(key)
             paused_at = time.monotonic()
@@ -314,7 +314,7 @@ def lead(
     outcome = Outcome()
     course = Course(sources, {desk.member.name: desk.name for desk in desks})
     turns = 1 if grace_s is not None else len(desks)
-    talks = {d.member.name: d.publish(link, version, outcome, course, turns=turns) for d in desks}
+    talks = {d.member.name: d.sync(link, version, outcome, course, turns=turns) for d in desks}
     known = {desk.member.name for desk in desks if desk.has_served}
     # Looks at many generators take longer than at one.
     poll_s = min(LONGEST_POLL_S, POLL_S * len(talks))

@@ -1,6 +1,6 @@
-"""Engines that give their memory back between publishes, and lose their weights; see `peers.py`.
+"""Engines that give their memory back between weight syncs, and lose their weights; see `peers.py`.
 
-`publish` of `plays.py` compares every element that a generator serves with the version's, and a
+`sync` of `plays.py` compares every element that a generator serves with the version's, and a
 scripted engine refuses weights as long as it has no memory for them.
 """
 
@@ -17,17 +17,17 @@ from generation.async_dealer import AsyncDealer
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.types import MayStart, Pause, StartRequest
 from megatron_rl.protocol.wire import Router
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.turns import MemoryTurns
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.distributed import run_ranks
 from tests.ports import free_port
-from tests.weights.plays import SLACK_S, publish, versions
-from tests.weights.publish.test_link import Peers, peers, soon  # noqa: F401 - a fixture
-from tests.weights.publish.test_publisher import Scene
+from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import Generator, PipedEngine
+from tests.weights.sync.test_link import Peers, peers, soon  # noqa: F401 - a fixture
+from tests.weights.sync.test_syncer import Scene
 
-TURNS = "publish 0, release 0, publish 1, release 0, publish 2"
+TURNS = "sync 0, release 0, sync 1, release 0, sync 2"
 METHODS = ["disk", "ipc"]
 
 
@@ -36,20 +36,20 @@ def events(lines: list[dict[str, Any]], *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_publish_follows_the_memory_and_no_version_is_lost(
+def test_each_weight_sync_follows_the_memory_and_no_version_is_lost(
     tmp_path: Path, method: str
 ) -> None:
     # Engines that share a GPU are on one node: ipc has one rank, disk any number.
     size = {"tensor": 2} if method == "disk" else {}
     ranks = 0 if method == "disk" else 1
     generators = [Generator("a", ranks), Generator("b", ranks)]
-    steps, notes = publish(tmp_path, generators, TURNS, method=method, takes_turns=True, **size)
+    steps, notes = sync(tmp_path, generators, TURNS, method=method, takes_turns=True, **size)
     for name in "ab":
         found = events(notes[name], "version", "releases", "reclaims")
         turn = ["releases", "reclaims", "version"]
         assert found == ["version", *turn, *turn]
         assert versions(notes[name]) == [0, 1, 2]
-    # Each publish begins with what the ranks freed, and the wait for generators before it.
+    # Each weight sync begins with what the ranks freed, and the wait for generators before it.
     trainers = size.get("tensor", 1)
     reclaims = [line for line in notes["a"] if line["event"] == "reclaims"]
     assert [line["freed"] for line in reclaims] == [3 * trainers, 4 * trainers]
@@ -59,9 +59,10 @@ def test_each_publish_follows_the_memory_and_no_version_is_lost(
     ]  # fmt: skip
     for number, step in enumerate(steps):
         metrics = step.metrics
-        assert (metrics["publish/reclaim_s"] > 0) and step.failed == {}
-        # A row is written after a publish: with the release before it, of which the first has none.
-        assert (metrics["publish/release_s"] > 0) == (number > 1)
+        assert (metrics["weight_sync/reclaim_s"] > 0) and step.failed == {}
+        # A row is written after a weight sync: with the release before it, of which the first has
+        # none.
+        assert (metrics["weight_sync/release_s"] > 0) == (number > 1)
 
 
 FAULTS = {
@@ -78,9 +79,9 @@ def test_one_that_fails_its_turn_is_dropped_alone_and_comes_back(
     tmp_path: Path, fault: str, occasion: str
 ) -> None:
     generators = [Generator("a", 1, ({0: f"{fault} {occasion}"}, {})), Generator("b", 1)]
-    script = "publish 0, release 0, publish 1, admit 2, release 0, publish 2"
+    script = "sync 0, release 0, sync 1, admit 2, release 0, sync 2"
     options = {"method": "ipc", "takes_turns": True, "deadline_s": 1}
-    steps, notes = publish(tmp_path, generators, script, **options)
+    steps, notes = sync(tmp_path, generators, script, **options)
     step = steps[1 if occasion == "release" else 2]
     assert list(step.dropped) == ["a"] and re.search(FAULTS[fault], step.dropped["a"])
     assert step.seconds < 1 + SLACK_S
@@ -88,13 +89,13 @@ def test_one_that_fails_its_turn_is_dropped_alone_and_comes_back(
     # It is late for version 1, at most; what it serves is always whole.
     assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1, 2]
     assert steps[3].held == {"a": 1, "b": 1} and steps[-1].held == {"a": 2, "b": 2}
-    assert steps[-1].metrics["publish/dropped_generators"] >= 1
+    assert steps[-1].metrics["weight_sync/dropped_generators"] >= 1
 
 
 def test_the_trainer_goes_on_though_no_engine_gave_its_memory_back(tmp_path: Path) -> None:
     generators = [Generator("a", 1, ({0: "die release"}, {}))]
-    script = "publish 0, release 0, rest 0.2, publish 1"
-    steps, notes = publish(tmp_path, generators, script, method="ipc", takes_turns=True)
+    script = "sync 0, release 0, rest 0.2, sync 1"
+    steps, notes = sync(tmp_path, generators, script, method="ipc", takes_turns=True)
     assert steps[1].held == {} and steps[-1].held == {"a": 1}
     assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1]
 
@@ -103,15 +104,15 @@ def test_an_engine_starts_only_while_the_trainer_needs_no_memory(tmp_path: Path)
     """The late one asks from the release on, and again and again; so does one that died."""
     late = Generator("late", 1, starts_after=1, start_s=0.1)
     again = Generator("again", 1, ({0: "die release"}, {}), start_s=0.1)
-    script = "publish 0, release 0, rest 2.5, publish 1, admit 3, release 0, publish 2"
-    steps, notes = publish(
+    script = "sync 0, release 0, rest 2.5, sync 1, admit 3, release 0, sync 2"
+    steps, notes = sync(
         tmp_path, [Generator("a", 1), again, late], script, method="ipc", takes_turns=True
     )
     # Its new life tells of the death.
     assert list(steps[1].dropped) == ["again"] and steps[1].seconds < 1.5
     for name, earlier in (("again", 1), ("late", 0)):
         starts = [line["step"] for line in notes[name] if line["event"] == "starts"]
-        # Once more than three steps are done only the publish of version 1 lets it start.
+        # Once more than three steps are done only the weight sync of version 1 lets it start.
         assert len(starts) == earlier + 1 and starts[-1] >= 3
     assert steps[4].held == dict.fromkeys(("a", "again", "late"), 1)
     assert steps[-1].held == dict.fromkeys(("a", "again", "late"), 2)
@@ -120,10 +121,8 @@ def test_an_engine_starts_only_while_the_trainer_needs_no_memory(tmp_path: Path)
 def test_a_turn_of_the_trainer_begins_when_engines_that_start_are_ready(tmp_path: Path) -> None:
     """Then they give back what they took."""
     late = Generator("late", 1, starts_after=0, start_s=1.5)
-    script = "publish 0, await 1, release 0, publish 1"
-    steps, notes = publish(
-        tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True
-    )
+    script = "sync 0, await 1, release 0, sync 1"
+    steps, notes = sync(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
     found = events(notes["late"], "starts", "is ready", "releases", "reclaims", "version")
     assert found == ["starts", "is ready", "releases", "reclaims", "version"]
     assert steps[-1].held == {"a": 1, "late": 1}
@@ -136,8 +135,8 @@ def test_a_turn_does_not_wait_for_an_engine_that_died_at_its_start(
     """Neither where it is gone nor where its next life waits for its turn."""
     faults = ({-1: "die start"}, {})[:lives]
     late = Generator("late", 1, faults, starts_after=0, start_s=0.1)
-    script = f"publish 0, await 0.6, release 0, publish 1, admit {lives}"
-    steps, _ = publish(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
+    script = f"sync 0, await 0.6, release 0, sync 1, admit {lives}"
+    steps, _ = sync(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
     assert steps[2].seconds < SLACK_S < 10
     assert steps[-1].held == ({"a": 1} if lives == 1 else {"a": 1, "late": 1})
 
@@ -168,7 +167,7 @@ def late_comers() -> list[str]:
     """What admitting generators before and after a release leads to."""
     scene = Scene(replicas=1, takes_turns=True)
     found = []
-    for act in (scene.publisher.admit, scene.publisher.release, scene.publisher.admit):
+    for act in (scene.syncer.admit, scene.syncer.release, scene.syncer.admit):
         try:
             act()
         except AssertionError:
@@ -178,7 +177,7 @@ def late_comers() -> list[str]:
     return found
 
 
-def test_nobody_is_admitted_between_a_release_and_the_next_publish() -> None:
+def test_nobody_is_admitted_between_a_release_and_the_next_weight_sync() -> None:
     assert run_ranks(late_comers, 1) == [["done", "done", "refused"]]
 
 

@@ -1,4 +1,4 @@
-"""What a publish of weights moves, and how long it takes. Pure; used by plans and simulations."""
+"""What a weight sync moves, and how long it takes. Pure; used by plans and simulations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from megatron_rl.weights.layout.relay_tree import turns_before
 from megatron_rl.weights.layout.shape import ModelShape
 
 NCCL_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 2e9
-"""That one rank is taken to send or receive in a publish: over NCCL, and by way of host memory and
-TCP (`weights.method = "host"`). Estimates: neither has been timed between GPUs."""
+"""That one rank is taken to send or receive in a weight sync: over NCCL, and by way of host memory
+and TCP (`weights.method = "host"`). Estimates: neither has been timed between GPUs."""
 
 
-def publish_rate(weights: WeightsConfig, given: float | None = None) -> float:
-    """Bytes/s of one rank in a publish; given: what somebody knows of it."""
+def sync_rate(weights: WeightsConfig, given: float | None = None) -> float:
+    """Bytes/s of one rank in a weight sync; given: what somebody knows of it."""
     if given is not None:
         return given
     return HOST_BYTES_PER_S if weights.method == "host" else NCCL_BYTES_PER_S
@@ -22,13 +22,13 @@ def publish_rate(weights: WeightsConfig, given: float | None = None) -> float:
 
 RELAY_WORTH = 0.05
 """Share of a step that expert.weights.relay must save to be advised."""
-PAPER_PUBLISH_S = 5.0
+PAPER_WEIGHT_SYNC_S = 5.0
 """In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
 
 
 @dataclass(frozen=True)
-class Publish:
-    """What one publish to all generators moves, over NCCL or by way of host memory."""
+class WeightSyncCost:
+    """What one weight sync to all generators moves, over NCCL or by way of host memory."""
 
     total_bytes: int
     rank_bytes: int
@@ -71,13 +71,13 @@ class Publish:
         if self.is_relayed or saved_s < RELAY_WORTH * step_s:
             return []
         return [
-            f"a publish takes {self.whole_seconds:.1f} s: with expert.weights.relay=true engines "
-            f"pass weights on, in {turns} turns instead of {self.turns}, "
+            f"a weight sync takes {self.whole_seconds:.1f} s: with expert.weights.relay=true "
+            f"engines pass weights on, in {turns} turns instead of {self.turns}, "
             f"{turns * self.whole_seconds / self.turns:.1f} s"
         ]
 
 
-def publish_cost(
+def sync_cost(
     shape: ModelShape,
     generator: GeneratorConfig,
     weights: WeightsConfig,
@@ -86,18 +86,18 @@ def publish_cost(
     item_bytes: int,
     bytes_per_s: float | None = None,
     turn_s: float = 0.0,
-) -> Publish:
+) -> WeightSyncCost:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
     copies: the trainer's ranks of each. Those of a copy share its work evenly (`make_plan`), so
     that the slower end of a transfer is the fullest receiver, or the senders where they are fewer.
-    bytes_per_s: default: `publish_rate`.
+    bytes_per_s: default: `sync_rate`.
     """
-    rate = publish_rate(weights, bytes_per_s)
+    rate = sync_rate(weights, bytes_per_s)
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     senders = len(copies[0])
     served = -(-generator.replicas // len(copies))
-    # Over NCCL a copy serves its engines one after the other: see weights/publish/settings.py.
+    # Over NCCL a copy serves its engines one after the other: see weights/sync/settings.py.
     at_once = served if weights.method == "host" else 1
     turns = turns_before(served) if weights.relay else -(-served // at_once)
 
@@ -105,7 +105,7 @@ def publish_cost(
         """Of the transfers to so many engines of a copy at once."""
         return max(max(ranks), engines * sum(ranks) / senders) / rate
 
-    return Publish(
+    return WeightSyncCost(
         total_bytes=generator.replicas * sum(ranks),
         rank_bytes=max(ranks),
         copies=len(copies),

@@ -1,10 +1,10 @@
-"""Publishing weights to the generators, which come, fail and go as they like.
+"""Syncing weights to the generators, which come, fail and go as they like.
 
-Runs on every trainer rank. A publish is waited for (`publish`), or its weights travel while the
+Runs on every trainer rank. A weight sync is waited for (`sync`), or its weights travel while the
 next batch is trained on, up to the optimizer step (`start`, `join`). Rank 0 knows the generators
 (`link.py`) and says who takes part; a `Method` moves the weights. A generator that fails or passes
-the deadline is dropped and the others go on; it gets a whole publish once it says Hello again, at
-the next version or while the trainer waits for a batch. Engines on the trainer's GPUs may give
+the deadline is dropped and the others go on; it gets a whole weight sync once it says Hello again,
+at the next version or while the trainer waits for a batch. Engines on the trainer's GPUs may give
 their memory back in between (`turns.py`).
 """
 
@@ -17,21 +17,21 @@ from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Backoff, Member, Outcome
-from megatron_rl.weights.publish.turns import MemoryTurns
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Backoff, Member, Outcome
+from megatron_rl.weights.sync.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Pause before another publish, when no generator took one."""
+"""Pause before another weight sync, when no generator took one."""
 
 
 class Method(Protocol):
     """A way to move the weights. All methods are collective over the trainer ranks."""
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Bring the members to `version`; those that fail are in the outcome, not raised."""
 
     def forget(self, name: str) -> None:
@@ -60,8 +60,8 @@ class OverlappingMethod(Method, Protocol):
         """Wait for what `begin` started."""
 
 
-class WeightPublisher(Closing):
-    """Owns the publishing of a training phase."""
+class WeightSyncer(Closing):
+    """Owns the syncing of a training phase."""
 
     def __init__(
         self,
@@ -78,32 +78,32 @@ class WeightPublisher(Closing):
         """link: on rank 0 only. replicas: generators that are waited for at the beginning.
 
         min_replicas: of them, those without which training does not begin; None: all.
-        overlapping: the method, if publishes may overlap with training. turns: if engines give
+        overlapping: the method, if weight syncs may overlap with training. turns: if engines give
         their memory back meanwhile, which excludes the former.
         """
         assert turns is None or overlapping is None
         self._turns = turns
         self._has_released = False
-        """Whether engines are without their weights: from `release` to the next publish."""
+        """Whether engines are without their weights: from `release` to the next weight sync."""
         self._overlapping = overlapping
         self._flight: list[Member] | None = None
-        """Members of the publish that was started and not joined yet."""
+        """Members of the weight sync that was started and not joined yet."""
         self._then: Callable[[], None] | None = None
         self._waited_s = 0.0
-        """By the trainer, since the metrics of the last publish."""
+        """By the trainer, since the metrics of the last weight sync."""
         self._method, self._control, self._link = method, control, link
         self._replicas, self._join_timeout_s = replicas, join_timeout_s
         self._min_replicas = min_replicas or replicas
         self._backoff = Backoff()
         self._sessions: dict[str, int] = {}
         self._held: dict[str, int] = {}
-        """Version that each generator of the last publish holds."""
+        """Version that each generator of the last weight sync holds."""
         self._version = -1
         self._outcome = Outcome()
-        """Since the metrics of the last publish."""
+        """Since the metrics of the last weight sync."""
         self._dropped = 0
         self.metrics: list[Metric] = []
-        """Of the last publish and the late ones before it."""
+        """Of the last weight sync and the late ones before it."""
 
     @property
     def engines(self) -> list[Hello]:
@@ -121,7 +121,7 @@ class WeightPublisher(Closing):
         if self._link is not None:
             self._link.await_peers(self._replicas, self._join_timeout_s, least=self._min_replicas)
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         """Bring all generators to `version`. Every rank calls it.
 
         With no generator left it waits for one; DeadlineExceeded after
@@ -130,25 +130,26 @@ class WeightPublisher(Closing):
         self.join()
         started = time.monotonic()
         self._version = version
-        self._backoff.begin_publish()
+        self._backoff.begin_sync()
         self._held.clear()
         if self._turns is not None:
             self._turns.begin_engines_turn()
             self._has_released = False
-        self._publish_to(self._members(late_only=False))
+        self._sync_to(self._members(late_only=False))
         self._await_one()
         self._waited_s += time.monotonic() - started
         self._note()
 
     def release(self) -> None:
-        """Have all generators give their memory back, up to the next publish. Every rank calls it.
+        """Have all generators give their memory back, up to the next weight sync. Every rank calls
+        it.
 
         Without `turns` they keep it.
         """
         if self._turns is None:
             return
         self._turns.end_engines_turn()
-        # Those that a publish passed by hold memory too.
+        # Those that a weight sync passed by hold memory too.
         members = self._members(late_only=False, passes_by=False)
         for name, reason in self._turns.release(members).items():
             self._drop(name, reason)
@@ -162,7 +163,7 @@ class WeightPublisher(Closing):
         return self._overlapping is not None
 
     def start(self, version: int, then: Callable[[], None]) -> None:
-        """As `publish`, but returns while the weights travel. Every rank calls it.
+        """As `sync`, but returns while the weights travel. Every rank calls it.
 
         The parameters must not change before `join`. then: called on rank 0 when the generators
         hold the version, by another thread, here or in `join`. Where a generator has not taken the
@@ -171,11 +172,11 @@ class WeightPublisher(Closing):
         """
         assert self._overlapping is not None
         self.join()
-        # What is known of the publish before: this one's figures come with the next.
+        # What is known of the weight sync before: this one's figures come with the next.
         self._note()
         started = time.monotonic()
         self._version = version
-        self._backoff.begin_publish()
+        self._backoff.begin_sync()
         served = {name: self._sessions[name] for name in self._held}
         self._held.clear()
         self._flight, self._then = self._members(late_only=False), then
@@ -187,7 +188,7 @@ class WeightPublisher(Closing):
     def join(self) -> None:
         """Wait for what `start` began, if anything: then the parameters may change.
 
-        Every rank calls it. With no generator left it waits for one, as `publish` does.
+        Every rank calls it. With no generator left it waits for one, as `sync` does.
         """
         if self._flight is None or self._overlapping is None:
             return
@@ -195,26 +196,26 @@ class WeightPublisher(Closing):
         members, self._flight = self._flight, None
         again = self._take(members, self._overlapping.end())
         is_told = bool(self._held)
-        self._publish_to(again)
+        self._sync_to(again)
         self._await_one()
         if not is_told and self._link is not None and self._then is not None:
             self._then()
         self._waited_s += time.monotonic() - started
 
     def _await_one(self) -> None:
-        """Publish again until a generator holds the version. Raises DeadlineExceeded."""
+        """Sync again until a generator holds the version. Raises DeadlineExceeded."""
         # Rank 0 alone waits for a generator to return. The others already wait for its list of
         # members; `_held` is the same on all ranks, so they leave the loop together.
         ends_at = time.monotonic() + self._join_timeout_s
         while not self._held:
             self._await_return(ends_at)
-            self._publish_to(self._members(late_only=False))
+            self._sync_to(self._members(late_only=False))
 
     def _await_return(self, ends_at: float) -> None:
         """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
         if self._link is None:
             return
-        # A generator that fails at once also comes back at once: do not publish without a break.
+        # A generator that fails at once also comes back at once: do not sync without a break.
         time.sleep(RETRY_S)
         while not self._link.peers and time.monotonic() < ends_at:
             self._link.listen(ends_at - time.monotonic())
@@ -236,13 +237,13 @@ class WeightPublisher(Closing):
             self.join()
         late = self._members(late_only=True)
         if late:
-            log.info("late publish to %s", [member.name for member in late])
-            self._publish_to(late)
+            log.info("late weight sync to %s", [member.name for member in late])
+            self._sync_to(late)
 
     def _members(self, *, late_only: bool, passes_by: bool = True) -> list[Member]:
         """Who takes part, the same on every rank.
 
-        passes_by: without those that failed several publishes in a row, see `Backoff`.
+        passes_by: without those that failed several weight syncs in a row, see `Backoff`.
         """
         members: list[Member] = []
         if self._link is not None:
@@ -253,7 +254,7 @@ class WeightPublisher(Closing):
                 for name, hello in sorted(self._link.peers.items())
                 if not hello.is_held
             ]
-            # Late are those that came back since the last publish, or came for the first time.
+            # Late are those that came back since the last weight sync, or came for the first time.
             if late_only:
                 members = [member for member in members if not self._is_current(member)]
             due = [m for m in members if self._backoff.is_due(m.name, m.hello.session)]
@@ -272,11 +273,11 @@ class WeightPublisher(Closing):
         is_same = self._sessions.get(member.name) == member.hello.session
         return is_same and self._held.get(member.name) == self._version
 
-    def _publish_to(self, members: list[Member]) -> None:
+    def _sync_to(self, members: list[Member]) -> None:
         if self._turns is not None and members:
             members = self._reclaim(self._turns, members)
         while members:
-            members = self._take(members, self._method.publish(members, self._version))
+            members = self._take(members, self._method.sync(members, self._version))
 
     def _reclaim(self, turns: MemoryTurns, members: list[Member]) -> list[Member]:
         """Have the members take their memory again; those that did."""
@@ -286,7 +287,7 @@ class WeightPublisher(Closing):
         return [member for member in members if member.name not in failed]
 
     def _take(self, members: list[Member], found: Outcome) -> list[Member]:
-        """Take in how a publish to these members went; those that are to be served once more."""
+        """Take in how a sync to these members went; those that are to be served once more."""
         outcome, again = self._outcome, []
         for member in members:
             if member.name in found.passed_over:
@@ -299,7 +300,8 @@ class WeightPublisher(Closing):
                 self._backoff.note_served(member.name, member.hello.session)
                 continue
             self._drop(member.name, reason)
-        # Late publishes have no row of metrics of their own: they count in the next publish's.
+        # Late weight syncs have no row of metrics of their own: they count in the next weight
+        # sync's.
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s
         outcome.wire_bytes += found.wire_bytes
@@ -314,8 +316,8 @@ class WeightPublisher(Closing):
         # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
         self._dropped += 1
         passed_by = self._backoff.note_failed(name, self._sessions[name])
-        again = f"; the next {passed_by} publishes pass it by" if passed_by else ""
-        log.warning("dropped from publishing: %s%s", reason, again)
+        again = f"; the next {passed_by} weight syncs pass it by" if passed_by else ""
+        log.warning("dropped from weight sync: %s%s", reason, again)
         self._outcome.failed[name] = reason
         self._held.pop(name, None)
         self._method.forget(name)
@@ -326,26 +328,26 @@ class WeightPublisher(Closing):
         """Metrics of what there was since the last ones."""
         outcome, self._outcome = self._outcome, Outcome()
         seconds, self._waited_s = self._waited_s, 0.0
-        self.metrics = [Metric("publish/s", seconds, "max")]
+        self.metrics = [Metric("weight_sync/s", seconds, "max")]
         if self._link is None:
             return
         self.metrics += [
-            Metric("publish/generators", len(self._held), "max"),
-            Metric("publish/dropped_generators", self._dropped, "max"),
-            Metric("publish/damaged_parcels", outcome.damaged, "sum"),
-            Metric("publish/relayed", outcome.relayed, "sum"),
-            Metric("publish/passed_over", len(outcome.passed_over), "sum"),
-            Metric("publish/wire_mb", outcome.wire_bytes / 1e6, "sum"),
-            Metric("publish/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
+            Metric("weight_sync/generators", len(self._held), "max"),
+            Metric("weight_sync/dropped_generators", self._dropped, "max"),
+            Metric("weight_sync/damaged_parcels", outcome.damaged, "sum"),
+            Metric("weight_sync/relayed", outcome.relayed, "sum"),
+            Metric("weight_sync/passed_over", len(outcome.passed_over), "sum"),
+            Metric("weight_sync/wire_mb", outcome.wire_bytes / 1e6, "sum"),
+            Metric("weight_sync/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
         ]
         if self._turns is not None:
             release_s, reclaim_s = self._turns.pop_seconds()
-            self.metrics.append(Metric("publish/release_s", release_s, "max"))
-            self.metrics.append(Metric("publish/reclaim_s", reclaim_s, "max"))
+            self.metrics.append(Metric("weight_sync/release_s", release_s, "max"))
+            self.metrics.append(Metric("weight_sync/reclaim_s", reclaim_s, "max"))
         if outcome.pauses_s:
-            self.metrics.append(Metric("publish/pause_s", max(outcome.pauses_s), "max"))
+            self.metrics.append(Metric("weight_sync/pause_s", max(outcome.pauses_s), "max"))
         if outcome.transfers_s:
-            self.metrics.append(Metric("publish/transfer_s", max(outcome.transfers_s), "max"))
+            self.metrics.append(Metric("weight_sync/transfer_s", max(outcome.transfers_s), "max"))
 
     def close(self) -> None:
         """Let the generators leave."""

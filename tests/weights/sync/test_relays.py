@@ -1,6 +1,6 @@
 """Trees of generators by hand and at random, and generators that really pass versions on.
 
-`publish` of `plays.py` compares every element that a generator serves with the version's.
+`sync` of `plays.py` compares every element that a generator serves with the version's.
 """
 
 import math
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy
-from megatron_rl.weights.publish.relays import COPY, Relays
-from tests.weights.plays import SLACK_S, publish, versions
+from megatron_rl.weights.sync.relays import COPY, Relays
+from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import Generator
 
 SEVEN = "abcdefg"
@@ -113,10 +113,10 @@ def test_seven_generators_get_each_version_bit_for_bit(
     tmp_path: Path, options: dict[str, int]
 ) -> None:
     generators = [Generator(name) for name in SEVEN]
-    steps, notes = publish(
+    steps, notes = sync(
         tmp_path,
         generators,
-        "publish 0, publish 1, publish 2",
+        "sync 0, sync 1, sync 2",
         relays=True,
         deadline_s=8,
         **options,
@@ -127,23 +127,26 @@ def test_seven_generators_get_each_version_bit_for_bit(
         assert step.sources == TREE
         assert step.failed == step.passed_over == {}
         assert step.held == dict.fromkeys(SEVEN, version)
-        assert step.metrics["publish/relayed"] == 4 and step.metrics["publish/passed_over"] == 0
+        assert (
+            step.metrics["weight_sync/relayed"] == 4
+            and step.metrics["weight_sync/passed_over"] == 0
+        )
         # Receiver and sender of a rank use the same two buffers.
-        assert step.metrics["publish/peak_extra_mb"] * 1e6 <= 2 * 2048
+        assert step.metrics["weight_sync/peak_extra_mb"] * 1e6 <= 2 * 2048
     # Each engine gets its parameters once, whoever sends them.
     alone = tmp_path / "alone"
     alone.mkdir()
-    [single], _ = publish(alone, [Generator("a")], "publish 0", **options)
-    assert steps[0].metrics["publish/wire_mb"] == pytest.approx(
-        7 * single.metrics["publish/wire_mb"]
+    [single], _ = sync(alone, [Generator("a")], "sync 0", **options)
+    assert steps[0].metrics["weight_sync/wire_mb"] == pytest.approx(
+        7 * single.metrics["weight_sync/wire_mb"]
     )
 
 
 def test_engines_pass_on_to_those_of_their_kind_and_copy(tmp_path: Path) -> None:
     """Two copies; of the first a, c, e with two ranks and g with one, of the second b, d, f."""
     ranks = {"a": 2, "b": 1, "c": 2, "d": 1, "e": 2, "f": 1, "g": 1}
-    steps, notes = publish(
-        tmp_path, [Generator(n, r) for n, r in ranks.items()], "publish 0, publish 1",
+    steps, notes = sync(
+        tmp_path, [Generator(n, r) for n, r in ranks.items()], "sync 0, sync 1",
         relays=True, data=2, deadline_s=8,
     )  # fmt: skip
     assert steps[1].bound == {"a": 0, "b": 1, "c": 0, "d": 1, "e": 0, "f": 1, "g": 0}
@@ -153,17 +156,17 @@ def test_engines_pass_on_to_those_of_their_kind_and_copy(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fault", ["die transfer", "die sending", "fail passing"])
-def test_whom_a_generator_fails_the_copy_serves_in_the_same_publish(
+def test_whom_a_generator_fails_the_copy_serves_in_the_same_sync(
     tmp_path: Path, fault: str
 ) -> None:
     generators = [Generator("a", 1, ({1: fault}, {})), Generator("b"), Generator("c")]
-    steps, notes = publish(
-        tmp_path, generators, "publish 0, publish 1, admit 3, publish 2, publish 3",
+    steps, notes = sync(
+        tmp_path, generators, "sync 0, sync 1, admit 3, sync 2, sync 3",
         relays=True, tensor=2, deadline_s=8,
     )  # fmt: skip
     assert list(steps[1].failed) == ["a"] and list(steps[1].passed_over) == ["c"]
     assert steps[1].held == {"b": 1, "c": 1} and steps[1].seconds < SLACK_S
-    assert steps[1].metrics["publish/passed_over"] == 1
+    assert steps[1].metrics["weight_sync/passed_over"] == 1
     # c got its weights from the copy and is served by it from then on, without a break.
     assert versions(notes["b"]) == versions(notes["c"]) == [0, 1, 2, 3]
     assert steps[-1].held == dict.fromkeys("abc", 3)
@@ -177,8 +180,8 @@ def test_a_generator_that_fails_does_not_harm_the_one_that_passes_on_to_it(
     """a serves c and e, one after the other."""
     generators = [Generator(n) for n in "abde"]
     generators.insert(2, Generator("c", 1, ({1: fault}, {})))
-    steps, notes = publish(
-        tmp_path, generators, "publish 0, publish 1, admit 5, publish 2",
+    steps, notes = sync(
+        tmp_path, generators, "sync 0, sync 1, admit 5, sync 2",
         relays=True, deadline_s=8,
     )  # fmt: skip
     assert steps[0].sources["c"] == steps[0].sources["e"] == "a"
@@ -186,16 +189,16 @@ def test_a_generator_that_fails_does_not_harm_the_one_that_passes_on_to_it(
         assert steps[1].held[name] == 1 and versions(notes[name]) == [0, 1, 2]
     if fault == "damage":
         # Once is mended by sending once more.
-        assert steps[1].metrics["publish/damaged_parcels"] == 1 and steps[1].failed == {}
+        assert steps[1].metrics["weight_sync/damaged_parcels"] == 1 and steps[1].failed == {}
     assert steps[1].seconds < SLACK_S and steps[-1].held == dict.fromkeys("abcde", 2)
 
 
 def test_generators_that_hang_are_dropped_and_those_behind_them_are_served(tmp_path: Path) -> None:
-    """a hangs as it receives in one publish, and as it passes on in another one."""
+    """a hangs as it receives in one weight sync, and as it passes on in another one."""
     faults = {1: "stop reading", 3: "stop sending"}
     generators = [Generator("a", 1, (faults,)), Generator("b"), Generator("c"), Generator("d")]
-    steps, notes = publish(
-        tmp_path, generators, "publish 0, publish 1, admit 4, publish 2, publish 3, admit 4",
+    steps, notes = sync(
+        tmp_path, generators, "sync 0, sync 1, admit 4, sync 2, sync 3, admit 4",
         relays=True, deadline_s=6, grace_s=0.7,
     )  # fmt: skip
     assert "expert.weights.grace_s" in steps[1].failed["a"] and list(steps[1].passed_over) == ["c"]
@@ -208,8 +211,8 @@ def test_generators_that_hang_are_dropped_and_those_behind_them_are_served(tmp_p
 @pytest.mark.parametrize("fault", ["stop sending", "refuse to send"])
 def test_a_hang_amid_passing_on_costs_no_more_than_the_grace(tmp_path: Path, fault: str) -> None:
     generators = [Generator("a", 1, ({1: fault},)), Generator("b"), Generator("c")]
-    steps, notes = publish(
-        tmp_path, generators, "publish 0, publish 1, admit 3, publish 2",
+    steps, notes = sync(
+        tmp_path, generators, "sync 0, sync 1, admit 3, sync 2",
         relays=True, deadline_s=5, grace_s=0.7,
     )  # fmt: skip
     # c receives already, and cannot be served otherwise before it gives up.
@@ -222,8 +225,8 @@ def test_a_hang_amid_passing_on_costs_no_more_than_the_grace(tmp_path: Path, fau
 def test_versions_are_passed_on_while_the_trainer_trains(tmp_path: Path) -> None:
     generators = [Generator("a", 1, ({2: "die sending"}, {}))]
     generators += [Generator(name) for name in "bcdefg"]
-    script = "publish 0, start 1, join 0, spoil 9, start 2, join 0, admit 7, spoil 8, publish 3"
-    steps, notes = publish(tmp_path, generators, script, relays=True, tensor=2, deadline_s=8)
+    script = "sync 0, start 1, join 0, spoil 9, start 2, join 0, admit 7, spoil 8, sync 3"
+    steps, notes = sync(tmp_path, generators, script, relays=True, tensor=2, deadline_s=8)
     assert steps[2].held == dict.fromkeys(SEVEN, 1) and steps[2].announced == (1,)
     # c, e and g wait for a: they are served at the join, before the parameters change.
     assert steps[5].held == dict.fromkeys("bcdefg", 2) and steps[5].announced == (1, 2)

@@ -1,4 +1,4 @@
-"""Publishes to several generators with a link of their own each take as long as one to one."""
+"""Weight syncs to several generators with a link of their own each take as long as one to one."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 from tests.weights.made_up import SHAPE
-from tests.weights.plays import publish, versions
+from tests.weights.plays import sync, versions
 from tests.weights.scripted_generators import Generator
 
 WIDE = replace(SHAPE, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=4096)
@@ -18,14 +18,14 @@ LINK_BYTES_PER_S = 2_000_000
 def seconds_of_one_and_all(
     folder: Path, others: str = "bcd", **options: object
 ) -> tuple[float, float]:
-    """The trainer's wait for a publish to one generator, and for one to it and the others."""
+    """The trainer's wait for a weight sync to one generator, and for one to it and the others."""
     shape, number = {"shape": WIDE}, 1 + len(others)
     generators = [
         Generator("a", **shape), *(Generator(each, **shape, starts_after=1) for each in others)
     ]  # fmt: skip
-    # Groups are formed in the first publish to all.
-    steps, notes = publish(
-        folder, generators, f"publish 0, publish 1, admit {number}, publish 2, publish 3",
+    # Groups are formed in the first weight sync to all.
+    steps, notes = sync(
+        folder, generators, f"sync 0, sync 1, admit {number}, sync 2, sync 3",
         shape=WIDE, bucket_bytes=400_000, deadline_s=20, link_bytes_per_s=LINK_BYTES_PER_S,
         **options,
     )  # fmt: skip
