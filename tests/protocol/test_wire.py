@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
@@ -108,6 +109,7 @@ def plain(kind: type) -> Any:
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
+        EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
         tuple[RoleRestart, ...]: (RoleRestart(1, "generator-1", "generator", -9, 1, 3),),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
