@@ -88,7 +88,7 @@ SHIPPED = sorted(
 )  # fmt: skip
 
 
-# tests/launcher/test_dry_runs.py has each of them pay on every commit, but not how much.
+# On every commit tests/launcher/test_dry_runs.py has each one pay for mathematics, not for code.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_examples_pay_a_right_answer_of_every_task(
