@@ -179,8 +179,7 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
 
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
-    """`expert.weights.overlap` is possible where the trainer computes. gpus: those that this host
-    lists.
+    """`expert.weights.overlap` is possible where the trainer computes. gpus: of this host.
 
     Raises InputError.
     """

@@ -74,7 +74,6 @@ def new_model(models_dir: Path) -> LlamaForCausalLM:
     scope="module",
     params=[
         "sglang",
-        # As the package is, but for what fails without CUDA.
         pytest.param("sglang unpatched", marks=[on_the_cpu, pytest.mark.exhaustive]),
         pytest.param("hf", marks=on_the_cpu),
         pytest.param("vllm", marks=[on_the_cpu, NEEDS_VLLM]),
@@ -86,14 +85,13 @@ def driver(
     models_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Driver]:
-    # The trainer's process is there before, so that it is not taken for one of the engine's.
+    # The trainer's process is not one of the engine's.
     log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     loop = asyncio.new_event_loop()
     before = set(psutil.Process().children(recursive=True))
-    # vLLM finds no strings.
     setup = make_setup(models_dir, log_path, stops_at_text=request.param != "vllm")
     engine = load_engine(request.param.partition(" ")[0])(setup)
-    wanted = {"MEGATRON_RL_SGLANG_PATCHES": "needed"} if " " in request.param else {}
+    wanted = {"MEGATRON_RL_SGLANG_PATCHES": "needed" if " " in request.param else ""}
 
     def started() -> list[psutil.Process]:
         return list(set(psutil.Process().children(recursive=True)) - before)
@@ -390,9 +388,9 @@ def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
 
 
 def test_the_hf_engine_refuses_to_recompute(models_dir: Path, tmp_path: Path) -> None:
-    setup = make_setup(models_dir, tmp_path / "hf.log", recomputes_kv_cache=True)
+    engine = load_engine("hf")(make_setup(models_dir, tmp_path / "hf", recomputes_kv_cache=True))
     with pytest.raises(EngineError, match="weights.kv_cache"):
-        asyncio.run(load_engine("hf")(setup).start())
+        asyncio.run(engine.start())
 
 
 def test_a_bucket_nobody_sends_is_an_engine_error(driver: Driver) -> None:
