@@ -5,7 +5,6 @@ Used by the simulation. Says to the queue what real generators say, in the same 
 
 import dataclasses
 import random
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -17,11 +16,10 @@ from megatron_rl.protocol.types import (
     RolloutFailed,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
-from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, IterationCount
+from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.machines import Faults
 from megatron_rl.simulation.queue import make_rollout
-from megatron_rl.simulation.request import Request
 from megatron_rl.simulation.workload import Workload
 
 
@@ -42,12 +40,6 @@ class Generator:
     latency_s: float = 0.0
     """Of all completions together, from lease to end."""
     finished: int = 0
-    finished_tokens: int = 0
-    arriving: dict[int, list[Request]] = dataclasses.field(default_factory=dict)
-    """By lease: completions that are on their way to the engine."""
-    takes_until: float = 0.0
-    handing_over: deque[Request] = dataclasses.field(default_factory=deque)
-    """Completions that ended, and are not with the queue yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +51,8 @@ class FleetTotals:
     running_s: float
     latency_s: float
     finished: int
-    finished_tokens: int
     tokens: int
     iterations: int
-    decoded: int
-    """Tokens of these iterations: those of prefills are left out."""
     retractions: int
     deaths: int
     timeouts: int
@@ -84,19 +73,17 @@ class Fleet:
         max_new_tokens: int,
         request_timeout_s: float,
         faults: Faults,
-        on_change: Callable[[], None],
         on_restart: Callable[[Generator], None],
     ) -> None:
-        """on_change: engines begin or cease to compute; on_restart: one waits for weights."""
+        """on_restart: called with an engine that restarted and waits for weights."""
         self._agenda, self._queue, self._model = agenda, queue, model
         self._workload, self._faults = workload, faults
         self._cap, self._timeout_s = max_new_tokens, request_timeout_s
-        self._on_change, self._on_restart = on_change, on_restart
+        self._on_restart = on_restart
         self._draw = random.Random(f"{workload.seed}/faults")
         names = [f"generator-{i}" for i in range(replicas)]
         self.generators = {name: Generator(name, self._new_engine()) for name in names}
         self._deaths = self._timeouts = 0
-        self._share = self._pace = self._speed = 1.0
         for number, generator in enumerate(self.generators.values()):
             generator.is_alive = number >= faults.dead_from_start
             if generator.is_alive:
@@ -126,32 +113,14 @@ class Fleet:
             for index in lease.indices
         ]
         self._note(generator)
-        if not self._model.lease_s:
-            self._add(generator, requests)
-            return
-        # A measured time, as that of a hand-over.
-        generator.takes_until = max(now, generator.takes_until) + self._model.lease_s
-        generator.arriving[lease.lease_id] = requests
-        arrives = partial(self._reach_engine, generator, lease.lease_id)
-        self._agenda.at(generator.takes_until, arrives)
-
-    def _reach_engine(self, generator: Generator, lease_id: int) -> None:
-        # None: it was cancelled, or its generator died.
-        if (requests := generator.arriving.get(lease_id)) is not None:
-            self._note(generator)
-            del generator.arriving[lease_id]
-            self._add(generator, requests)
-
-    def _add(self, generator: Generator, requests: list[Request]) -> None:
         for request in requests:
-            generator.engine.add(request, self._agenda.now)
+            generator.engine.add(request, now)
         self._changed(generator)
 
     def take_cancel(self, name: str, cancel: Cancel) -> None:
         """Stop what is left of a lease."""
         generator = self.generators[name]
         self._note(generator)
-        generator.arriving.pop(cancel.lease_id, None)
         generator.engine.cancel(cancel.lease_id, self._agenda.now)
         self._changed(generator)
 
@@ -190,44 +159,15 @@ class Fleet:
         """Those that can take a publish."""
         return [generator for generator in self.generators.values() if generator.is_alive]
 
-    @property
-    def working(self) -> int:
-        """Engines that compute."""
-        return sum(g.engine.is_working for g in self.generators.values() if g.is_alive)
-
-    @property
-    def handing_over(self) -> int:
-        """Generators that bring completions to the queue."""
-        return sum(bool(g.handing_over) for g in self.generators.values())
-
-    def set_speed(self, speed: float) -> None:
-        """All engines compute with another share of their full speed."""
-        self._share = speed
-        self._apply_speed()
-
-    def begin_step(self, step: int) -> None:
-        """The trainer begins a step: engines are as fast as they are in that one."""
-        pace = self._model.paces[step % len(self._model.paces)]
-        if pace != self._pace:
-            self._pace = pace
-            self._apply_speed()
-
-    def _apply_speed(self) -> None:
-        self._speed = speed = self._share / self._pace
-        for generator in self.live:
-            self._note(generator)
-            generator.engine.set_speed(speed, self._agenda.now)
-            self._set_event(generator)
-
     def reset(self) -> None:
         """Count from here on."""
         self._deaths = self._timeouts = 0
         for generator in self.generators.values():
             self._note(generator)
             generator.idle_s = generator.running_s = generator.latency_s = 0.0
-            generator.finished = generator.finished_tokens = 0
+            generator.finished = 0
             generator.engine.tokens = generator.engine.retractions = 0
-            generator.engine.counted = IterationCount()
+            generator.engine.counted_iterations = 0
 
     def totals(self) -> FleetTotals:
         """Since the last reset."""
@@ -242,10 +182,8 @@ class Fleet:
             running_s=sum(g.running_s for g in everybody),
             latency_s=sum(g.latency_s for g in everybody),
             finished=sum(g.finished for g in everybody),
-            finished_tokens=sum(g.finished_tokens for g in everybody),
             tokens=sum(g.engine.tokens for g in everybody),
-            iterations=sum(g.engine.counted.iterations for g in everybody),
-            decoded=sum(g.engine.counted.tokens for g in everybody),
+            iterations=sum(g.engine.counted_iterations for g in everybody),
             retractions=sum(g.engine.retractions for g in everybody),
             deaths=self._deaths,
             timeouts=self._timeouts,
@@ -257,8 +195,7 @@ class Fleet:
         """Count the time since the last look, in which nothing joined or ended."""
         passed = self._agenda.now - generator.seen_at
         generator.seen_at = self._agenda.now
-        has_work = generator.engine.in_flight or generator.arriving or generator.handing_over
-        if not generator.is_alive or not has_work:
+        if not generator.is_alive or not generator.engine.in_flight:
             generator.idle_s += passed
         else:
             generator.running_s += passed * generator.engine.running
@@ -266,7 +203,6 @@ class Fleet:
     def _changed(self, generator: Generator) -> None:
         self._deliver(generator)
         self._set_event(generator)
-        self._on_change()
 
     def _set_event(self, generator: Generator) -> None:
         generator.stamp += 1
@@ -282,34 +218,13 @@ class Fleet:
         self._changed(generator)
 
     def _deliver(self, generator: Generator) -> None:
-        hand_over_s = self._model.hand_over_s
         for _, request in generator.engine.take_finished():
-            if not hand_over_s:
-                self._hand_over(generator, request)
-                continue
-            generator.handing_over.append(request)
-            if len(generator.handing_over) == 1:
-                self._begin_hand_over(generator)
-
-    def _begin_hand_over(self, generator: Generator) -> None:
-        # As fast as the cores are when it begins: it takes a fraction of a millisecond.
-        ends_at = self._agenda.now + self._model.hand_over_s / self._speed
-        self._agenda.at(ends_at, partial(self._reach_queue, generator, generator.session))
-
-    def _reach_queue(self, generator: Generator, session: int) -> None:
-        # What an engine had not handed over when it died is lost.
-        if generator.is_alive and generator.session == session:
-            self._note(generator)
-            self._hand_over(generator, generator.handing_over.popleft())
-            if generator.handing_over:
-                self._begin_hand_over(generator)
-            self._on_change()
+            self._hand_over(generator, request)
 
     def _hand_over(self, generator: Generator, request: Request) -> None:
         now = self._agenda.now
         generator.latency_s += now - request.leased_at
         generator.finished += 1
-        generator.finished_tokens += request.tokens
         if now - request.leased_at > self._timeout_s:
             self._timeouts += 1
             reason = f"it took longer than {self._timeout_s:.0f} s"
@@ -322,15 +237,8 @@ class Fleet:
             request.spans(),
             prompt_tokens=request.prompt_tokens,
             is_cut=request.tokens >= self._cap,
-            first_token_s=self._first_token_s(request),
         )
         self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
-
-    def _first_token_s(self, request: Request) -> float:
-        """Seconds from the lease; -1, as from engines that do not say, without a first pass."""
-        if not self._model.prefill_samples:
-            return -1.0
-        return request.first_token_at - request.leased_at
 
     # --- deaths -----------------------------------------------------------------------------------
 
@@ -343,18 +251,14 @@ class Fleet:
     def _die(self, generator: Generator) -> None:
         self._note(generator)
         generator.is_alive = False
-        generator.arriving, generator.takes_until = {}, 0.0
-        generator.handing_over.clear()
         self._deaths += 1
         dead = generator.engine
         generator.engine = self._new_engine()
         generator.engine.tokens, generator.engine.retractions = dead.tokens, dead.retractions
-        generator.engine.counted = dead.counted
-        generator.engine.set_speed(self._speed, self._agenda.now)
+        generator.engine.counted_iterations = dead.counted_iterations
         self._agenda.at(
             self._agenda.now + self._faults.restart_s, partial(self._come_back, generator)
         )
-        self._on_change()
 
     def _come_back(self, generator: Generator) -> None:
         self._note(generator)

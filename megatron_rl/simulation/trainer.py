@@ -69,22 +69,11 @@ class Trainer:
         turns: Turns | None,
         dp_size: int,
         steps: int,
-        read_s: float,
-        on_change: Callable[[], None],
     ) -> None:
-        """read_s: for a batch that is there already."""
         self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
         self._model, self._publish_model, self._turns = model, publish, turns
-        self._dp_size, self._steps, self._read_s = dp_size, steps, read_s
-        self._on_change = on_change
+        self._dp_size, self._steps = dp_size, steps
         self.records: list[StepRecord] = []
-        self.is_computing = False
-        self._speed = 1.0
-        self._left_s = 0.0
-        """Of the computation under way, at full speed, at `_left_at`."""
-        self._left_at = 0.0
-        self._stamp = 0
-        self._then: Callable[[], None] = self._end_passes
         self._step = 0
         self._now: _Step = _Step()
         self._is_waiting = self._asked = False
@@ -99,7 +88,6 @@ class Trainer:
 
     def start(self) -> None:
         """Publish version 0 and ask for the first batch."""
-        self._fleet.begin_step(self._step)
         self._begin_publish(0, then=self._wait)
 
     # --- batches ----------------------------------------------------------------------------------
@@ -116,7 +104,7 @@ class Trainer:
             return
         self._free_at, self._is_waiting = self._agenda.now, True
         if self._batch is not None:
-            self._agenda.at(self._agenda.now + self._read_s, self._begin_if_waiting)
+            self._agenda.at(self._agenda.now, self._begin_if_waiting)
         elif not self._asked:
             self._ask()
 
@@ -143,7 +131,7 @@ class Trainer:
             tokens=sum(sum(plan.lengths) for plan in plans),
             microbatches=sum(len(plan.ranks[0]) for plan in plans),
         )
-        compute_s = self._model.compute_s(plans, self._step)
+        compute_s = self._model.compute_s(plans)
         if self._turns is None:
             self._compute(compute_s, self._end_passes)
             return
@@ -169,7 +157,6 @@ class Trainer:
     def _end_step(self) -> None:
         self._now.compute_s = self._agenda.now - self._now.began_at
         self._step += 1
-        self._fleet.begin_step(self._step)
         if self._step < self._steps:
             self._ask()
         if self._publish_model.is_overlapped:
@@ -246,29 +233,5 @@ class Trainer:
         resume = partial(self._fleet.resume, generator, generator.session, self._published)
         self._agenda.at(self._admits_until, resume)
 
-    # --- computing --------------------------------------------------------------------------------
-
-    def set_speed(self, speed: float) -> None:
-        """Compute with another share of the full speed from now on."""
-        if self.is_computing:
-            self._left_s -= (self._agenda.now - self._left_at) * self._speed
-        self._speed, self._left_at = speed, self._agenda.now
-        if self.is_computing:
-            self._set_event()
-
     def _compute(self, seconds: float, then: Callable[[], None]) -> None:
-        self._left_s, self._left_at, self._then = seconds, self._agenda.now, then
-        self.is_computing = True
-        self._set_event()
-        self._on_change()
-
-    def _set_event(self) -> None:
-        self._stamp += 1
-        when = self._left_at + max(0.0, self._left_s) / self._speed
-        self._agenda.at(when, partial(self._end_computing, self._stamp))
-
-    def _end_computing(self, stamp: int) -> None:
-        if stamp == self._stamp:
-            self.is_computing = False
-            self._on_change()
-            self._then()
+        self._agenda.at(self._agenda.now + seconds, then)

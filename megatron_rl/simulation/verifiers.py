@@ -5,7 +5,6 @@ Used by the simulation. One peer of the queue stands for all nodes' pools.
 
 import random
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 from megatron_rl.config.reward import WORKER_POOLS
@@ -27,7 +26,7 @@ PENDING_PER_SERVER = 64
 """Requests that the queue may have given to a pool of many servers, for each."""
 
 
-class Graders:
+class Verifiers:
     """All verifiers."""
 
     def __init__(
@@ -38,13 +37,11 @@ class Graders:
         workload: Workload,
         *,
         max_pending: int,
-        on_change: Callable[[], None],
     ) -> None:
-        """max_pending: of a real pool (verifier.answers); on_change: it begins or ends work."""
+        """max_pending: requests that a real pool takes (verifier.answers)."""
         self._agenda, self._queue, self._model, self._workload = agenda, queue, model, workload
         self._room = max(max_pending, model.servers * PENDING_PER_SERVER)
         self._draw = random.Random(f"{workload.seed}/grading")
-        self._on_change = on_change
         self._waiting: deque[ScoreRequest] = deque()
         self._busy = 0
         self.busy_s = 0.0
@@ -54,16 +51,6 @@ class Graders:
         self.graded = 0
         """Requests that a server took."""
         self._arrived: dict[int, float] = {}
-        self._speed = 1.0
-
-    @property
-    def is_working(self) -> bool:
-        """Whether anything is graded."""
-        return self._busy > 0
-
-    def set_speed(self, speed: float) -> None:
-        """Rounds that begin are served with another share of the full speed from now on."""
-        self._speed = speed
 
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
@@ -88,33 +75,18 @@ class Graders:
         self.graded = 0
 
     def _serve(self) -> None:
+        times = self._model.service_s
         while self._waiting and self._busy < self._model.servers:
-            taken, seconds = self._take_round()
+            request = self._waiting.popleft()
+            seconds = times[int(self._draw.random() * len(times))]
             self._busy += 1
-            self.graded += len(taken)
+            self.graded += 1
             self.busy_s += seconds
-            for request in taken:
-                self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
-            self._agenda.at(self._agenda.now + seconds, partial(self._finish, taken))
-        self._on_change()
+            self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
+            self._agenda.at(self._agenda.now + seconds, partial(self._finish, request))
 
-    def _take_round(self) -> tuple[list[ScoreRequest], float]:
-        """What a server grades now, and for how long."""
-        if self._model.round_s is None:
-            times = self._model.service_s
-            return [self._waiting.popleft()], times[int(self._draw.random() * len(times))]
-        taken = list(self._waiting)
-        self._waiting.clear()
-        base_s, each_s = self._model.round_s
-        return taken, (base_s + each_s * len(taken)) / self._speed
-
-    def _finish(self, graded: list[ScoreRequest]) -> None:
+    def _finish(self, request: ScoreRequest) -> None:
         self._busy -= 1
-        for request in graded:
-            self._tell(request)
-        self._serve()
-
-    def _tell(self, request: ScoreRequest) -> None:
         is_correct = self._workload.is_correct(request.seed, int(request.text))
         score = Score(
             1.0 if is_correct else 0.1,
@@ -122,3 +94,4 @@ class Graders:
             "correct" if is_correct else "wrong_answer",
         )
         self._queue.handle(VERIFY, NAME, ScoreDone(request.request_id, score), self._agenda.now)
+        self._serve()
