@@ -20,7 +20,7 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.outgoing import Outgoing
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.fleet import Fleet
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome, sum_up
@@ -60,21 +60,21 @@ class Cluster:
         recorder: Recorder | None = None,
     ) -> None:
         """recorder: writes rollouts as a real run does; None: nothing is written."""
-        self._model, self._span, self._agenda = model, span or Span(), Agenda()
+        self._model, self._span, self._clock = model, span or Span(), EventClock()
         margin = config.queue.max_staleness + _AFTER_LAST
         self._last = self._span.warm_up + self._span.steps
         self._config = simulated_config(config, self._last + margin)
         planned = PlannedBatches()
         self._queue = open_queue(self._config, planned, recorder)
         self._verifiers = Verifiers(
-            self._agenda,
+            self._clock,
             self._queue,
             model.verifier,
             workload,
             max_pending=config.verifier.answers.max_pending,
         )
         self._fleet = Fleet(
-            self._agenda,
+            self._clock,
             self._queue,
             model.engine,
             workload,
@@ -85,7 +85,7 @@ class Cluster:
             on_restart=lambda generator: self._trainer.admit(generator),
         )
         self._trainer = Trainer(
-            self._agenda,
+            self._clock,
             self._queue,
             self._fleet,
             planned,
@@ -113,7 +113,7 @@ class Cluster:
             logger.setLevel(level)
 
     def _run(self) -> Outcome:
-        agenda, records = self._agenda, self._trainer.records
+        clock, records = self._clock, self._trainer.records
         self._verifiers.announce()
         self._trainer.start()
         self._tick()
@@ -122,15 +122,15 @@ class Cluster:
         answer_at = 0.0
         grain_s = self._span.grain_s
         while len(records) < self._last:
-            agenda.step()
+            clock.step()
             if not is_measured and len(records) >= self._span.warm_up:
-                is_measured, began_at = True, agenda.now
+                is_measured, began_at = True, clock.now
                 self._fleet.reset()
                 self._verifiers.reset()
-            next_at = agenda.next_at
+            next_at = clock.next_at
             if next_at is None or next_at > answer_at:
                 self._answer()
-                answer_at = agenda.now + grain_s
+                answer_at = clock.now + grain_s
         verifier = self._model.verifier
         return sum_up(
             records[self._span.warm_up : self._last],
@@ -142,12 +142,12 @@ class Cluster:
             verifier_busy_s=self._verifiers.busy_s,
             verifier_waited_s=self._verifiers.waited_s,
             graded=self._verifiers.graded,
-            events=agenda.count,
+            events=clock.count,
         )
 
     def _answer(self) -> None:
         """All that the queue has to say now."""
-        for outgoing in self._queue.outgoing(self._agenda.now):
+        for outgoing in self._queue.outgoing(self._clock.now):
             self._deliver(outgoing)
 
     def _deliver(self, outgoing: Outgoing) -> None:
@@ -161,11 +161,11 @@ class Cluster:
             case ClassRequest() as request:
                 self._verifiers.take_classes(request)
             case RankBatch() as batch:
-                self._agenda.at(self._agenda.now, partial(self._trainer.take_batch, batch))
+                self._clock.at(self._clock.now, partial(self._trainer.take_batch, batch))
 
     def _tick(self) -> None:
         self._fleet.beat()
         self._verifiers.announce()
-        self._queue.tick(self._agenda.now)
+        self._queue.tick(self._clock.now)
         every_s = self._config.queue.heartbeat_timeout_s / _TICKS_PER_TIMEOUT
-        self._agenda.at(self._agenda.now + every_s, self._tick)
+        self._clock.at(self._clock.now + every_s, self._tick)

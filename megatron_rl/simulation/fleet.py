@@ -17,7 +17,7 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
 from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.machines import Faults
 from megatron_rl.simulation.queue import make_rollout
 from megatron_rl.simulation.workload import Workload
@@ -64,7 +64,7 @@ class Fleet:
 
     def __init__(
         self,
-        agenda: Agenda,
+        clock: EventClock,
         queue: Coordinator,
         model: EngineModel,
         workload: Workload,
@@ -76,7 +76,7 @@ class Fleet:
         on_restart: Callable[[Generator], None],
     ) -> None:
         """on_restart: called with an engine that restarted and waits for weights."""
-        self._agenda, self._queue, self._model = agenda, queue, model
+        self._clock, self._queue, self._model = clock, queue, model
         self._workload, self._faults = workload, faults
         self._cap, self._timeout_s = max_new_tokens, request_timeout_s
         self._on_restart = on_restart
@@ -99,7 +99,7 @@ class Fleet:
         generator = self.generators[name]
         if not generator.is_alive:
             return
-        now, workload = self._agenda.now, self._workload
+        now, workload = self._clock.now, self._workload
         group, cap = lease.sampling.seed, lease.sampling.max_new_tokens
         requests = [
             Request(
@@ -121,21 +121,21 @@ class Fleet:
         """Stop what is left of a lease."""
         generator = self.generators[name]
         self._note(generator)
-        generator.engine.cancel(cancel.lease_id, self._agenda.now)
+        generator.engine.cancel(cancel.lease_id, self._clock.now)
         self._changed(generator)
 
     def pause(self, generator: Generator, session: int) -> None:
         """A publish to a generator begins."""
         if generator.is_alive and generator.session == session:
             self._note(generator)
-            generator.engine.pause(self._agenda.now)
+            generator.engine.pause(self._clock.now)
             self._changed(generator)
 
     def resume(self, generator: Generator, session: int, version: int) -> None:
         """It has the weights of a version."""
         if generator.is_alive and generator.session == session:
             self._note(generator)
-            generator.engine.resume(version, self._agenda.now)
+            generator.engine.resume(version, self._clock.now)
             self._changed(generator)
             self.announce(generator)
 
@@ -144,7 +144,7 @@ class Fleet:
         engine = generator.engine
         version = engine.version if engine.pending_version is None else engine.pending_version
         ready = GeneratorReady(self._model.max_running, version, generator.session)
-        self._queue.handle(PROMPTS, generator.name, ready, self._agenda.now)
+        self._queue.handle(PROMPTS, generator.name, ready, self._clock.now)
 
     def beat(self) -> None:
         """The heartbeats of all that live."""
@@ -174,7 +174,7 @@ class Fleet:
         for generator in self.generators.values():
             self._note(generator)
             if generator.is_alive:
-                generator.engine.advance(self._agenda.now)
+                generator.engine.advance(self._clock.now)
                 self._deliver(generator)
         everybody = self.generators.values()
         return FleetTotals(
@@ -193,8 +193,8 @@ class Fleet:
 
     def _note(self, generator: Generator) -> None:
         """Count the time since the last look, in which nothing joined or ended."""
-        passed = self._agenda.now - generator.seen_at
-        generator.seen_at = self._agenda.now
+        passed = self._clock.now - generator.seen_at
+        generator.seen_at = self._clock.now
         if not generator.is_alive or not generator.engine.in_flight:
             generator.idle_s += passed
         else:
@@ -208,13 +208,13 @@ class Fleet:
         generator.stamp += 1
         when = generator.engine.next_at()
         if when < float("inf"):
-            self._agenda.at(when, partial(self._wake, generator, generator.stamp))
+            self._clock.at(when, partial(self._wake, generator, generator.stamp))
 
     def _wake(self, generator: Generator, stamp: int) -> None:
         if stamp != generator.stamp or not generator.is_alive:
             return
         self._note(generator)
-        generator.engine.advance(self._agenda.now)
+        generator.engine.advance(self._clock.now)
         self._changed(generator)
 
     def _deliver(self, generator: Generator) -> None:
@@ -222,7 +222,7 @@ class Fleet:
             self._hand_over(generator, request)
 
     def _hand_over(self, generator: Generator, request: Request) -> None:
-        now = self._agenda.now
+        now = self._clock.now
         generator.latency_s += now - request.leased_at
         generator.finished += 1
         if now - request.leased_at > self._timeout_s:
@@ -245,8 +245,8 @@ class Fleet:
     def _await_death(self, generator: Generator) -> None:
         if not (rate := self._faults.deaths_per_engine_hour / 3600.0):
             return
-        when = self._agenda.now + self._draw.expovariate(rate)
-        self._agenda.at(when, partial(self._die, generator))
+        when = self._clock.now + self._draw.expovariate(rate)
+        self._clock.at(when, partial(self._die, generator))
 
     def _die(self, generator: Generator) -> None:
         self._note(generator)
@@ -256,8 +256,8 @@ class Fleet:
         generator.engine = self._new_engine()
         generator.engine.tokens, generator.engine.retractions = dead.tokens, dead.retractions
         generator.engine.counted_iterations = dead.counted_iterations
-        self._agenda.at(
-            self._agenda.now + self._faults.restart_s, partial(self._come_back, generator)
+        self._clock.at(
+            self._clock.now + self._faults.restart_s, partial(self._come_back, generator)
         )
 
     def _come_back(self, generator: Generator) -> None:

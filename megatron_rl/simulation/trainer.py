@@ -13,7 +13,7 @@ from functools import partial
 from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.types import NextBatch, Published, RankBatch
 from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.fleet import Fleet, Generator
 from megatron_rl.simulation.machines import PublishModel, TrainerModel, Turns
 from megatron_rl.simulation.queue import PlannedBatches
@@ -31,8 +31,6 @@ class StepRecord:
     stall_s: float
     """Of the publish, in which the trainer could do nothing else."""
     tokens: int
-    microbatches: int
-    """Of each data-parallel rank."""
     staleness_sum: float
     rollouts: int
     staleness_max: float
@@ -51,7 +49,6 @@ class _Step:
     optimizer_at: float = 0.0
     metrics: dict[str, tuple[float, float, Reduce]] = field(default_factory=dict)
     tokens: int = 0
-    microbatches: int = 0
 
 
 class Trainer:
@@ -59,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        agenda: Agenda,
+        clock: EventClock,
         queue: Coordinator,
         fleet: Fleet,
         planned: PlannedBatches,
@@ -70,7 +67,7 @@ class Trainer:
         dp_size: int,
         steps: int,
     ) -> None:
-        self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
+        self._clock, self._queue, self._fleet, self._planned = clock, queue, fleet, planned
         self._model, self._publish_model, self._turns = model, publish, turns
         self._dp_size, self._steps = dp_size, steps
         self.records: list[StepRecord] = []
@@ -102,9 +99,9 @@ class Trainer:
     def _wait(self) -> None:
         if self._step >= self._steps:
             return
-        self._free_at, self._is_waiting = self._agenda.now, True
+        self._free_at, self._is_waiting = self._clock.now, True
         if self._batch is not None:
-            self._agenda.at(self._agenda.now, self._begin_if_waiting)
+            self._clock.at(self._clock.now, self._begin_if_waiting)
         elif not self._asked:
             self._ask()
 
@@ -112,24 +109,23 @@ class Trainer:
         self._asked = True
         for rank in range(self._dp_size):
             message = NextBatch(self._step, rank, self._dp_size)
-            self._queue.handle(BATCHES, f"trainer-{rank}", message, self._agenda.now)
+            self._queue.handle(BATCHES, f"trainer-{rank}", message, self._clock.now)
 
     def _begin_passes(self) -> None:
-        if self._agenda.now < self._admits_until:
+        if self._clock.now < self._admits_until:
             # It sends weights to a generator that came back.
-            self._agenda.at(self._admits_until, self._begin_if_waiting)
+            self._clock.at(self._admits_until, self._begin_if_waiting)
             return
         assert self._batch is not None
         batch, self._batch = self._batch, None
         plans = self._planned.take()
-        now = self._agenda.now
+        now = self._clock.now
         self._is_waiting, self._asked = False, False
         self._now = _Step(
             wait_s=now - self._free_at,
             began_at=now,
             metrics=batch.metrics,
             tokens=sum(sum(plan.lengths) for plan in plans),
-            microbatches=sum(len(plan.ranks[0]) for plan in plans),
         )
         compute_s = self._model.compute_s(plans)
         if self._turns is None:
@@ -137,7 +133,7 @@ class Trainer:
             return
         for member in self._fleet.live:
             self._fleet.pause(member, member.session)
-        self._agenda.at(
+        self._clock.at(
             now + self._turns.release_s, partial(self._compute, compute_s, self._end_passes)
         )
 
@@ -155,7 +151,7 @@ class Trainer:
         self._compute(self._model.optimizer_s, self._end_step)
 
     def _end_step(self) -> None:
-        self._now.compute_s = self._agenda.now - self._now.began_at
+        self._now.compute_s = self._clock.now - self._now.began_at
         self._step += 1
         if self._step < self._steps:
             self._ask()
@@ -183,13 +179,12 @@ class Trainer:
         dropped = sum(v for name, (v, _, _) in step.metrics.items() if "groups_dropped" in name)
         self.records.append(
             StepRecord(
-                ended_at=self._agenda.now,
+                ended_at=self._clock.now,
                 wait_s=step.wait_s,
                 compute_s=step.compute_s,
                 publish_s=self._publish_s,
                 stall_s=stall_s,
                 tokens=step.tokens,
-                microbatches=step.microbatches,
                 staleness_sum=total,
                 rollouts=int(count),
                 staleness_max=step.metrics["queue/staleness_versions_max"][0],
@@ -204,9 +199,9 @@ class Trainer:
         members = self._fleet.live
         if not members:
             # As the publisher: with no generator left it waits for one.
-            self._agenda.at(self._agenda.now + 1.0, partial(self._begin_publish, version, then))
+            self._clock.at(self._clock.now + 1.0, partial(self._begin_publish, version, then))
             return
-        now = self._agenda.now
+        now = self._clock.now
         times, total = self._publish_model.times(len(members))
         # Before version 0 they have given nothing back.
         reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
@@ -214,24 +209,24 @@ class Trainer:
         self._publish_ends, self._publish_s = None, reclaim_s + total
         for member, (pause, resume) in zip(members, times, strict=True):
             session = member.session
-            self._agenda.at(now + pause, partial(self._fleet.pause, member, session))
-            self._agenda.at(now + resume, partial(self._fleet.resume, member, session, version))
-        self._agenda.at(now + total, partial(self._published_to_all, version, then))
+            self._clock.at(now + pause, partial(self._fleet.pause, member, session))
+            self._clock.at(now + resume, partial(self._fleet.resume, member, session, version))
+        self._clock.at(now + total, partial(self._published_to_all, version, then))
 
     def _published_to_all(self, version: int, then: Callable[[], None]) -> None:
-        self._published, self._publish_ends = version, self._agenda.now
+        self._published, self._publish_ends = version, self._clock.now
         is_final = version == self._steps
-        self._queue.handle(BATCHES, "trainer-0", Published(version, is_final), self._agenda.now)
+        self._queue.handle(BATCHES, "trainer-0", Published(version, is_final), self._clock.now)
         then()
 
     def admit(self, generator: Generator) -> None:
         """A generator came back: it gets weights while the trainer waits for a batch."""
         if not self._is_waiting or self._published < 0 or self._publish_ends is None:
             return
-        begins = max(self._agenda.now, self._admits_until)
+        begins = max(self._clock.now, self._admits_until)
         self._admits_until = begins + self._publish_model.replica_s
         resume = partial(self._fleet.resume, generator, generator.session, self._published)
-        self._agenda.at(self._admits_until, resume)
+        self._clock.at(self._admits_until, resume)
 
     def _compute(self, seconds: float, then: Callable[[], None]) -> None:
-        self._agenda.at(self._agenda.now + seconds, then)
+        self._clock.at(self._clock.now + seconds, then)

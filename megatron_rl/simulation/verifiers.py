@@ -17,7 +17,7 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import VERIFY, Coordinator
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.machines import VerifierModel
 from megatron_rl.simulation.workload import Workload
 
@@ -31,7 +31,7 @@ class Verifiers:
 
     def __init__(
         self,
-        agenda: Agenda,
+        clock: EventClock,
         queue: Coordinator,
         model: VerifierModel,
         workload: Workload,
@@ -39,7 +39,7 @@ class Verifiers:
         max_pending: int,
     ) -> None:
         """max_pending: requests that a real pool takes (verifier.answers)."""
-        self._agenda, self._queue, self._model, self._workload = agenda, queue, model, workload
+        self._clock, self._queue, self._model, self._workload = clock, queue, model, workload
         self._room = max(max_pending, model.servers * PENDING_PER_SERVER)
         self._draw = random.Random(f"{workload.seed}/grading")
         self._waiting: deque[ScoreRequest] = deque()
@@ -55,11 +55,11 @@ class Verifiers:
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
         ready = VerifierReady(dict.fromkeys(WORKER_POOLS, self._room), 1)
-        self._queue.handle(VERIFY, NAME, ready, self._agenda.now)
+        self._queue.handle(VERIFY, NAME, ready, self._clock.now)
 
     def take(self, request: ScoreRequest) -> None:
         """Grade it as soon as a server is free."""
-        self._arrived[request.request_id] = self._agenda.now
+        self._arrived[request.request_id] = self._clock.now
         self._waiting.append(request)
         self._serve()
 
@@ -67,7 +67,7 @@ class Verifiers:
         """Wrong answers are all different; that takes no time."""
         done = ClassDone(request.request_id, list(range(len(request.texts))))
         handle = partial(self._queue.handle, VERIFY, NAME, done)
-        self._agenda.at(self._agenda.now, lambda: handle(self._agenda.now))
+        self._clock.at(self._clock.now, lambda: handle(self._clock.now))
 
     def reset(self) -> None:
         """Count from here on."""
@@ -82,8 +82,8 @@ class Verifiers:
             self._busy += 1
             self.graded += 1
             self.busy_s += seconds
-            self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
-            self._agenda.at(self._agenda.now + seconds, partial(self._finish, request))
+            self.waited_s += self._clock.now - self._arrived.pop(request.request_id)
+            self._clock.at(self._clock.now + seconds, partial(self._finish, request))
 
     def _finish(self, request: ScoreRequest) -> None:
         self._busy -= 1
@@ -93,5 +93,5 @@ class Verifiers:
             {"format": 0.1, "correct": 0.9 if is_correct else 0.0},
             "correct" if is_correct else "wrong_answer",
         )
-        self._queue.handle(VERIFY, NAME, ScoreDone(request.request_id, score), self._agenda.now)
+        self._queue.handle(VERIFY, NAME, ScoreDone(request.request_id, score), self._clock.now)
         self._serve()
