@@ -49,7 +49,7 @@ def listed_ports(config: Config) -> list[tuple[str, int]]:
     for name in _NAMES:
         base = getattr(config.ports, name)
         if base:
-            found.extend((f"ports.{name}", base + i) for i in range(_width(name, config)))
+            found.extend((f"expert.ports.{name}", base + i) for i in range(_width(name, config)))
     return found
 
 

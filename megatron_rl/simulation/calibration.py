@@ -8,7 +8,7 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | verdicts  | share of right completions, and of groups dropped for zero variance                 |
 | engine    | seconds a token of each completion, by what ran at the same time (`engine_fit.py`)  |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
-| publish   | publish/s and publish/pause_s                                                       |
+| sync      | weight_sync/s and weight_sync/pause_s                                               |
 | verifiers | arrivals and scores, less the waiting for those before                              |
 """
 
@@ -30,9 +30,9 @@ from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
     Faults,
-    PublishModel,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
@@ -89,8 +89,8 @@ class Calibration:
             kv_tokens=config.generator.bounded_kv_tokens,
             recomputes_cache=config.weights.kv_cache == "recompute",
         )
-        publish = dataclasses.replace(
-            fitted.publish,
+        sync = dataclasses.replace(
+            fitted.sync,
             # Over gloo each copy serves all its engines at once.
             lanes=assumed.lanes if isinstance(assumed.lanes, int) else config.generator.replicas,
             is_overlapped=assumed.is_overlapped or config.weights.overlap,
@@ -101,7 +101,7 @@ class Calibration:
         return dataclasses.replace(
             fitted,
             engine=engine,
-            publish=publish,
+            sync=sync,
             verifier=verifier,
             faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
         )
@@ -121,7 +121,7 @@ def calibrate(run: RunRecords) -> Calibration:
     model = ClusterModel(
         engine=engine.model,
         trainer=_trainer(run, measured),
-        publish=_publish(run, measured),
+        sync=_sync(run, measured),
         verifier=_verifier(run),
     )
     return Calibration(model, _workload(run), run.config, engine)
@@ -172,12 +172,12 @@ def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
     )
 
 
-def _publish(run: RunRecords, measured: Measured) -> PublishModel:
-    pauses = [row["publish/pause_s"] for row in run.steps if "publish/pause_s" in row]
+def _sync(run: RunRecords, measured: Measured) -> WeightSyncModel:
+    pauses = [row["weight_sync/pause_s"] for row in run.steps if "weight_sync/pause_s" in row]
     replicas = run.config.generator.replicas
-    alone = measured.publish_s / replicas
+    alone = measured.sync_s / replicas
     replica_s = min(alone, float(np.mean(pauses))) if pauses else alone
-    return PublishModel(replica_s, fixed_s=measured.publish_s - replicas * replica_s)
+    return WeightSyncModel(replica_s, fixed_s=measured.sync_s - replicas * replica_s)
 
 
 def _verifier(run: RunRecords) -> VerifierModel:

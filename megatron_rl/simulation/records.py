@@ -15,8 +15,13 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
-from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
+from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.rollout_files import (
+    RolloutRecord,
+    read_records,
+    rollout_files,
+    without_texts,
+)
 
 WARM_UP = 5
 """Steps left out at the beginning: that is also what a simulation leaves out."""
@@ -32,12 +37,12 @@ class Measured:
     generator_idle: float
     staleness_mean: float
     staleness_max: int
-    publish_s: float
+    sync_s: float
     compute_s: float
     latency_s: float
     """From a completion's lease to its arrival, on average."""
     rest_s: float
-    """Of a step, in which the trainer neither waits, nor computes, nor publishes."""
+    """Of a step, in which the trainer neither waits, nor computes, nor syncs."""
     steps: int
 
 
@@ -49,7 +54,7 @@ class RunRecords:
     steps: list[dict[str, Any]]
     """Rows of the trainer, one a step."""
     rollouts: list[RolloutRecord]
-    """Of training, all of them, with their times."""
+    """Of training, all of them, with their times and without texts."""
     began_at: float
     ended_at: float
     """Unix seconds of the steps that are looked at."""
@@ -68,8 +73,8 @@ def read_run(run_dir: Path) -> RunRecords:
     if not (run_dir / "config.toml").exists():
         raise InputError(f"--calibrate {run_dir} holds no run: it has no config.toml")
     config = load_config(run_dir / "config.toml")
-    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
-    steps = [row for row in rows if row.get("source") == "trainer" and "wait/batch_s" in row]
+    rows = stream_rows(run_dir / "metrics.jsonl", holding='"wait/batch_s"')
+    steps = [row for row in rows if row.get("source") == "trainer"]
     last = len(steps) - config.queue.max_staleness - 1
     if last - WARM_UP < LEAST_STEPS:
         raise InputError(
@@ -78,7 +83,7 @@ def read_run(run_dir: Path) -> RunRecords:
         )
     looked_at = steps[WARM_UP:last]
     rollouts = [
-        record
+        without_texts(record)
         for file in rollout_files(run_dir)
         if file.step is not None
         for record in read_records(file.path)
@@ -99,7 +104,7 @@ def measure(run: RunRecords) -> Measured:
     def total(name: str) -> float:
         return sum(row.get(name, 0.0) for row in steps)
 
-    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "publish/s")))
+    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "weight_sync/s")))
     rollouts = total("queue/rollouts_trained")
     stale = sum(
         row["queue/staleness_versions_mean"] * row["queue/rollouts_trained"] for row in steps
@@ -112,7 +117,7 @@ def measure(run: RunRecords) -> Measured:
         generator_idle=_idle_share(run),
         staleness_mean=stale / rollouts,
         staleness_max=int(max(row["queue/staleness_versions_max"] for row in steps)),
-        publish_s=total("publish/s") / count,
+        sync_s=total("weight_sync/s") / count,
         compute_s=total("train/update_s") / count,
         latency_s=float(np.mean(latencies)),
         rest_s=max(0.0, length - accounted - total("checkpoint/stall_s")) / count,

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher.node_link import Attendance, FirstNode, NodeLost, OtherNode
+from megatron_rl.launcher.node_link import Attendance, FirstNodeLink, NodeLost, OtherNodeLink
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
@@ -69,7 +69,7 @@ def config(label: str = "a", **limits: float) -> Config:
     return Config(ports=PortsConfig(nodes=free_port(), label=label), nodes=NodesConfig(**found))
 
 
-def look(link: FirstNode | OtherNode) -> None:
+def look(link: FirstNodeLink | OtherNodeLink) -> None:
     time.sleep(0.01)
     link.exchange(time.monotonic())
 
@@ -79,7 +79,7 @@ class Follower(threading.Thread):
 
     def __init__(self, cfg: Config, node: int, nodes: int, *, work_s: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self._open = partial(OtherNode, cfg, node, nodes)
+        self._open = partial(OtherNodeLink, cfg, node, nodes)
         self.work_s = work_s
         self.phases: list[RunPhase] = []
         self.ended: list[tuple[PhaseKind, float]] = []
@@ -97,7 +97,7 @@ class Follower(threading.Thread):
         except (NodeLost, TurnedAway, RuntimeError, Interrupted) as error:
             self.error = error
 
-    def _follow(self, link: OtherNode) -> None:
+    def _follow(self, link: OtherNodeLink) -> None:
         while (phase := link.next_phase(partial(look, link))).kind != PhaseKind.END:
             self.phases.append(phase)
             until = time.monotonic() + self.work_s
@@ -127,7 +127,7 @@ def followers(cfg: Config, nodes: int, **settings: float) -> Iterator[list[Follo
 
 def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
     cfg = config()
-    with followers(cfg, 3, work_s=0.3) as others, FirstNode(cfg, 3) as first:
+    with followers(cfg, 3, work_s=0.3) as others, FirstNodeLink(cfg, 3) as first:
         begun = {}
         wanted = [
             (PhaseKind.COLD_START, ""),
@@ -155,7 +155,7 @@ def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
 def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
     cfg = config()
     wanted = [Restart("generator-3", "generator", -9, number, 3) for number in range(1, 101)]
-    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as other:
+    with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as other:
         heard: list[Restart] = []
         for restart in wanted:
             other.tell_restart(restart)
@@ -178,7 +178,7 @@ def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
 
 def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
     cfg = config()
-    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as second:
+    with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as second:
         first.given_up, second.given_up = {"generator": 1}, {"generator": 2, "verifier": 1}
         first.missing = ["verifier-1"]
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
@@ -190,7 +190,7 @@ def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() ->
         assert (second.given_up_elsewhere, second.missing) == ({"generator": 1}, ["verifier-1"])
 
 
-def lose(first: FirstNode, within_s: float) -> NodeLost:
+def lose(first: FirstNodeLink, within_s: float) -> NodeLost:
     started = time.monotonic()
     with pytest.raises(NodeLost) as found:
         while time.monotonic() - started < within_s:
@@ -209,7 +209,7 @@ def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, 
     cfg = config()
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
-        with pytest.raises(NodeLost, match=said), FirstNode(cfg, 3) as first:
+        with pytest.raises(NodeLost, match=said), FirstNodeLink(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             raise lose(first, within_s=15)
         one.join(20)
@@ -222,7 +222,7 @@ def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, 
 def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 3, work_s=20.0) as (one, two):
-        with pytest.raises(NodeLost), FirstNode(cfg, 3) as first:
+        with pytest.raises(NodeLost), FirstNodeLink(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             while not (one.phases and two.phases):
                 look(first)
@@ -237,7 +237,7 @@ def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None
 def test_the_others_miss_a_first_node_that_falls_silent() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 2, work_s=20.0) as (one,):
-        first = FirstNode(cfg, 2)
+        first = FirstNodeLink(cfg, 2)
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         while not one.phases:
             look(first)
@@ -249,7 +249,7 @@ def test_the_others_miss_a_first_node_that_falls_silent() -> None:
 def test_a_node_that_does_not_end_its_processes_is_named_after_the_deadline() -> None:
     cfg = config(end_timeout_s=1.0)
     with followers(cfg, 2, work_s=2.5) as (one,):
-        with pytest.raises(NodeLost) as found, FirstNode(cfg, 2) as first:
+        with pytest.raises(NodeLost) as found, FirstNodeLink(cfg, 2) as first:
             first.begin(RunPhase(0, PhaseKind.EVALUATION), partial(look, first))
             while not one.phases:
                 look(first)
@@ -264,7 +264,7 @@ def test_a_node_that_does_not_end_its_processes_is_named_after_the_deadline() ->
 def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
     cfg = config(label="a")
     stale = cfg.model_copy(update={"ports": cfg.ports.model_copy(update={"label": "b"})})
-    with FirstNode(cfg, 2) as first, followers(stale, 2) as (one,):
+    with FirstNodeLink(cfg, 2) as first, followers(stale, 2) as (one,):
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         until = time.monotonic() + 15
         while one.is_alive() and time.monotonic() < until:

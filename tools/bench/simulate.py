@@ -22,7 +22,7 @@ from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure, read_run
 
 SIMULATED_STEPS = 200
-TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
+TIMES = ("step_s", "compute_s", "sync_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
 Figures = dict[str, dict[str, float]]
 """By name of a figure: predicted, measured, ratio, difference."""

@@ -35,8 +35,8 @@ def test_items_of_lists_and_names_of_the_users_are_taken_as_typed() -> None:
 
 
 def test_values_of_a_fixed_set_are_offered() -> None:
-    assert complete_override("generator.wait_for_publish=") == [
-        "generator.wait_for_publish=true", "generator.wait_for_publish=false",
+    assert complete_override("expert.generator.wait_for_weight_sync=") == [
+        "expert.generator.wait_for_weight_sync=true", "expert.generator.wait_for_weight_sync=false",
     ]  # fmt: skip
     assert "weights.method=disk" in complete_override("weights.method=")
     assert complete_override("algorithm.preset=x") == [f"algorithm.preset={n}" for n in PRESETS]
