@@ -9,10 +9,8 @@ import sys
 
 import typer
 from rich.console import Console
-from typer import _completion_shared
 from typer.main import get_command
 
-from megatron_rl.cli.command_line.bash_script import BASH_SCRIPT
 from megatron_rl.cli.command_line.command import PROGRAM
 from megatron_rl.cli.command_line.groups import Entry, lazy_app
 
@@ -53,8 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
     # INFO of our packages goes to the run's launch.log only.
     logging.getLogger().handlers[0].setLevel(logging.WARNING)
-    # typer has no other way to give it a script.
-    _completion_shared._completion_scripts["bash"] = BASH_SCRIPT
     commands = get_command(lazy_app(_HELP, COMMANDS, add_completion=True))
     try:
         return commands.main(

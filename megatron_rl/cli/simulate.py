@@ -66,9 +66,6 @@ class SimulateOptions:
         Path | None,
         typer.Option(metavar="RUN", help="finished run that the models are fitted to"),
     ] = None
-    cores: Annotated[
-        float | None, typer.Option(help="that all roles of that run shared; default: no sharing")
-    ] = None
     sweep: Annotated[
         list[str],
         typer.Option(
@@ -133,7 +130,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
     calibration = None
     if options.calibrate:
-        calibration = calibrate(read_run(options.calibrate), options.cores)
+        calibration = calibrate(read_run(options.calibrate))
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
     workload = _workload(options, load([]), calibration)
@@ -163,7 +160,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
 def _check(options: SimulateOptions) -> None:
     for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
-                 "verifier_servers", "cores"):  # fmt: skip
+                 "verifier_servers"):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")

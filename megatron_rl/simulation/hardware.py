@@ -159,7 +159,7 @@ def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineMo
         kv_tokens=kv_tokens_of(config, assumed)
         if generator.takes_all_memory
         else generator.bounded_kv_tokens,
-        forgets=config.weights.kv_cache == "recompute",
+        recomputes_cache=config.weights.kv_cache == "recompute",
     )
 
 

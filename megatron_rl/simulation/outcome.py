@@ -33,8 +33,6 @@ class Outcome:
     wait_s: float
     latency_s: float
     """From a completion's lease to its end, on average."""
-    latency_s_per_token: float
-    """Of those, over their tokens."""
     tokens_per_s: float
     """Generated completion tokens, all of them."""
     trained_tokens: float
@@ -80,7 +78,7 @@ def sum_up(
         trainer_idle=sum(record.wait_s for record in records) / length,
         generator_idle=totals.idle_s / length / engines,
         slots_used=totals.running_s / length / engines / slots,
-        running_mean=totals.decoded / max(1, totals.iterations),
+        running_mean=totals.tokens / max(1, totals.iterations),
         staleness_mean=sum(record.staleness_sum for record in records) / max(1, rollouts),
         staleness_max=int(max(record.staleness_max for record in records)),
         sync_s=statistics.fmean(record.sync_s for record in records),
@@ -88,7 +86,6 @@ def sum_up(
         compute_s=statistics.fmean(record.compute_s for record in records),
         wait_s=statistics.fmean(record.wait_s for record in records),
         latency_s=totals.latency_s / max(1, totals.finished),
-        latency_s_per_token=totals.latency_s / max(1, totals.finished_tokens),
         tokens_per_s=totals.tokens / length,
         trained_tokens=sum(record.tokens for record in records) / count,
         zero_variance_share=dropped / (dropped + groups),

@@ -16,7 +16,6 @@ from megatron_rl.observe.exporters.follow import Follower
 from megatron_rl.observe.facts import sampled_accuracy
 from megatron_rl.observe.report.material import read_material
 from megatron_rl.observe.summary import RunFacts, summarize
-from megatron_rl.protocol.engine_passes import read_passes
 from megatron_rl.protocol.metrics import drop_torn_line, iter_jsonl, stream_rows
 from megatron_rl.protocol.rollout_files import read_records
 from megatron_rl.protocol.types import TrainSequence
@@ -69,8 +68,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chars = FILE_BYTES // ROLLOUTS
     lines = "".join(record_line(index, chars) for index in range(ROLLOUTS))
     (folder / "rollouts" / "step_000001.jsonl").write_text(lines)
-    report = json.dumps({"time": 1.0, "rows": []}) + " " * 2_000
-    (folder / "passes").write_text(f"{report}\n" * (FILE_BYTES // len(report)))
     return folder
 
 
@@ -80,10 +77,6 @@ def config(folder: Path) -> Config:
 
 def follow(folder: Path) -> int:
     return sum(len(rows) for rows in Follower(folder / "metrics.jsonl").read_all())
-
-
-def count_passes(folder: Path) -> int:
-    return sum(len(report.rows) for report in read_passes(folder / "passes"))
 
 
 def read_torn(folder: Path) -> int:
@@ -138,7 +131,6 @@ READERS: dict[str, tuple[Callable[[Path], object], object]] = {
         lambda folder: sampled_accuracy(folder / "rollouts"),
         (pytest.approx(2 / 3), pytest.approx(2 / 3)),
     ),
-    "passes": (count_passes, 0),
 }
 
 

@@ -6,13 +6,7 @@ import time
 import pytest
 
 from megatron_rl.simulation.advice import reasons
-from megatron_rl.simulation.machines import (
-    Faults,
-    SharedCores,
-    Turns,
-    VerifierModel,
-    WeightSyncModel,
-)
+from megatron_rl.simulation.machines import Faults, Turns, VerifierModel, WeightSyncModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import PROMPT, TOKENS, config_of, constant, model_of, simulated
@@ -176,15 +170,6 @@ def test_slow_verifiers_bound_the_step() -> None:
     assert "grading one completion takes 0.5 s, after" in reasons(found)[1]
 
 
-def test_what_waits_is_graded_in_one_round() -> None:
-    # All 128 end together: the first one is taken at once, the others when it is graded.
-    rounds = VerifierModel(1, round_s=(1.0, 0.05))
-    found = simulated(config_of(staleness=0), model_of(token_s=token_s_for(2.0), verifier=rounds))
-    graded_s = 2 * 1.0 + ROLLOUTS * 0.05
-    assert found.step_s == pytest.approx(GENERATION_S + graded_s + 2.0, rel=0.01)
-    assert found.verifier_busy == pytest.approx(graded_s / found.step_s, rel=0.02)
-
-
 def test_advice_names_what_the_trainer_waits_for() -> None:
     quick = VerifierModel(100, (0.01,))
     # Engines generate all the time, and are the limit.
@@ -210,15 +195,6 @@ def test_advice_names_what_the_trainer_waits_for() -> None:
     assert "takes 5 s, as --verify-s assumes, after 0 s" in said and "make grading faster" in said
 
 
-def test_a_batch_that_is_there_is_read_first() -> None:
-    sync = WeightSyncModel(1.5)  # four engines, one after the other: 6 s
-    model = model_of(token_s=token_s_for(12.0), sync=sync, read_s=0.6, batch_s=5.0)
-    found = simulated(config_of(staleness=2), model)
-    # It comes while the weights travel.
-    assert found.step_s == pytest.approx(12.0 + 6.0 + 0.6, rel=0.01)
-    assert found.trainer_idle == pytest.approx(0.6 / 18.6, rel=0.02)
-
-
 def test_engines_on_the_trainers_gpus_generate_between_its_turns() -> None:
     # All engines get their weights at once, after those have their memory back.
     sync, turns = WeightSyncModel(1.5, lanes=4), Turns(release_s=3.0, reclaim_s=2.0)
@@ -227,16 +203,6 @@ def test_engines_on_the_trainers_gpus_generate_between_its_turns() -> None:
     assert found.step_s == pytest.approx(GENERATION_S + 3.0 + 8.0 + 2.0 + 1.5, rel=0.01)
     assert found.sync_s == pytest.approx(3.5)
     assert found.trainer_idle == pytest.approx(GENERATION_S / found.step_s, rel=0.01)
-
-
-def test_one_core_for_all_takes_the_sum() -> None:
-    # One engine and the trainer, each with a thread, on one core: work is conserved.
-    config = config_of(generator={"replicas": 1, "max_running": 128})
-    cores = SharedCores(cores=1, trainer_threads=1, engine_threads=1)
-    model = model_of(token_s=token_s_for(6.0), max_running=128, cores=cores)
-    assert simulated(config, model).step_s == pytest.approx(16.0, rel=0.01)
-    two = dataclasses.replace(model, cores=dataclasses.replace(cores, cores=2))
-    assert simulated(config, two).step_s == pytest.approx(10.0, rel=0.01)
 
 
 def test_a_thousand_gpus_take_less_than_a_minute() -> None:

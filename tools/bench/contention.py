@@ -1,6 +1,6 @@
 """How busy the benchmark's cores are while it runs nothing itself, and how Linux shares them.
 
-Used by tools.bench.end_to_end and tools.bench.simulate between the runs: on a machine that others
+Used by tools.bench.end_to_end between the runs: on a machine that others
 use, the figures mean little, and the result says so. (What a run itself used is not subtracted from
 a busy machine instead: the time of an engine's grandchildren does not reach us.)
 """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
+from megatron_rl.simulation.engine_fit import LoadCurve, fit_not_negative
 
 
 def test_mean_load_is_that_of_a_fine_grid() -> None:
@@ -16,8 +16,9 @@ def test_mean_load_is_that_of_a_fine_grid() -> None:
     running = (starts <= grid) & (grid < ends)
     kv = running * (prompts + tokens * (grid - starts) / (ends - starts))
     begin, end = np.array([3.0]), np.array([7.0])
-    assert curve.mean_running(begin, end) == pytest.approx(running.sum(1).mean(), rel=1e-3)
-    assert curve.mean_kv(begin, end) == pytest.approx(kv.sum(1).mean(), rel=1e-3)
+    found = np.concatenate(curve.means(begin, end))
+    expected = [running.sum(1).mean(), kv.sum(1).mean()]
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_fit_finds_what_made_the_values() -> None:
