@@ -41,6 +41,7 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNode, HostLink, OtherNode
 from megatron_rl.launcher.placement import EngineNode, NodeRoles, gpu_environment
+from megatron_rl.launcher.ports import check_engine_ports
 from megatron_rl.launcher.restarts import (
     Restart,
     follower_rule,
@@ -169,7 +170,7 @@ def lead(own: FirstShare, link: FirstNode, is_resumed: bool) -> None:
         _begin(own, link, PhaseKind.SFT_BASELINE, model=model)
         if config.eval.is_wanted:
             _begin(own, link, PhaseKind.EVALUATION, label=SFT_BASELINE)
-    link.begin(RunPhase(0, PhaseKind.END), own.look)
+    link.end_run(own.look)
     own.wall_s["total"] = time.monotonic() - started
 
 
@@ -304,6 +305,9 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
     if own.node == 0:
         _start_queue(own, queue, common, phase)
     python, device = [sys.executable, "-m"], device_of_host(own.gpus)
+    parts = own.roles.engine_nodes
+    leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
+    check_engine_ports(own.config, leads)
     for index, gpus in own.roles.engines.items():
         part, command = engine_command(own.config, name, index, own.roles.engine_nodes.get(index))
         role = f"{part}{suffix}"
