@@ -14,7 +14,7 @@ LINKS = {
     "verify": (
         "VerifierReady", "ScoreRequest", "ScoreDone", "ScoreFailed", "ClassRequest", "ClassDone",
     ),
-    "batches": ("NextBatch", "RankBatch", "Published", "SaveState", "QueueState", "Stop"),
+    "batches": ("NextBatch", "RankBatch", "WeightsSynced", "SaveState", "QueueState", "Stop"),
     "weights": (
         "Hello", "Receive", "PassOn", "Load", "Fence", "Ping", "JoinGroup", "StartRequest",
         "MayStart", "Pause", "Release", "Reclaim", "Bucket", "Resume", "LeaveGroup", "Ack",

@@ -3,7 +3,7 @@
 #
 # Without arguments: installs if needed, lints, and runs every test that needs no GPU and is not
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
-# publish), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
+# weight sync), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
 # the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
 # The mode of the installation stays what it is; MEGATRON_RL_MODE=cpu or gpu makes it another.
 # Matrices are sampled by the commit; the first lines name the option that repeats a sample.

@@ -20,6 +20,7 @@ _RUNS, _DATA, _LOOK, _PLAN = "Run", "Models and data", "Look at runs", "Plan and
 COMMANDS = tuple(
     Entry(name, f"megatron_rl.cli.{module}", help_text, panel, is_group)
     for name, module, help_text, panel, is_group in (
+        ("init", "init", "Write a configuration: five questions.", _RUNS, False),
         ("run", "run", "Train, evaluate, export, summarize.", _RUNS, False),
         ("sft", "sft", "Run the cold start alone, to a model folder.", _RUNS, False),
         ("eval", "eval", "Evaluate a model, or compare evaluations.", _RUNS, False),

@@ -90,16 +90,18 @@ class SimulateOptions:
     mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
     gb_per_s: Annotated[
         float | None,
-        _assumed("that a rank sends or receives in a publish; default: 25, by host 2"),
+        _assumed("that a rank sends or receives in a weight sync; default: 25, by host 2"),
     ] = None
     lanes: Annotated[
         str,
         _assumed(
-            "engines that a publish serves at once: a number, all, or one for each copy of "
+            "engines that a weight sync serves at once: a number, all, or one for each copy of "
             "the trainer's model"
         ),
     ] = "copies"
-    overlap: Annotated[bool, _assumed("publish beside the next step, as weights.overlap")] = False
+    overlap: Annotated[
+        bool, _assumed("weight sync beside the next step, as expert.weights.overlap")
+    ] = False
     verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
     verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
     deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
@@ -278,7 +280,7 @@ def _show(
 def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
     table = Table(
         Column("setting", no_wrap=True), "GPUs", "step\ns", "trainer\nidle", "engines\nidle",
-        "places\nused", "staleness\nmean, max", "publish\ns", "tokens\na second",
+        "places\nused", "staleness\nmean, max", "sync\ns", "tokens\na second",
         box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for variant, outcome in zip(variants, outcomes, strict=True):
@@ -290,7 +292,7 @@ def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.generator_idle:.1%}",
             f"{outcome.slots_used:.1%}",
             f"{outcome.staleness_mean:.2f}, {outcome.staleness_max}",
-            f"{outcome.publish_s:.3g}",
+            f"{outcome.sync_s:.3g}",
             f"{outcome.tokens_per_s:,.0f}",
         )
     return table

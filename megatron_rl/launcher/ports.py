@@ -50,7 +50,7 @@ def listed_ports(config: Config) -> list[tuple[str, int]]:
     for name in _NAMES:
         base = getattr(config.ports, name)
         if base:
-            found.extend((f"ports.{name}", base + i) for i in range(_width(name, config)))
+            found.extend((f"expert.ports.{name}", base + i) for i in range(_width(name, config)))
     return found
 
 
@@ -73,14 +73,14 @@ def check_ports(config: Config) -> None:
 def check_engine_ports(config: Config, indices: Iterable[int]) -> None:
     """Raise InputError for a port of these generators' engines that is taken on this node.
 
-    The first node chose `ports.engine` by what is free there.
+    The first node chose `expert.ports.engine` by what is free there.
     """
     for port in (config.ports.engine + 2 * index + part for index in indices for part in (0, 1)):
         if not is_free(LOOPBACK[0], port):
             raise InputError(
-                f"port {port} of an engine (ports.engine = {config.ports.engine}) is in use on "
-                f"this node{_holder(port)}: stop that process, or set ports.engine to the first "
-                f"of {_width('engine', config)} ports that are free on every node"
+                f"port {port} of an engine (expert.ports.engine = {config.ports.engine}) is in use "
+                f"on this node{_holder(port)}: stop that process, or set expert.ports.engine to "
+                f"the first of {_width('engine', config)} ports that are free on every node"
             )
 
 

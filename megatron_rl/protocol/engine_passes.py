@@ -5,12 +5,13 @@ of the simulator. A pass is one run of the model: it decodes a token of each com
 or prefills those that join, which gives each its first token.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from megatron_rl.protocol.line_errors import line_error
+from megatron_rl.protocol.line_errors import decode_lines
 
 PASSES_VARIABLE = "MEGATRON_RL_PASSES"
 """Variable of an engine's environment: path of its file; none: nothing is written."""
@@ -47,14 +48,6 @@ def passes_path(engine_log: Path) -> Path:
     return engine_log.with_suffix(".passes.jsonl")
 
 
-def read_passes(path: Path) -> list[PassReport]:
-    """All lines of a file but a last one that was cut short. Raises InputError."""
-    *lines, _ = path.read_bytes().split(b"\n")
-    decoder = msgspec.json.Decoder(PassReport)
-    reports = []
-    for number, line in enumerate(lines, 1):
-        try:
-            reports.append(decoder.decode(line))
-        except msgspec.MsgspecError as error:
-            raise line_error(path, number, error, expected="a report of passes") from error
-    return reports
+def read_passes(path: Path) -> Iterator[PassReport]:
+    """The lines of a file but a last one that was cut short; none without it. Raises InputError."""
+    return decode_lines(path, msgspec.json.Decoder(PassReport), expected="a report of passes")

@@ -9,7 +9,7 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | engine    | what its passes cost, where it tells; else seconds a token of each completion, by   |
 |           | the completions and tokens that were with it (`engine_fit.py`)                      |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
-| publish   | publish/s and publish/pause_s                                                       |
+| sync      | weight_sync/s and weight_sync/pause_s                                               |
 | verifiers | arrivals and scores, less the waiting for those before (`service_times.py`)          |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
@@ -44,10 +44,10 @@ from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
     Faults,
-    PublishModel,
     SharedCores,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.pace_fit import engine_paces, trainer_paces
@@ -114,8 +114,8 @@ class Calibration:
             kv_tokens=config.generator.bounded_kv_tokens,
             forgets=config.weights.kv_cache == "recompute",
         )
-        publish = dataclasses.replace(
-            fitted.publish,
+        sync = dataclasses.replace(
+            fitted.sync,
             # Over gloo each copy serves all its engines at once.
             lanes=assumed.lanes if isinstance(assumed.lanes, int) else config.generator.replicas,
             is_overlapped=assumed.is_overlapped or config.weights.overlap,
@@ -129,7 +129,7 @@ class Calibration:
         return dataclasses.replace(
             fitted,
             engine=engine,
-            publish=publish,
+            sync=sync,
             verifier=verifier,
             faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
             cores=cores,
@@ -160,7 +160,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     model = ClusterModel(
         engine=dataclasses.replace(engine.model, paces=paces),
         trainer=_trainer(run, measured, alone or use.update_share(run.steps), use),
-        publish=_publish(run, measured),
+        sync=_sync(run, measured),
         verifier=_verifier(run, use),
         cores=shared,
         batch_s=_batch_s(run),
@@ -323,12 +323,12 @@ def _trainer(run: RunRecords, measured: Measured, share: float, use: CoreUse) ->
     )
 
 
-def _publish(run: RunRecords, measured: Measured) -> PublishModel:
-    pauses = [row["publish/pause_s"] for row in run.steps if "publish/pause_s" in row]
+def _sync(run: RunRecords, measured: Measured) -> WeightSyncModel:
+    pauses = [row["weight_sync/pause_s"] for row in run.steps if "weight_sync/pause_s" in row]
     replicas = run.config.generator.replicas
-    alone = measured.publish_s / replicas
+    alone = measured.sync_s / replicas
     replica_s = min(alone, float(np.mean(pauses))) if pauses else alone
-    return PublishModel(replica_s, fixed_s=measured.publish_s - replicas * replica_s)
+    return WeightSyncModel(replica_s, fixed_s=measured.sync_s - replicas * replica_s)
 
 
 def _batch_s(run: RunRecords) -> float:

@@ -93,7 +93,7 @@ class Cluster:
             self._fleet,
             planned,
             model=model.trainer,
-            publish=model.publish,
+            sync=model.sync,
             turns=model.turns,
             dp_size=config.parallel.data,
             steps=self._config.train.steps,

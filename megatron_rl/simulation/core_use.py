@@ -123,6 +123,6 @@ def _tokens_per_s(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def update_span(row: dict) -> tuple[float, float]:
-    """When the update of a step ran: its row is written after the publish."""
-    end = row["time"] - row.get("publish/s", 0.0) - row.get("checkpoint/stall_s", 0.0)
+    """When the update of a step ran: its row is written after the weight sync."""
+    end = row["time"] - row.get("weight_sync/s", 0.0) - row.get("checkpoint/stall_s", 0.0)
     return end - row["train/update_s"], end

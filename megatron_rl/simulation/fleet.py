@@ -67,7 +67,7 @@ class FleetTotals:
     retractions: int
     deaths: int
     timeouts: int
-    """Completions that took longer than generator.request_timeout_s."""
+    """Completions that took longer than expert.generator.request_timeout_s."""
 
 
 class Fleet:
@@ -105,7 +105,7 @@ class Fleet:
     def _new_engine(self) -> Engine:
         return Engine(self._model, reserve_tokens=min(RESERVE_TOKENS, self._cap))
 
-    # --- what the queue and the publisher say ---------------------------------------------------
+    # --- what the queue and the syncer say ---------------------------------------------------
 
     def take_lease(self, name: str, lease: Lease) -> None:
         """Generate what is leased."""
@@ -156,7 +156,7 @@ class Fleet:
         self._changed(generator)
 
     def pause(self, generator: Generator, session: int) -> None:
-        """A publish to a generator begins."""
+        """A weight sync to a generator begins."""
         if generator.is_alive and generator.session == session:
             self._note(generator)
             generator.engine.pause(self._agenda.now)
@@ -187,7 +187,7 @@ class Fleet:
 
     @property
     def live(self) -> list[Generator]:
-        """Those that can take a publish."""
+        """Those that can take a weight sync."""
         return [generator for generator in self.generators.values() if generator.is_alive]
 
     @property

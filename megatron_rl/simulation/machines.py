@@ -1,4 +1,4 @@
-"""What trainer, publish, verifiers, faults and cores cost: the model of a cluster. Pure.
+"""What trainer, weight sync, verifiers, faults and cores cost: the model of a cluster. Pure.
 
 Used by the simulation; engines are in `engine.py`. Filled from sizes of GPUs and the model
 (`hardware.py`) or from the records of a run (`calibration.py`).
@@ -35,7 +35,7 @@ class TrainerModel:
     """Of the pipeline."""
     virtual_stages: int = 1
     positions: int = 0
-    """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
+    """That every microbatch has (`expert.train.pad_microbatches`); 0: those of its sequences."""
     filling_s: float = 0.0
     """Of a position that fills a microbatch up."""
     paces: tuple[float, ...] = (1.0,)
@@ -72,7 +72,7 @@ class TrainerModel:
 
 
 @dataclass(frozen=True)
-class PublishModel:
+class WeightSyncModel:
     """How weights come to the engines."""
 
     replica_s: float
@@ -82,7 +82,7 @@ class PublishModel:
     sender_share: float = 0.0
     """Share of what all senders can send that one engine's transfer takes when it is alone."""
     fixed_s: float = 0.0
-    """Of a publish beside the transfers; engines go on meanwhile."""
+    """Of a weight sync beside the transfers; engines go on meanwhile."""
     is_overlapped: bool = False
     """Sent during the next step's passes, and joined before its optimizer step."""
     is_relayed: bool = False
@@ -121,7 +121,7 @@ class Turns:
     release_s: float
     """From when the trainer has its batch until it has the memory."""
     reclaim_s: float
-    """Of a publish, until the engines have theirs again."""
+    """Of a weight sync, until the engines have theirs again."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class ClusterModel:
 
     engine: EngineModel
     trainer: TrainerModel
-    publish: PublishModel
+    sync: WeightSyncModel
     verifier: VerifierModel
     faults: Faults = field(default_factory=Faults)
     cores: SharedCores | None = None

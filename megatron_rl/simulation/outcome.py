@@ -26,9 +26,9 @@ class Outcome:
     """Completions of a decoding iteration, on average."""
     staleness_mean: float
     staleness_max: int
-    publish_s: float
+    sync_s: float
     stall_s: float
-    """Of a publish, in which the trainer could do nothing else."""
+    """Of a weight sync, in which the trainer could do nothing else."""
     compute_s: float
     wait_s: float
     latency_s: float
@@ -83,7 +83,7 @@ def sum_up(
         running_mean=totals.decoded / max(1, totals.iterations),
         staleness_mean=sum(record.staleness_sum for record in records) / max(1, rollouts),
         staleness_max=int(max(record.staleness_max for record in records)),
-        publish_s=statistics.fmean(record.publish_s for record in records),
+        sync_s=statistics.fmean(record.sync_s for record in records),
         stall_s=statistics.fmean(record.stall_s for record in records),
         compute_s=statistics.fmean(record.compute_s for record in records),
         wait_s=statistics.fmean(record.wait_s for record in records),

@@ -34,7 +34,7 @@ def engine_paces(
     """
     decoding = decoding_of(run, use, hand_over_s)
     costs = (model.base_s, model.per_running_s, model.per_kv_token_s, model.request_s)
-    # From update to update: engines go on, and lease again, before the publish is over.
+    # From update to update: engines go on, and lease again, before the weight sync is over.
     ends = [update_span(row)[1] for row in run.steps]
     step = np.searchsorted(ends, decoding.leased)
     # A step of a few completions tells how punctual these were.

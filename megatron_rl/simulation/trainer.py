@@ -1,9 +1,10 @@
-"""The simulated trainer: asks for batches, computes, publishes. As `megatron_rl/trainer/train.py`.
+"""The simulated trainer: asks for batches, computes, syncs weights. As
+`megatron_rl/trainer/train.py`.
 
 Used by the simulation. A step: wait for the batch, passes, optimizer, ask for the next batch,
-publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken
-at once, and the publish is waited for before the next optimizer step. With `Turns` engines rest
-from the batch until the publish has reached them.
+weight sync, say so. With an overlapped weight sync (`WeightSyncModel.is_overlapped`) the next batch
+is taken at once, and the weight sync is waited for before the next optimizer step. With `Turns`
+engines rest from the batch until the weight sync has reached them.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.protocol.metrics import Reduce
-from megatron_rl.protocol.types import NextBatch, Published, RankBatch
+from megatron_rl.protocol.types import NextBatch, RankBatch, WeightsSynced
 from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.fleet import Fleet, Generator
-from megatron_rl.simulation.machines import PublishModel, TrainerModel, Turns
+from megatron_rl.simulation.machines import TrainerModel, Turns, WeightSyncModel
 from megatron_rl.simulation.queue import PlannedBatches
 
 
@@ -26,10 +27,10 @@ class StepRecord:
     ended_at: float
     wait_s: float
     compute_s: float
-    publish_s: float
+    sync_s: float
     """From its beginning to its end, overlapped or not."""
     stall_s: float
-    """Of the publish, in which the trainer could do nothing else."""
+    """Of the weight sync, in which the trainer could do nothing else."""
     tokens: int
     microbatches: int
     """Of each data-parallel rank."""
@@ -65,7 +66,7 @@ class Trainer:
         planned: PlannedBatches,
         *,
         model: TrainerModel,
-        publish: PublishModel,
+        sync: WeightSyncModel,
         turns: Turns | None,
         dp_size: int,
         steps: int,
@@ -74,7 +75,7 @@ class Trainer:
     ) -> None:
         """read_s: for a batch that is there already."""
         self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
-        self._model, self._publish_model, self._turns = model, publish, turns
+        self._model, self._sync_model, self._turns = model, sync, turns
         self._dp_size, self._steps, self._read_s = dp_size, steps, read_s
         self._on_change = on_change
         self.records: list[StepRecord] = []
@@ -90,17 +91,17 @@ class Trainer:
         self._is_waiting = self._asked = False
         self._free_at = 0.0
         self._batch: RankBatch | None = None
-        self._publish_ends: float | None = 0.0
-        """Of the last publish; None: not yet."""
+        self._sync_ends: float | None = 0.0
+        """Of the last weight sync; None: not yet."""
         self._joins: Callable[[], None] | None = None
-        self._published = -1
-        self._publish_s = 0.0
+        self._synced = -1
+        self._sync_s = 0.0
         self._admits_until = 0.0
 
     def start(self) -> None:
-        """Publish version 0 and ask for the first batch."""
+        """Sync version 0 and ask for the first batch."""
         self._fleet.begin_step(self._step)
-        self._begin_publish(0, then=self._wait)
+        self._begin_sync(0, then=self._wait)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Trainer:
             self._begin_passes()
 
     def _end_passes(self) -> None:
-        if self._publish_ends is None:
+        if self._sync_ends is None:
             self._joins = self._begin_optimizer
             return
         self._begin_optimizer()
@@ -172,20 +173,20 @@ class Trainer:
         self._fleet.begin_step(self._step)
         if self._step < self._steps:
             self._ask()
-        if self._publish_model.is_overlapped:
-            self._begin_publish(self._step, then=self._join)
+        if self._sync_model.is_overlapped:
+            self._begin_sync(self._step, then=self._join)
             self._record(stall_s=0.0)
             self._wait()
         else:
-            self._begin_publish(self._step, then=self._end_publish)
+            self._begin_sync(self._step, then=self._end_sync)
 
-    def _end_publish(self) -> None:
-        self._record(stall_s=self._publish_s)
+    def _end_sync(self) -> None:
+        self._record(stall_s=self._sync_s)
         self._wait()
 
     def _join(self) -> None:
         if self.records:
-            self.records[-1].publish_s = self._publish_s
+            self.records[-1].sync_s = self._sync_s
         if self._joins is not None:
             joins, self._joins = self._joins, None
             joins()
@@ -199,7 +200,7 @@ class Trainer:
                 ended_at=self._agenda.now,
                 wait_s=step.wait_s,
                 compute_s=step.compute_s,
-                publish_s=self._publish_s,
+                sync_s=self._sync_s,
                 stall_s=stall_s,
                 tokens=step.tokens,
                 microbatches=step.microbatches,
@@ -213,37 +214,37 @@ class Trainer:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def _begin_publish(self, version: int, then: Callable[[], None]) -> None:
+    def _begin_sync(self, version: int, then: Callable[[], None]) -> None:
         members = self._fleet.live
         if not members:
-            # As the publisher: with no generator left it waits for one.
-            self._agenda.at(self._agenda.now + 1.0, partial(self._begin_publish, version, then))
+            # As the syncer: with no generator left it waits for one.
+            self._agenda.at(self._agenda.now + 1.0, partial(self._begin_sync, version, then))
             return
         now = self._agenda.now
-        times, total = self._publish_model.times(len(members))
+        times, total = self._sync_model.times(len(members))
         # Before version 0 they have given nothing back.
         reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
         now += reclaim_s
-        self._publish_ends, self._publish_s = None, reclaim_s + total
+        self._sync_ends, self._sync_s = None, reclaim_s + total
         for member, (pause, resume) in zip(members, times, strict=True):
             session = member.session
             self._agenda.at(now + pause, partial(self._fleet.pause, member, session))
             self._agenda.at(now + resume, partial(self._fleet.resume, member, session, version))
-        self._agenda.at(now + total, partial(self._published_to_all, version, then))
+        self._agenda.at(now + total, partial(self._synced_to_all, version, then))
 
-    def _published_to_all(self, version: int, then: Callable[[], None]) -> None:
-        self._published, self._publish_ends = version, self._agenda.now
+    def _synced_to_all(self, version: int, then: Callable[[], None]) -> None:
+        self._synced, self._sync_ends = version, self._agenda.now
         is_final = version == self._steps
-        self._queue.handle(BATCHES, "trainer-0", Published(version, is_final), self._agenda.now)
+        self._queue.handle(BATCHES, "trainer-0", WeightsSynced(version, is_final), self._agenda.now)
         then()
 
     def admit(self, generator: Generator) -> None:
         """A generator came back: it gets weights while the trainer waits for a batch."""
-        if not self._is_waiting or self._published < 0 or self._publish_ends is None:
+        if not self._is_waiting or self._synced < 0 or self._sync_ends is None:
             return
         begins = max(self._agenda.now, self._admits_until)
-        self._admits_until = begins + self._publish_model.replica_s
-        resume = partial(self._fleet.resume, generator, generator.session, self._published)
+        self._admits_until = begins + self._sync_model.replica_s
+        resume = partial(self._fleet.resume, generator, generator.session, self._synced)
         self._agenda.at(self._admits_until, resume)
 
     # --- computing --------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
 ) -> None:
     client = WeightClient(Sent(), Stub(list(errors)), on_version=lambda: None)
 
-    async def publishes() -> None:
+    async def sync_twice() -> None:
         for error in errors:
             await client._answer(Pause())
             assert client.is_paused
@@ -107,10 +107,10 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
                 assert not client.is_paused
 
     if survives:
-        asyncio.run(publishes())
+        asyncio.run(sync_twice())
         return
     with pytest.raises(EngineError, match="the engine hangs: it left 2 calls"):
-        asyncio.run(publishes())
+        asyncio.run(sync_twice())
 
 
 def test_new_weights_are_refused_while_the_engine_runs() -> None:

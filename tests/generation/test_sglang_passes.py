@@ -56,7 +56,7 @@ def test_reports_hold_what_came_since_the_last_one(tmp_path: Path) -> None:
     for number in range(1, 4):
         work.now, clock.now = float(number), number * REPORT_S
         costs.note(is_prefill=False, completions=4, tokens=10 * number, ended=0)
-    reports = read_passes(tmp_path / "passes")
+    reports = list(read_passes(tmp_path / "passes"))
     assert [[row.tokens for row in report.rows] for report in reports] == [[10], [20], [30]]
 
 
@@ -66,7 +66,7 @@ def test_a_line_that_was_cut_short_is_left_out_and_a_wrong_one_is_named(tmp_path
     assert [report.time for report in read_passes(path)] == [1.0]
     path.write_text('{"rows": []}\n')
     with pytest.raises(InputError, match="passes:1: .*expected a report of passes"):
-        read_passes(path)
+        list(read_passes(path))
 
 
 def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

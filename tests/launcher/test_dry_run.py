@@ -137,7 +137,7 @@ def test_a_format_check_that_nothing_asks_for_is_found(model: Path, prompts: Pat
     assert "no thoughts, in 3 of 3 prompts" in found["math"][0]
     assert "the format check 'think_code' refuses" in found["code"][0]
     for fix in ('render.system_prompt="Think in <think></think>, answer in \\\\boxed{} or in ```"',
-                 "render.form_known=true"):  # fmt: skip
+                 "expert.render.form_known=true"):  # fmt: skip
         assert problems_of(load("one_node", model, prompts, fix)) == {"math": [], "code": []}
 
 

@@ -165,8 +165,9 @@ def test_without_restarts_a_death_ends_the_run(tmp_path: Path) -> None:
         os.kill(run.life(0)[0], signal.SIGKILL)
         code, output = run.end()
     assert code == 1
-    assert "generator-0 ended with signal 9; it is not restarted (generator.max_restarts = 0)" in (
-        output
+    assert (
+        "generator-0 ended with signal 9; it is not restarted (expert.generator.max_restarts = 0)"
+        in (output)
     )
 
 

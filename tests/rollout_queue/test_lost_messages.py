@@ -44,7 +44,7 @@ from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.leader import FromLeader
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.generation.tiny_model import write_tokenizer
 from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
@@ -99,7 +99,7 @@ class Generators:
 
     def __init__(self, folder: Path, ports: dict[str, int]) -> None:
         self.folder, self.ports = folder, ports
-        self.published = -1
+        self.synced = -1
         self.workers: list[GeneratorWorker] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run)
@@ -133,17 +133,17 @@ class Generators:
             await asyncio.gather(*running)
 
     async def _follow(self) -> None:
-        """Each worker that is not held gets the version that is published."""
+        """Each worker that is not held gets the version that is synced."""
         while True:
             for worker in self.workers:
                 held = worker._weights is not None and worker._weights.is_held
-                if worker._engine.version != self.published and not held:
-                    worker._engine.version = self.published
+                if worker._engine.version != self.synced and not held:
+                    worker._engine.version = self.synced
                     worker.announce()
             await asyncio.sleep(0.02)
 
-    def publish(self, version: int) -> None:
-        self.published = version
+    def sync(self, version: int) -> None:
+        self.synced = version
         time.sleep(0.1)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Verifier:
 
 
 class Trainer:
-    """The real client: batches, publishes, and states of checkpoints."""
+    """The real client: batches, weight syncs, and states of checkpoints."""
 
     def __init__(self, port: int, generators: Generators) -> None:
         self.port, self.generators = port, generators
@@ -206,13 +206,13 @@ class Trainer:
             replica=FromLeader(dist.group.WORLD, Control(dist.group.WORLD)), timeout_s=25,
         ) as batches:  # fmt: skip
             step = 0
-            self.generators.publish(0)
+            self.generators.sync(0)
             batches.announce(0, is_final=False)
             while (batch := batches.next(step)) is not None:
                 self.steps.append(batch.step)
                 step += 1
                 self.states.append(batches.queue_state(step, 20.0).step)
-                self.generators.publish(step)
+                self.generators.sync(step)
                 batches.announce(step, is_final=step == STEPS)
 
 

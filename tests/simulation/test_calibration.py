@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.expert import with_expert
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.engine_passes import PassReport, PassRow, passes_path
 from megatron_rl.rollout_queue.record import Recorder
@@ -20,10 +21,10 @@ from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
-    PublishModel,
     SharedCores,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import measure, read_run
@@ -33,7 +34,7 @@ from tests.simulation.clusters import config_of
 TRUTH = ClusterModel(
     EngineModel(0.02, 4e-4, 1e-6, 0.0, max_running=32, kv_tokens=40_000),
     TrainerModel(token_s=4e-4, optimizer_s=0.4),
-    PublishModel(0.3),
+    WeightSyncModel(0.3),
     VerifierModel(10**6, (0.02, 0.04)),
 )
 WORKLOAD = Workload(LogNormalLengths(150, 0.5, 0.5), 20, PassRates.of(0.5, 0.3, 8), seed=7)
@@ -77,7 +78,7 @@ def record(
 ) -> None:
     """The files of a run that takes virtual time."""
     tree = config.model_dump(mode="json", exclude_none=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(tree))
+    (folder / "config.toml").write_text(tomli_w.dumps(with_expert(tree)))
     recorder = Recorder(folder, keeps_tokens=False)
     span = Span(steps=STEPS - 5, warm_up=5)
     cluster = Cluster(config, model, workload, span, recorder=recorder)
@@ -93,8 +94,8 @@ def record(
                 "train/update_s": step.compute_s,
                 "train/tokens_per_s": step.tokens / step.compute_s,
                 "train/optimizer_s": model.trainer.optimizer_s,
-                "publish/s": step.publish_s,
-                "publish/pause_s": model.publish.replica_s,
+                "weight_sync/s": step.sync_s,
+                "weight_sync/pause_s": model.sync.replica_s,
                 "queue/rollouts_trained": step.rollouts,
                 "queue/staleness_versions_mean": step.staleness_sum / step.rollouts,
                 "queue/staleness_versions_max": step.staleness_max,
@@ -116,7 +117,7 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
-    assert found.publish_s == pytest.approx(0.6)
+    assert found.sync_s == pytest.approx(0.6)
     assert found.staleness_max == 1
 
 
@@ -127,7 +128,7 @@ def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
         assert engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.05)
     assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
     assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
-    assert fitted.fitted.publish.replica_s == pytest.approx(0.3)
+    assert fitted.fitted.sync.replica_s == pytest.approx(0.3)
     assert fitted.workload.pass_rates.zero_variance_share(8) == pytest.approx(0.3, abs=0.06)
     assert fitted.workload.prompt_tokens == 20
 

@@ -14,7 +14,7 @@ from megatron_rl.simulation.machines import SharedCores
 from megatron_rl.simulation.records import WARM_UP, RunRecords
 from tests.simulation.clusters import config_of
 
-ROW = {"time": 12.0, "train/update_s": 4.0, "publish/s": 0.0}
+ROW = {"time": 12.0, "train/update_s": 4.0, "weight_sync/s": 0.0}
 
 
 def record(leased: float, done: float, scored: float | None, **more: float) -> RolloutRecord:

@@ -11,9 +11,9 @@ from megatron_rl.simulation.engine import Engine, EngineModel
 from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
 from megatron_rl.simulation.machines import (
     ClusterModel,
-    PublishModel,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.simulation.records import read_run
 from megatron_rl.simulation.request import Request
@@ -136,7 +136,7 @@ TRUTH = ClusterModel(
         hand_over_s=1.5e-3, prefill_samples=True, prefill_base_s=0.02,
     ),
     TrainerModel(token_s=2e-4, optimizer_s=0.1),
-    PublishModel(0.05),
+    WeightSyncModel(0.05),
     VerifierModel(1, (1e-3,)),
 )  # fmt: skip
 

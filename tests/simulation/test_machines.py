@@ -73,7 +73,7 @@ def test_seconds_are_model_flops_over_peak_and_mfu(model_config: Path) -> None:
     flops = step_flops(read_shape(config.model.path), sequences=8, length=4096).total
     peak = GPUS["h100-80g"].bf16_flops
     assert trainer.compute_s([plan]) == pytest.approx(flops / (4 * peak * 0.4))
-    sized = ["train.pad_microbatches=true", "train.microbatch_tokens=40960"]
+    sized = ["expert.train.pad_microbatches=true", "train.microbatch_tokens=40960"]
     padded = config.model_copy(update={"train": load_config(None, sized).train})
     again = cluster_model(padded, Assumptions(mfu=0.4)).trainer
     # 4096 of 40960 positions are tokens, in each of 8 microbatches.

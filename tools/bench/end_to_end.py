@@ -36,7 +36,7 @@ the end of step 3 to the end of the last step. rollouts_trained_per_s leaves the
 over_sync_bound is what over_sync would be if a synchronous run's waiting and the rest of its steps
 ran side by side, each step as long as the longer of the two.
 
-seconds_to_accuracy_0.7 is wall clock from the loop's start (ours: version 0 is published; TRL:
+seconds_to_accuracy_0.7 is wall clock from the loop's start (ours: version 0 is synced; TRL:
 on_train_begin) to the end of the first step at which the rollouts of the last 3 steps, at least
 768, are right in 70 % of the cases. Nothing is evaluated meanwhile, so no time has to be taken
 out: the train prompts are new at each step, so that what is sampled for training (T=1,

@@ -1,10 +1,10 @@
 """`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
 
 The real process of the queue, over real sockets, with scripted peers: 1,000 generators, verifiers
-that answer at once, data-parallel leaders, a publish after each batch. Rollouts have 32,768 tokens,
-or as many as the simulator's on average, with logprobs, two version spans and a text. Beside it, in
-the same run, the *floor*: bare ZeroMQ sockets through which the same bytes go, and nothing else
-(queue_floor.py).
+that answer at once, data-parallel leaders, a weight sync after each batch. Rollouts have 32,768
+tokens, or as many as the simulator's on average, with logprobs, two version spans and a text.
+Beside it, in the same run, the *floor*: bare ZeroMQ sockets through which the same bytes go, and
+nothing else (queue_floor.py).
 
 | variant     | what                                                           |
 |-------------|----------------------------------------------------------------|

@@ -32,7 +32,7 @@ class Control(NamedTuple):
     """Shared by all processes of the benchmark."""
 
     version: "Synchronized[int]"
-    """The published one; -1: none yet."""
+    """The synced one; -1: none yet."""
     rate: "Synchronized[float]"
     """Rollouts a second of one process; 0: as many as the queue takes."""
     sent: "Synchronized[int]"
@@ -113,7 +113,7 @@ class _Generators:
             self._control.sent.value += 1
 
     def _announce(self, now: float) -> None:
-        """Say what all hold after a publish; else the next heartbeats, spread over their time."""
+        """Say what all hold after a sync; else the next heartbeats, spread over their time."""
         count, version = len(self._sockets), self._control.version.value
         if version != self._version:
             if self._version < 0:

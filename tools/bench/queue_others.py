@@ -1,7 +1,7 @@
 """A process of scripted verifiers and data-parallel leaders, which answer at once.
 
 Started by tools.bench.queue. One thread. When every leader has its share of a batch the next
-version is published, and the next batch asked for.
+version is synced, and the next batch asked for.
 """
 
 import time
@@ -11,10 +11,10 @@ import zmq
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.types import (
     NextBatch,
-    Published,
     Score,
     ScoreDone,
     VerifierReady,
+    WeightsSynced,
 )  # fmt: skip
 from tools.bench.queue_generators import HEARTBEAT_S, Control
 from tools.bench.queue_load import Load, Wiring, connect_peer, receive_now, send
@@ -47,7 +47,7 @@ class _Others:
     def run(self) -> None:
         """Until the benchmark is over."""
         beat_at = 0.0
-        self._publish()
+        self._sync()
         while not self._control.is_over.is_set():
             if (now := time.monotonic()) >= beat_at:
                 for verifier in self._verifiers:
@@ -64,7 +64,7 @@ class _Others:
             if all(self._has_share):
                 self._has_share = [False] * len(self._leaders)
                 self._version += 1
-                self._publish()
+                self._sync()
         self._context.destroy(linger=0)
 
     def _grade(self, verifier: zmq.Socket, frames: list[wire.Frame]) -> None:
@@ -73,11 +73,11 @@ class _Others:
         self._scores += 1
         send(verifier, ScoreDone(request.request_id, (_RIGHT, _WRONG)[self._scores % 2]))
 
-    def _publish(self) -> None:
+    def _sync(self) -> None:
         for rank, leader in enumerate(self._leaders):
             send(leader, NextBatch(self._version, rank, len(self._leaders)))
         self._control.version.value = self._version
-        send(self._leaders[0], Published(self._version))
+        send(self._leaders[0], WeightsSynced(self._version))
 
 
 def run_others(load: Load, wiring: Wiring, control: Control) -> None:

@@ -66,7 +66,7 @@ QUICK_ROUNDS = 2
 STEPS = 90
 SIMULATED_STEPS = 200
 RUN_TIMEOUT_S = 600.0
-TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
+TIMES = ("step_s", "compute_s", "sync_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
 
 

@@ -1,7 +1,7 @@
-"""What publishing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
+"""What syncing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
 
 Trainer ranks and generators of the product on this host, over gloo, with a random Llama of 142M
-float32 parameters. In each layout all methods publish in turn, in an order that rotates:
+float32 parameters. In each layout all methods sync in turn, in an order that rotates:
 
 | method | what |
 |---|---|
@@ -9,29 +9,29 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | floor | reshard's very packets, each digested once at either end and copied where it must be |
 | reshard, host, ipc, broadcast, disk | the product's, see docs/weights.md |
 
-| figure | what; medians of all publishes, the worst layout where there are several |
+| figure | what; medians of all weight syncs, the worst layout where there are several |
 |---|---|
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
-| publish_over_raw | the same of whole publishes: digests at the senders, pause, all packets |
+| sync_over_raw | the same of whole weight syncs: digests at the senders, pause, all packets |
 | floor_over_raw | what packets, digests and copies cost by themselves |
-| time_over_floor, publish_over_floor | as over raw: what is left to the product's own work |
+| time_over_floor, sync_over_floor | as over raw: what is left to the product's own work |
 | host_time_over_raw | the same of host: all packets by way of buffers at both ends |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
-| broadcast_over_reshard, disk_over_reshard | whole publishes |
+| broadcast_over_reshard, disk_over_reshard | whole weight syncs |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
 | peak_extra_bytes_* | buffers of a rank as the exchange counts them |
-| growth_bytes_* | by how much a rank's resident memory grew during a publish, at most |
+| growth_bytes_* | by how much a rank's resident memory grew during a weight sync, at most |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
 `--methods raw floor reshard` leaves the others out, and the figures that compare with them.
 
-`--replicas 1 2 4 8` publishes from two copies of the model in the trainer to so many receivers
+`--replicas 1 2 4 8` weight syncs from two copies of the model in the trainer to so many receivers
 instead, which are processes with the product's weight client and receiver and no engine, or with
 `--servers` SGLang servers. `--link-mb-s N` gives each of them a link of its own of so many MB/s
-(links.py), as if on hosts of their own; a publish to the most receivers without it says what the
-senders could carry (`senders_limit_mb_s`). Figures: see `scaling` in weights_figures.py.
+(links.py), as if on hosts of their own; a weight sync to the most receivers without it says what
+the senders could carry (`senders_limit_mb_s`). Figures: see `scaling` in weights_figures.py.
 
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
@@ -157,7 +157,7 @@ def main() -> int:
 def scale(
     options: argparse.Namespace, model: Path, work_dir: Path, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Figures of publishes from two copies of the model to so many replicas."""
+    """Figures of weight syncs from two copies of the model to so many replicas."""
 
     def run(replicas: int, link_mb_s: int) -> list[Sample]:
         cfg = configure(
@@ -231,7 +231,7 @@ def run_layout(
     *,
     link_mb_s: int = 0,
 ) -> list[Sample]:
-    """Start all processes of a layout and have them publish. Raises ChildFailed."""
+    """Start all processes of a layout and have them sync. Raises ChildFailed."""
     path = cfg.run.dir / "config.toml"
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nproc-per-node", str(cfg.parallel.world_size)]
@@ -291,8 +291,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller model, few publishes")
-    parser.add_argument("--repeats", type=int, help="publishes by each method")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, few weight syncs")
+    parser.add_argument("--repeats", type=int, help="weight syncs by each method")
     parser.add_argument(
         "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
     )
@@ -301,7 +301,11 @@ def _parse() -> argparse.Namespace:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="reshard among them"
     )
     parser.add_argument(
-        "--replicas", type=int, nargs="+", metavar="N", help="instead: publishes to N replicas each"
+        "--replicas",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="instead: weight syncs to N replicas each",
     )
     parser.add_argument(
         "--link-mb-s", type=int, default=0, metavar="N", help="with --replicas: MB/s to each"

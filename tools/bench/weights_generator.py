@@ -1,6 +1,6 @@
 """A generator of tools.bench.weights: the product's weight client before an SGLang server.
 
-Entry: `python -m tools.bench.weights_generator --config FILE --index 0`. It publishes nothing to a
+Entry: `python -m tools.bench.weights_generator --config FILE --index 0`. It syncs nothing to a
 queue and samples nothing: it only takes weights.
 """
 

@@ -1,4 +1,5 @@
-"""A trainer rank of tools.bench.weights: publishes in turn by every method and notes how it went.
+"""A trainer rank of tools.bench.weights: weight syncs in turn by every method and notes how it
+went.
 
 Entry, under torchrun: `python -m tools.bench.weights_ranks --config FILE`. Rank 0 writes
 a list of `Sample` to RUN_DIR/samples.json.
@@ -26,11 +27,11 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
 from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.exchange.packets import Packet
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.publisher import Method
-from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.reshard import Reshard, receiver_slices
+from megatron_rl.weights.sync.syncer import Method
 from tools.bench.links import limited_links
 from tools.bench.weights_exchanges import send_floor, send_raw
 from tools.bench.weights_figures import FLOOR, METHODS, OVERLAP, RAW, RESHARD, Sample
@@ -47,13 +48,13 @@ class Raw:
         self._send = send_floor if is_floor else send_raw
         self._digest = parcels.digest_in_place if is_floor else _digest_nothing
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
         with (
             patch.object(sender, "send", self._send),
             patch.object(parcels, "digest_in_place", self._digest),
         ):
-            return self._method.publish(members, version)
+            return self._method.sync(members, version)
 
     def forget(self, name: str) -> None:
         """Close the group."""
@@ -70,9 +71,9 @@ class Overlapped:
     def __init__(self, method: Reshard) -> None:
         self._method = method
         self.stall_s = 0.0
-        """How long the caller waited in the last publish."""
+        """How long the caller waited in the last weight sync."""
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Begin, be away until it is over on rank 0, end."""
         started = time.monotonic()
         self._method.begin(members, version)
@@ -95,7 +96,7 @@ class Overlapped:
 
 
 def main(cfg: Config, repeats: int) -> None:
-    """Set up this rank, publish, write the samples."""
+    """Set up this rank, weight sync, write the samples."""
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
         link = None
@@ -111,7 +112,7 @@ def main(cfg: Config, repeats: int) -> None:
         methods = {name: make_method(name, cfg, policy, control, link) for name in names}
         link_bytes_per_s = int(os.environ.get("BENCH_LINK_BYTES_PER_S", "0"))
         with limited_links(link_bytes_per_s):
-            samples = publish_all(methods, members, control, policy, repeats)
+            samples = sync_all(methods, members, control, policy, repeats)
         for method in methods.values():
             method.close()
         if control.rank == 0:
@@ -140,7 +141,7 @@ def _digest_nothing(packets: Iterable[Packet]) -> None:
     """In the place of the senders' digests."""
 
 
-def publish_all(
+def sync_all(
     methods: dict[str, Method],
     members: list[Member],
     control: Control,
@@ -170,11 +171,11 @@ def publish_all(
 def measure(
     name: str, method: Method, members: list[Member], control: Control, version: int
 ) -> Sample:
-    """One publish."""
+    """One weight sync."""
     control.all(True)
     start_peak()
     resident, loopback, started = resident_bytes("VmRSS"), loopback_bytes(), time.monotonic()
-    outcome = method.publish(members, version)
+    outcome = method.sync(members, version)
     seconds, loopback = time.monotonic() - started, loopback_bytes() - loopback
     growth = resident_bytes("VmHWM") - resident
     if outcome.failed or outcome.damaged:

@@ -33,7 +33,7 @@ _NAMES = {
     "model.embed_tokens": "tok_embeddings",
     "model.norm": "norm",
     "lm_head": "output",
-    "model.layers": "layers",
+    "expert.model.layers": "layers",
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
     **{f"self_attn.{word}_proj": f"attention.w{word}" for word in "qkvo"},

@@ -50,8 +50,8 @@ def test_items_of_lists_and_names_of_the_users_are_taken_as_typed() -> None:
 
 
 def test_values_of_a_fixed_set_are_offered() -> None:
-    assert complete_override("generator.wait_for_publish=") == [
-        "generator.wait_for_publish=true", "generator.wait_for_publish=false",
+    assert complete_override("expert.generator.wait_for_weight_sync=") == [
+        "expert.generator.wait_for_weight_sync=true", "expert.generator.wait_for_weight_sync=false",
     ]  # fmt: skip
     assert "weights.method=disk" in complete_override("weights.method=")
     assert complete_override("algorithm.preset=x") == [f"algorithm.preset={n}" for n in PRESETS]
@@ -85,7 +85,7 @@ def test_configurations_and_runs_are_offered(
         ("megatron-rl run --config tiny train.group_s", ["train.group_size="]),
         # Bash replaces what is behind `=` alone.
         ("megatron-rl run --config tiny weights.method=d", ["disk"]),
-        ("megatron-rl run --config tiny checkpoint.write_timeout_s=4 sft.optimizer.lr_schedule=",
+        ("megatron-rl run --config tiny train.steps=4 sft.optimizer.lr_schedule=",
          ["constant", "linear", "cosine"]),
         ("megatron-rl data ded", ["dedupe"]),
     ],
