@@ -21,7 +21,7 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, EngineError
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig
-from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import (
     AnyMessage,
@@ -127,9 +127,8 @@ class Generators:
                     for link in (PROMPTS, "weights")
                 )
                 worker = GeneratorWorker(ScriptedEngine(number, slow), renderer, prompts, 2)
-                metrics = JsonlWriter(self.folder / "metrics.jsonl", f"generator-{number}")
                 self.workers.append(worker)
-                running.append(worker.run(weights, metrics))
+                running.append(worker.run(weights))
             await asyncio.gather(*running)
 
     async def _follow(self) -> None:

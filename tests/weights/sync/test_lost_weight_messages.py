@@ -12,12 +12,8 @@ from tests.lossy_router import LINKS
 from tests.weights.plays import sync
 from tests.weights.scripted_generators import Generator
 
-SCRIPT = (
-    "sync 1, admit 2, sync 2, admit 2, sync 3, admit 2, sync 4, admit 2"
-)
-TURNS = (
-    "sync 1, admit 2, release 0, sync 2, admit 2, release 0, sync 3, admit 2"
-)
+SCRIPT = "sync 1, admit 2, sync 2, admit 2, sync 3, admit 2, sync 4, admit 2"
+TURNS = "sync 1, admit 2, release 0, sync 2, admit 2, release 0, sync 3, admit 2"
 PLAYS: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reshard": (("Hello", "Pause", "Receive", "Fence", "Ack"), SCRIPT, {}),
     "relays": (("PassOn", "Resume", "Failed", "Ping", "LeaveGroup"), SCRIPT, {"relays": True}),
@@ -35,7 +31,14 @@ def test_every_kind_is_played() -> None:
     assert sorted(played) == sorted(LINKS["weights"])
 
 
-@pytest.mark.parametrize("name", PLAYS)
+# Those that take longest are drawn by the commit.
+_LONG = ("relays", "broadcast")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n in _LONG else n for n in PLAYS],
+)
 def test_all_generators_serve_the_version_after_losses(tmp_path: Path, name: str) -> None:
     kinds, script, options = PLAYS[name]
     # Of three generators the last one is served by the first.
