@@ -43,7 +43,7 @@ class EngineHealth:
         return cls(request_timeout_s, counts_passes=isinstance(engine, CountingEngine))
 
     def note_progress(self) -> None:
-        """A completion is there, or the work was taken back."""
+        """The engine has finished a completion."""
         self._stalled_s = 0.0
 
     def note_count(self, count: float | None) -> None:

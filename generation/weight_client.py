@@ -112,6 +112,9 @@ class WeightClient:
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
+        if isinstance(message, Receive | Bucket | Load) and not self.is_paused:
+            # The Pause before it was lost: completions would mix two versions.
+            raise EngineError("the engine runs: Pause comes before new weights")
         match message:
             case Ping() | MayStart():
                 # The latter answers one of several requests, of which another one was answered.

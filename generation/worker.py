@@ -169,7 +169,7 @@ class GeneratorWorker:
                         # None: it finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
                             log.info("lease %d is cancelled", lease_id)
-                            self._health.note_progress()
+                            # No progress of the engine: one that hangs has leases cancelled too.
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)

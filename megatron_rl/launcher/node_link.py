@@ -29,6 +29,7 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
 
 BEAT_S = 1.0
+_LAST_BEATS = 5
 _ERROR_CHARS = 4000
 _TOLD_RESTARTS = 64
 Look = Callable[[], None]
@@ -186,6 +187,14 @@ class FirstNodeLink(NodeLink):
         assert self._phase is not None
         return self._phase
 
+    def end_run(self, look: Look) -> None:
+        """Tell all nodes that the run is over, and wait a few beats until each has heard it."""
+        phase = self.begin(RunPhase(0, PhaseKind.END), look)
+        until = time.monotonic() + _LAST_BEATS * BEAT_S
+        # Each state that still comes is answered by the phase: the first word may be lost.
+        while self._attendance.behind(phase.number) and time.monotonic() < until:
+            look()
+
     def end_phase(self) -> None:
         """Tell all that the phase's queue has ended."""
         assert self._phase is not None
@@ -256,6 +265,8 @@ class OtherNodeLink(NodeLink):
             self._say(ended=self._phase.number)
         while self._phase is None or self._phase.number == self._state.ended:
             look()
+        if self._phase.kind == PhaseKind.END:
+            self._say(ended=self._phase.number)
         return self._phase
 
     def exchange(self, now: float) -> None:

@@ -37,6 +37,7 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
+from megatron_rl.launcher.ports import check_engine_ports
 from megatron_rl.launcher.restarts import (
     follower_rule,
     generator_rule,
@@ -83,7 +84,7 @@ def lead(own: FirstNode, *, is_resumed: bool) -> None:
                 _evaluate(own, SFT_BASELINE, "sft_baseline_evaluation")
     elif config.eval.is_wanted:
         _evaluate(own, "before", "evaluation", model)
-    own.link.begin(RunPhase(0, PhaseKind.END), own.look)
+    own.link.end_run(own.look)
 
 
 def follow(own: Node) -> None:
@@ -241,6 +242,9 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     if is_first:
         queue_arguments = [*only, *arguments]
         own.start(queue, "megatron_rl.rollout_queue.server", queue_arguments, config_file=file)
+    parts = own.roles.engine_nodes
+    leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
+    check_engine_ports(own.config, leads)
     outlives, until = queue if is_first else None, queue if label else TRAINER
     for index, gpus in own.roles.engines.items():
         part = own.roles.engine_nodes.get(index)

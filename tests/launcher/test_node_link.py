@@ -11,11 +11,13 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.launcher import node_link
 from megatron_rl.launcher.node_link import Attendance, FirstNodeLink, NodeLost, OtherNodeLink
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
+from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
 
 LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
@@ -188,6 +190,62 @@ def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() ->
             look(second)
         assert first.given_up_elsewhere == {"generator": 2, "verifier": 1}
         assert (second.given_up_elsewhere, second.missing) == ({"generator": 1}, ["verifier-1"])
+
+
+def word(message: NodeState | RunPhase) -> str:
+    """What a message says first: a state and a phase are said again and again."""
+    if message.error:
+        return f"{type(message).__name__} error"
+    if isinstance(message, NodeState):
+        return f"NodeState {message.ended}"
+    return f"RunPhase {message.kind}{message.is_ending:+}"
+
+
+WORDS = {
+    "NodeState 0", "NodeState 1", "NodeState 2",
+    "RunPhase evaluation+0", "RunPhase evaluation+1", "RunPhase training+0", "RunPhase training+1",
+    "RunPhase end+0",
+}  # fmt: skip
+
+
+def test_a_run_outlives_the_first_loss_of_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {one.split()[0] for one in WORDS} == set(LINKS["nodes"])
+    cfg, loss = config(), Loss(set(WORDS), word)
+    monkeypatch.setattr(node_link, "BEAT_S", 0.1)
+    monkeypatch.setattr(node_link, "Router", partial(LossyRouter, loss=loss))
+    with followers(cfg, 2) as (one,):
+        with FirstNodeLink(cfg, 2) as first:
+            for kind in (PhaseKind.EVALUATION, PhaseKind.TRAINING):
+                first.begin(RunPhase(0, kind), partial(look, first))
+                until = time.monotonic() + 10
+                while kind not in [phase.kind for phase in one.phases]:
+                    assert time.monotonic() < until
+                    look(first)
+                first.end_phase()
+            first.end_run(partial(look, first))
+        one.join(5)
+        assert not one.is_alive() and one.error is None
+    assert [kind for kind, _ in one.ended] == [PhaseKind.EVALUATION, PhaseKind.TRAINING]
+    assert loss.kinds == sorted(WORDS)
+
+
+def test_last_words_that_are_lost_are_missed_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(silence_timeout_s=1.0)
+    loss = Loss({"NodeState error", "RunPhase error"}, word)
+    monkeypatch.setattr(node_link, "BEAT_S", 0.1)
+    monkeypatch.setattr(node_link, "Router", partial(LossyRouter, loss=loss))
+    with followers(cfg, 3, work_s=0.2) as (one, two):
+        one.raises = RuntimeError("a role died")
+        with (
+            pytest.raises(NodeLost, match="node 1 has been silent"),
+            FirstNodeLink(cfg, 3) as first,
+        ):
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            raise lose(first, within_s=10)
+        one.join(5)
+        two.join(5)
+        assert isinstance(two.error, NodeLost)
+    assert loss.kinds == ["NodeState error", "RunPhase error"]
 
 
 def lose(first: FirstNodeLink, within_s: float) -> NodeLost:

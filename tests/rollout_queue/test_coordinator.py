@@ -285,3 +285,14 @@ def test_a_fenced_generator_keeps_its_leases_for_a_weight_sync_and_a_half(tmp_pa
                     cancelled[outgoing.message.lease_id] = now
     # Fenced at 42 s: the first look beyond 102 s.
     assert cancelled == dict.fromkeys(leased, 104)
+
+
+def test_a_weight_sync_that_a_later_one_overtook_does_not_set_the_version_back(
+    tmp_path: Path,
+) -> None:
+    with open_coordinator(tmp_path, train=TRAIN) as coordinator:
+        for version, now in ((0, 0.0), (2, 40.0)):
+            coordinator.handle("batches", "t", WeightsSynced(version), now)
+        before = (coordinator._synced, coordinator._synced_at)
+        coordinator.handle("batches", "t", WeightsSynced(1), 50.0)
+        assert (coordinator._synced, coordinator._synced_at) == before == (2, 40.0)

@@ -21,6 +21,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.evaluators import Evaluators
 from tests.rollout_queue.makers import make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 
@@ -292,3 +293,13 @@ def test_a_state_of_an_earlier_release_has_no_unfinished_evaluations(tmp_path: P
     saved = msgspec.json.decode(msgspec.json.encode(state))
     del saved["unfinished_evaluations"]
     assert msgspec.convert(saved, QueueState).unfinished_evaluations == []
+
+
+def test_a_state_that_contradicts_the_order_has_it_repeated() -> None:
+    evaluators = Evaluators(1)
+    evaluators.names = frozenset({"a"})
+    for name in "ab":
+        for is_held in (True, False):
+            evaluators.correct(name, is_held=is_held)
+    assert evaluators.pop_orders() == [("a", Hold(is_held=True)), ("b", Hold(is_held=False))]
+    assert evaluators.pop_orders() == []

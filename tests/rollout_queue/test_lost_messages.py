@@ -1,13 +1,13 @@
 """A run over real sockets on which the first message of a kind is lost: it goes on all the same.
 
 The queue's server, generator workers and the trainer's client are the real ones. Engines and the
-verifier follow a script. The weights link, the hosts' and the scorer's are not played here.
+verifier follow a script. `test_lost_weight_messages`, `test_node_link` and `test_scorer_link` play
+the other links.
 """
 
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron_rl.protocol.types import (
     ChatMessage,
     ClassDone,
     ClassRequest,
+    Hold,
     Sampling,
     ScoreDone,
     ScoreFailed,
@@ -45,63 +46,23 @@ from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.leader import FromLeader
 from megatron_rl.weights.sync.control import Control
 from tests.generation.tiny_model import write_tokenizer
+from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
 from tests.rollout_queue.makers import make_score
 from tests.rollout_queue.virtual import open_coordinator
 
 STEPS = 4
 TOKENS = 16
-LINKS = {
-    PROMPTS: ("GeneratorReady", "Lease", "Cancel", "Hold", "RolloutDone", "RolloutFailed"),
-    VERIFY: (
-        "VerifierReady", "ScoreRequest", "ScoreDone", "ScoreFailed", "ClassRequest", "ClassDone",
-    ),
-    BATCHES: ("NextBatch", "RankBatch", "WeightsSynced", "SaveState", "QueueState", "Stop"),
-}  # fmt: skip
-"""What flows, and may be lost. Stop of prompts and verify: the launcher ends what outlives it."""
-OTHER_LINKS = {
-    "weights": (
-        "Hello", "Receive", "PassOn", "Load", "Fence", "Ping", "JoinGroup", "StartRequest",
-        "MayStart", "Pause", "Release", "Reclaim", "Bucket", "Resume", "LeaveGroup", "Ack",
-        "Failed",
-    ),
-    "nodes": ("NodeState", "RunPhase"),
-    "scorer": ("LogprobRequest", "LogprobsDone", "LogprobsFailed"),
-}  # fmt: skip
-ALL = [(link, kind) for link, kinds in LINKS.items() for kind in kinds]
+ALL = [(link, kind) for link in (PROMPTS, VERIFY, BATCHES) for kind in LINKS[link]]
 SLOW_PROMPT = "question t13"
 """The first one. One engine fails it at once, the other one takes longer than the run."""
 
 
 def test_every_message_of_the_protocol_is_of_a_link() -> None:
-    named = Counter(kind for kinds in (LINKS | OTHER_LINKS).values() for kind in kinds)
-    assert sorted(named) == sorted(kind.__name__ for kind in get_args(AnyMessage))
-    assert set(named.values()) == {1}
-
-
-class LossyRouter(Router):
-    """Loses the first message of each kind that it is told to."""
-
-    def __init__(self, port: int, losing: set[str]) -> None:
-        super().__init__("127.0.0.1", port)
-        self.losing, self.lost = losing, list[AnyMessage]()
-
-    def _loses(self, message: AnyMessage) -> bool:
-        kind = type(message).__name__
-        if kind not in self.losing:
-            return False
-        self.losing.discard(kind)
-        self.lost.append(message)
-        return True
-
-    def send(self, peer: str, message: AnyMessage) -> bool:
-        return self._loses(message) or super().send(peer, message)
-
-    def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
-        while (received := super().receive(timeout_s)) is not None:
-            if not self._loses(received[1]):
-                return received
-        return None
+    named = [{kind.partition("(")[0] for kind in kinds} for kinds in LINKS.values()]
+    assert sorted(kind for kinds in named for kind in kinds) == sorted(
+        kind.__name__ for kind in get_args(AnyMessage)
+    )
 
 
 class ScriptedEngine:
@@ -291,7 +252,9 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
         coordinator = stack.enter_context(open_coordinator(folder, held_out=2, **sections))
         routers = {
             link: stack.enter_context(
-                LossyRouter(ports[link], {kind for at, kind in losing if at == link})
+                LossyRouter(
+                    "127.0.0.1", ports[link], loss=Loss({k for at, k in losing if at == link})
+                )
             )
             for link in (PROMPTS, VERIFY, BATCHES)
         }
@@ -318,14 +281,17 @@ def check(folder: Path, trainer: Trainer, routers: dict[str, Any], lost: list) -
         raise trainer.error
     assert trainer.steps == list(range(STEPS))
     assert trainer.states == list(range(1, STEPS + 1))
-    found = [(link, type(m).__name__) for link, router in routers.items() for m in router.lost]
+    found = [(link, kind) for link, router in routers.items() for kind in router.loss.kinds]
     assert sorted(found) == sorted(lost), "a kind that was to be lost never came"
     rows = read_jsonl(folder / "metrics.jsonl")
     evaluated = [row["label"] for row in rows if "eval/n" in row]
     assert evaluated == ["before", "step_2", "after"]
-    for message in routers[PROMPTS].lost:
+    prompts = routers[PROMPTS].loss
+    for peer, message in prompts.lost:
         if isinstance(message, Cancel):
             assert message.lease_id not in trainer.owed, "it was not cancelled again"
+        if isinstance(message, Hold):
+            assert (peer, message) in prompts.sent, "the order was not repeated"
 
 
 def test_a_run_outlives_the_first_loss_of_every_kind(tmp_path: Path, quick: None) -> None:

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.protocol.wire import DeadlineExceeded, Router
+from generation import turn, weight_client
+from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
+from megatron_rl.weights.sync import desk
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
@@ -31,6 +33,7 @@ from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.settings import ExchangeSettings
 from megatron_rl.weights.sync.syncer import Method, WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns
+from tests.lossy_router import Loss, LossyRouter
 from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.links import limited_links
@@ -48,7 +51,7 @@ class Setup:
     port: int
     generators: tuple[Generator, ...]
     script: tuple[str, ...]
-    """What the trainer does: "weight sync V"; "start V" and "join 0", the same in two parts; "admit
+    """What the trainer does: "sync V"; "start V" and "join 0", the same in two parts; "admit
     N", until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
     seconds; "compute S": the GPU does; "spoil V": the parameters become those of V, as by an
     optimizer step; "release 0": the engines give their memory back; "await S": a batch for so many
@@ -72,6 +75,9 @@ class Setup:
     relays: bool = False
     link_bytes_per_s: int = 0
     """What a rank sends to an engine rank at most; 0: no limit."""
+
+    losing: tuple[str, ...] = ()
+    """Kinds of which rank 0's socket loses the first message; then all repetitions are quick."""
 
     @property
     def trainers(self) -> int:
@@ -109,6 +115,10 @@ def play(setup: Setup, folder: Path) -> Any:
     """Steps of a trainer rank, or the notes of a generator."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    if setup.losing:
+        # This process was forked for the play.
+        desk.ENGINE_MARGIN_S = 0.3
+        weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, turn.ASK_S = 0.2, 1.0, 0.2
     with limited_links(setup.link_bytes_per_s):
         if rank < setup.trainers:
             return train(setup, folder, rank)
@@ -120,7 +130,8 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=setup.trainers)
     assert dist.group.WORLD is not None
     control = Control(dist.group.WORLD)
-    router = Router("127.0.0.1", setup.port) if rank == 0 else None
+    loss = Loss(set(setup.losing))
+    router = LossyRouter("127.0.0.1", setup.port, loss=loss) if rank == 0 else None
     link = GeneratorLink(router) if router is not None else None
     version = [0]
     method, update = open_method(setup, control, link, folder, version)
@@ -158,6 +169,7 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     syncer.close()
     if router is not None:
         time.sleep(0.3)  # for the last words
+        (folder / "lost").write_text("\n".join(loss.kinds))
         (folder / "end").touch()
         router.close()
     return steps
