@@ -1,7 +1,6 @@
 """What every engine must do; the same tests for each, on a real one.
 
-vLLM's are skipped where it is not installed: `bash tools/install.sh cpu --with vllm`. On a host
-with CUDA SGLang is the only one, in bfloat16 (`precision.py`).
+vLLM's need `bash tools/install.sh cpu --with vllm`. With CUDA SGLang is the only one, in bfloat16.
 """
 
 import asyncio
