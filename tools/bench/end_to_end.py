@@ -123,7 +123,7 @@ def main() -> int:
             found["tiny"] = run_tiny(bench, peer, steps, repeats)
         if options.workload != "tiny":
             found["real"] = run_real(bench, peer)
-    except (ChildFailed, ConfigError, InputError, FileExistsError) as error:
+    except (ChildFailed, ConfigError, InputError) as error:
         say(str(error))
         return 1
     if max(shares) > QUIET_SHARE:

@@ -47,6 +47,8 @@ def begin(name: str, work_dir: Path | None, cores: int | None = None) -> tuple[P
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     os.sched_setaffinity(0, chosen)
     folder = work_dir or CACHE / "bench" / time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    if folder.exists():
+        raise SystemExit(f"--work-dir {folder} exists already: give the name of a new folder")
     folder.mkdir(parents=True)
     say(f"logs and samples: {folder}")
     return folder.resolve(), chosen
