@@ -1,16 +1,13 @@
-"""How long a generator had work, for its metrics.
+"""How long a generator had work, for its heartbeat.
 
 Used by the generator process. Pure: the caller supplies the time.
 """
 
-from megatron_rl.protocol.metrics import Metric
-
-_METRICS_S, _LATE_METRICS_S = 5.0, 60.0
-_LATE_S = 600.0
+from megatron_rl.protocol.generator_messages import EngineActivity
 
 
 class Activity:
-    """Counts completions in flight, seconds idle and busy, and tokens, between two reports."""
+    """Counts completions in flight, seconds idle and busy, and tokens, since the start."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -31,18 +28,10 @@ class Activity:
         self.running += completions
         self._tokens += tokens
 
-    def report(self, now: float) -> list[Metric]:
-        """Metrics since the last report."""
+    def report(self, now: float) -> EngineActivity:
+        """All figures until now."""
         self._settle(now)
-        metrics = [
-            Metric("generator/idle_s", self._idle_s, "sum"),
-            Metric("generator/busy_s", self._busy_s, "sum"),
-            Metric("generator/tokens", self._tokens, "sum"),
-            Metric("generator/running", self.running, "max"),
-        ]
-        self._idle_s = self._busy_s = 0.0
-        self._tokens = 0
-        return metrics
+        return EngineActivity(self._idle_s, self._busy_s, self._tokens, self.running)
 
     def _settle(self, now: float) -> None:
         if self._since is None:
@@ -52,11 +41,3 @@ class Activity:
         else:
             self._idle_s += now - self._since
         self._since = now
-
-
-def metrics_interval_s(age_s: float) -> float:
-    """Seconds from one row of metrics to the next, of a generator that runs for so long.
-
-    All generators of a run write to one file, for weeks.
-    """
-    return _METRICS_S if age_s < _LATE_S else _LATE_METRICS_S

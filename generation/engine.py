@@ -46,7 +46,7 @@ class EngineSetup:
     start_timeout_s: float
     request_timeout_s: float
     weights_timeout_s: float
-    """Deadline of each step of a publish."""
+    """Deadline of each step of a weight sync."""
     host: str
     port: int
     """Where an engine that is a server of its own listens; loopback only. Its ranks meet at the
@@ -67,11 +67,11 @@ class EngineSetup:
     orders: Path | None = None
     """The file of orders to the ranks; None: beside the log."""
     recomputes_kv_cache: bool = False
-    """Whether a publish drops the keys and values of older weights."""
+    """Whether a weight sync drops the keys and values of older weights."""
     overlaps_schedule: bool = False
-    """Whether SGLang prepares the next token while one is computed. Only where a publish drops keys
-    and values: a pause that keeps them leaves a token of the older weights in flight, which SGLang
-    then counts to the newer ones."""
+    """Whether SGLang prepares the next token while one is computed. Only where a weight sync drops
+    keys and values: a pause that keeps them leaves a token of the older weights in flight, which
+    SGLang then counts to the newer ones."""
     quantization: str = ""
     """How the engine keeps its weights; "" as they come."""
     has_wide_head: bool = False
@@ -169,7 +169,7 @@ class Engine(Protocol):
         """Continue; later tokens carry `version`."""
 
     async def leave_group(self) -> None:
-        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
 
     async def failed(self) -> str:
         """Return, with the reason, when the engine has died; wait for ever while it lives."""
@@ -185,7 +185,7 @@ class ReleasingEngine(Protocol):
     async def release(self) -> None:
         """Stop as `pause` does, and give the memory of weights and KV cache back. Again: nothing.
 
-        Requests wait. Weights are lost: nothing is served before a whole publish.
+        Requests wait. Weights are lost: nothing is served before a whole weight sync.
         """
 
     async def reclaim(self) -> None:
@@ -213,7 +213,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         host=LOOPBACK[0],
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,
-        version=-1 if generator.wait_for_publish else 0,
+        version=-1 if generator.wait_for_weight_sync else 0,
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
         recomputes_kv_cache=config.weights.kv_cache == "recompute",
         overlaps_schedule=generator.overlap_schedule,
@@ -232,13 +232,13 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
 def longest_pause_s(config: Config) -> float:
     """Longest that an engine in good order may stay paused with completions in it.
 
-    A generator that a publish has lost stays paused until it is served again. Meanwhile the trainer
-    serves the others, writes a checkpoint and waits for a batch, once for each publish that passes
-    the generator by.
+    A generator that a weight sync has lost stays paused until it is served again. Meanwhile the
+    trainer serves the others, writes a checkpoint and waits for a batch, once for each weight sync
+    that passes the generator by.
     """
-    publish_s = config.weights.deadline_s * config.generator.replicas
+    sync_s = config.weights.deadline_s * config.generator.replicas
     wait_s = config.weights.join_timeout_s + config.train.batch_timeout_s
-    step_s = publish_s + wait_s + config.checkpoint.write_timeout_s
+    step_s = sync_s + wait_s + config.checkpoint.write_timeout_s
     return (1 + MOST_PASSED_BY) * step_s
 
 

@@ -40,7 +40,7 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the generator that leads this engine did not call in {setup.start_timeout_s:.0f} "
-                f"s (generator.start_timeout_s): no {call} that leads to it"
+                f"s (expert.generator.start_timeout_s): no {call} that leads to it"
             ) from error
         note_ready()
         known = found.life

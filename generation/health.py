@@ -11,7 +11,8 @@ from generation.engine import Engine, EngineError
 
 LOOK_S = 2.0
 STALL_SHARE = 0.25
-"""Of generator.request_timeout_s: an engine whose passes are counted and that makes none hangs."""
+"""Of expert.generator.request_timeout_s: an engine whose passes are counted and that makes none
+hangs."""
 UNCOUNTED_SHARE = 1.25
 """The same for an engine that tells only completions: each may take the whole time."""
 LONGEST_LOOK_S = 10.0
@@ -42,7 +43,7 @@ class EngineHealth:
         return cls(request_timeout_s, counts_passes=isinstance(engine, CountingEngine))
 
     def note_progress(self) -> None:
-        """A completion is there, or the work was taken back."""
+        """The engine has finished a completion."""
         self._stalled_s = 0.0
 
     def note_count(self, count: float | None) -> None:
@@ -62,7 +63,7 @@ class EngineHealth:
             return ""
         return (
             f"the engine hangs: {running} completions, none of which has moved for "
-            f"{self._stalled_s:.0f} s (a part of generator.request_timeout_s)"
+            f"{self._stalled_s:.0f} s (a part of expert.generator.request_timeout_s)"
         )
 
 

@@ -85,7 +85,7 @@ class HFEngine:
         """Load the model and start transformers' thread."""
         if self._setup.recomputes_kv_cache:
             raise EngineError(
-                "the hf engine keeps keys and values across a publish: set weights.kv_cache to "
+                "the hf engine keeps keys and values across a weight sync: set weights.kv_cache to "
                 '"keep", or generator.engine to "sglang"'
             )
         try:
@@ -176,7 +176,7 @@ class HFEngine:
             return await asyncio.wait_for(results.get(), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(
-                "a completion took longer than generator.request_timeout_s="
+                "a completion took longer than expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
@@ -185,7 +185,7 @@ class HFEngine:
             await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(
-                "a publish kept a request waiting for generator.request_timeout_s="
+                "a weight sync kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
@@ -240,7 +240,7 @@ class HFEngine:
     async def receive(self, order: Receive) -> None:
         """Take slices into the parameters."""
         if self._pause is None:
-            raise EngineError("slices came outside a publish: pause first")
+            raise EngineError("slices came outside a weight sync: pause first")
         if self._rank is None:
             dtype = getattr(torch, self._setup.dtype)
             self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
@@ -251,7 +251,7 @@ class HFEngine:
         """Send what was taken."""
         rank = self._rank
         if self._pause is None or rank is None:
-            raise EngineError("nothing was received in this publish that could be passed on")
+            raise EngineError("nothing was received in this weight sync that could be passed on")
         await self._in_thread(lambda: rank.obey(order), order.limit_s)
 
     async def load(self, folder: Path, version: int) -> None:
@@ -313,7 +313,7 @@ class HFEngine:
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Receive one flattened bucket and copy it into the parameters."""
         if self._group is None or self._pause is None:
-            raise EngineError("a bucket came outside a publish: join and pause first")
+            raise EngineError("a bucket came outside a weight sync: join and pause first")
         unknown = [name for name in bucket.names if name not in self._parameters]
         if unknown:
             raise EngineError(f"the model has no parameters {unknown[:5]}")
@@ -347,7 +347,7 @@ class HFEngine:
         await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
 
     async def leave_group(self) -> None:
-        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
         if self._rank is not None:
             self._rank.leave()
         if self._group is not None:

@@ -1,4 +1,5 @@
-"""One completion in flight in the hf engine: its publishes, its end by a string, its first token.
+"""One completion in flight in the hf engine: its weight syncs, its end by a string, its first
+token.
 
 Used by `hf_engine.py`.
 """
@@ -23,9 +24,9 @@ class Request:
     stop: tuple[str, ...] = ()
     """Strings that end it."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(version replaced, tokens sampled by then) of each publish since it began."""
+    """(version replaced, tokens sampled by then) of each weight sync since it began."""
     is_stale: bool = False
-    """A publish came between the beginning and the end of its prompt."""
+    """A weight sync came between the beginning and the end of its prompt."""
 
     def ends_at_text(self, token_ids: list[int], decode: Decode | None) -> bool:
         """Whether the last token completes one of the strings."""

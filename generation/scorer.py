@@ -15,7 +15,7 @@ Concurrency, one event loop:
 
 The first of these but `_serve` to end ends the process, and so does an engine that answers a
 `_serve` with nonsense or not in time. A message that makes no sense costs its sender what it has
-asked for; the others go on. `_serve` tasks are at most `scorer.max_running` a replica, as
+asked for; the others go on. `_serve` tasks are at most `expert.scorer.max_running` a replica, as
 that many requests of one are open; as many again are in the engine at once.
 """
 

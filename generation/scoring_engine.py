@@ -83,7 +83,7 @@ class ScoringEngine(SGLangEngine):
                 answer = await response.json()
         except TimeoutError as error:
             raise EngineError(
-                f"/generate: no logprobs in scorer.request_timeout_s={limit_s:.0f}"
+                f"/generate: no logprobs in expert.scorer.request_timeout_s={limit_s:.0f}"
             ) from error
         except aiohttp.ClientError as error:
             raise EngineError(f"/generate: {type(error).__name__}: {error}") from error

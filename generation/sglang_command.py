@@ -13,7 +13,6 @@ from generation import sglang_cpu
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 from megatron_rl.config.generator import Argument
-from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, passes_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -114,7 +113,6 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
-        PASSES_VARIABLE: str(passes_path(setup.log_path)),
     }
 
 

@@ -148,8 +148,8 @@ class SGLangEngine:
                 return
             waiting = stale
         raise EngineError(
-            f"{len(waiting)} completions were overtaken by a publish {REGENERATE_LIMIT} times "
-            "before their first token: publishes come faster than requests start"
+            f"{len(waiting)} completions were overtaken by a weight sync {REGENERATE_LIMIT} times "
+            "before their first token: weight syncs come faster than requests start"
         )
 
     async def _wait_until_serving(self, deadline: float) -> None:
@@ -157,7 +157,7 @@ class SGLangEngine:
             await asyncio.wait_for(self._is_serving.wait(), deadline - time.monotonic())
         except TimeoutError as error:
             raise EngineError(
-                "a publish kept a request waiting for generator.request_timeout_s="
+                "a weight sync kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
@@ -167,7 +167,7 @@ class SGLangEngine:
         """Yield (index, completion), or None for one to generate again.
 
         That is one whose prompt came from the prefix cache of older weights, because it waited in
-        the server through a publish: its keys and values are not those of its first token's
+        the server through a weight sync: its keys and values are not those of its first token's
         weights.
         """
         if self._direct is not None:
@@ -236,12 +236,12 @@ class SGLangEngine:
 
     @property
     def _prefix_key(self) -> str:
-        """The prefix cache of a version (of a publisher: epochs count these) is its own."""
+        """The prefix cache of a version (of a syncer: epochs count these) is its own."""
         return f"{self._epoch}.{self.version}"
 
     def _too_late(self) -> EngineError:
-        limit_s = self._setup.request_timeout_s
-        return EngineError(f"a completion took over generator.request_timeout_s={limit_s:.0f}")
+        limit = f"{self._setup.request_timeout_s:.0f}"
+        return EngineError(f"a completion exceeded expert.generator.request_timeout_s={limit}")
 
     async def _abort(self, names: list[str]) -> None:
         """Have the server stop what nobody reads any more.
@@ -261,7 +261,7 @@ class SGLangEngine:
         await self._begin_update()
 
     async def _stop(self) -> None:
-        if not self._is_paused:  # by a publisher that died before it could resume
+        if not self._is_paused:  # by a syncer that died before it could resume
             self._is_serving.clear()
             recomputes = self._setup.recomputes_kv_cache
             mode = "retract" if recomputes else "in_place"
@@ -289,7 +289,7 @@ class SGLangEngine:
             await self._post("/resume_memory_occupation", {"tags": RELEASED})
 
     async def _begin_update(self) -> None:
-        """Open SGLang's session of an update, unless a publish that failed left it open."""
+        """Open SGLang's session of an update, unless a weight sync that failed left it open."""
         if self._needs_begin and not self._is_updating:
             # Before the answer: one that is late for us is obeyed all the same, and in order.
             self._is_updating = True
@@ -374,7 +374,7 @@ class SGLangEngine:
         self._is_serving.set()
 
     async def leave_group(self) -> None:
-        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
         if self._group_name:
             await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
             self._group_name = ""

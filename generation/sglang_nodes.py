@@ -1,7 +1,7 @@
 """An SGLang engine whose ranks lie on several nodes: its leader, in the generator process.
 
 The server child here is node 0 of SGLang's; `follower.py` runs the others. `meeting.py` says how
-they find each other. The ranks of all nodes take part in a publish by themselves.
+they find each other. The ranks of all nodes take part in a weight sync by themselves.
 """
 
 import asyncio

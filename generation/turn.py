@@ -23,7 +23,7 @@ ASK_S = 2.0
 async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> None:
     """Start the engine, as soon as there is room for it. Raises EngineError."""
     generator = config.generator
-    asks = generator.release_memory and generator.wait_for_publish
+    asks = generator.release_memory and generator.wait_for_weight_sync
     if asks:
         limit_s = config.train.batch_timeout_s + generator.start_timeout_s
         cold_start = config.run.dir / "hf" / COLD_START if config.sft.steps else None
@@ -55,6 +55,6 @@ async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None 
             if isinstance(message, MayStart):
                 return
     raise EngineError(
-        f"the trainer left no room for an engine in {limit_s:.0f} s (train.batch_timeout_s, "
-        "generator.start_timeout_s and weights.join_timeout_s together)"
+        f"the trainer left no room for an engine in {limit_s:.0f} s (expert.train.batch_timeout_s, "
+        "expert.generator.start_timeout_s and expert.weights.join_timeout_s together)"
     )

@@ -1,7 +1,7 @@
 """vLLM's CPU build as an engine: one process of its own interpreter, asked over a Unix socket.
 
 Used by the generator process. vLLM is not imported here; `vllm_server.py` runs in the child. The
-child counts versions itself, at its own step boundaries, and begins requests that a publish
+child counts versions itself, at its own step boundaries, and begins requests that a weight sync
 overtook before their first token anew, so that nothing here waits for the end of a pause.
 
 Concurrency, all on the caller's event loop:
@@ -80,7 +80,7 @@ class VLLMEngine:
         except TimeoutError as error:
             raise EngineError(
                 f"vLLM was not ready in {setup.start_timeout_s:.0f} s "
-                f"(generator.start_timeout_s); {self._child.log_tail()}"
+                f"(expert.generator.start_timeout_s); {self._child.log_tail()}"
             ) from error
         finally:
             for task in (ready, died):
@@ -100,7 +100,7 @@ class VLLMEngine:
                     yield read_ended(ended, index, "vLLM")
         except TimeoutError as error:
             raise EngineError(
-                "a completion took longer than generator.request_timeout_s="
+                "a completion took longer than expert.generator.request_timeout_s="
                 f"{setup.request_timeout_s:.0f}"
             ) from error
 
@@ -134,7 +134,7 @@ class VLLMEngine:
         self.version = version
 
     async def leave_group(self) -> None:
-        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
         await self._ask(LeaveGroup())
 
     async def _ask(self, order: Order, timeout_s: float | None = None) -> None:

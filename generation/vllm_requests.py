@@ -46,7 +46,7 @@ def open_core(job: Job) -> "EngineCore":
         kv_cache_memory_bytes=_kv_bytes(job),
         # Token ids go in and come out.
         skip_tokenizer_init=True,
-        # Compiled code would hold the weights that a publish replaces.
+        # Compiled code would hold the weights that a weight sync replaces.
         enforce_eager=True,
         # A pause is exact only when no further step is in flight.
         async_scheduling=False,
@@ -89,7 +89,7 @@ class _Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(version replaced, tokens sampled by then) of each publish since its first token."""
+    """(version replaced, tokens sampled by then) of each weight sync since its first token."""
     first_token_at: float = -1.0
 
 

@@ -92,7 +92,7 @@ class Server:
         """Why the order could not be obeyed; "" when it was."""
         name = type(order).__name__
         if isinstance(order, Receive | PassOn | Load | Bucket) and not self._requests.is_paused:
-            return f"{name}: weights came outside a publish: pause first"
+            return f"{name}: weights came outside a weight sync: pause first"
         try:
             self._do(order)
         except OrderFailed as error:

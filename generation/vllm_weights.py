@@ -1,4 +1,4 @@
-"""The parameters of the model in the vLLM process, and how a publish gets into them.
+"""The parameters of the model in the vLLM process, and how a weight sync gets into them.
 
 Runs in the vLLM process (`vllm_server.py`), in its one thread, only while no step is taken. The
 exchange's receiver runs right here: vLLM's pins hold the same torch as ours, so slices go from the
@@ -69,7 +69,7 @@ class Weights:
         """folder: of the model. Raises ValueError where slices would not fit the parameters."""
         self._model = model
         self._parameters = dict(model.named_parameters())
-        # Now, not at the first publish: another release of vLLM may call them otherwise.
+        # Now, not at the first weight sync: another release of vLLM may call them otherwise.
         check_slices(engine_slices(read_shape(folder), Share(0, 1)), self._parameters)
         dtype = model.get_parameter("model.norm.weight").dtype
         self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
@@ -114,7 +114,7 @@ class Weights:
         return set(self._model.load_weights(iter(named)))
 
     def leave_group(self) -> None:
-        """Leave the publisher's groups."""
+        """Leave the syncer's groups."""
         self._rank.leave()
         if self._group is not None:
             close_group(self._group)

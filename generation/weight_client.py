@@ -1,12 +1,12 @@
-"""Obeys the trainer's publisher by calling the engine.
+"""Obeys the trainer's syncer by calling the engine.
 
-A task of the generator process; DEALER to the weights endpoint. It says Hello until a publisher
+A task of the generator process; DEALER to the weights endpoint. It says Hello until a syncer
 answers, then obeys Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Release, Reclaim,
 Fence, LeaveGroup and Ping one at a time; all but the last three are answered by Ack or Failed.
-After LeaveGroup, Fence or a failure it serves nothing new and says Hello again: the publisher gives
-it a whole publish, or that of another training phase comes, whose versions start anew.
+After LeaveGroup, Fence or a failure it serves nothing new and says Hello again: the syncer gives
+it a whole weight sync, or that of another training phase comes, whose versions start anew.
 
-The publisher starts its side of a transfer beside the message and reads the answer afterwards, so
+The syncer starts its side of a transfer beside the message and reads the answer afterwards, so
 the engine's deadlines bound the wait on both sides.
 """
 
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 HELLO_S = 2.0
 MOST_UNANSWERED = 2
 HELLO_KNOWN_S = 20.0
-"""A restarted publisher, whose predecessor never sent LeaveGroup, finds us by this."""
+"""A restarted syncer, whose predecessor never sent LeaveGroup, finds us by this."""
 
 
 class WeightClient:
-    """The engine's side of publishing."""
+    """The engine's side of weight sync."""
 
     def __init__(self, dealer: AsyncDealer, engine: Engine, on_version: Callable[[], None]) -> None:
         """on_version is called after each change of the engine's version."""
@@ -55,14 +55,14 @@ class WeightClient:
         self._engine = engine
         self._on_version = on_version
         self._is_known = False
-        """Whether a publisher has answered and counts on us."""
+        """Whether a syncer has answered and counts on us."""
         self._session = time.time_ns()
         self._unanswered = 0
         """Calls in a row that the engine left without an answer, since it last resumed."""
         self.is_paused = False
         """Whether the engine may have been told to stop, or obeys a call now."""
         self.is_held = False
-        """Whether publishers are asked to pass us by."""
+        """Whether senders are asked to pass us by."""
 
     def hold(self, *, is_held: bool) -> None:
         """Keep the version that the engine has, or take later ones again."""
@@ -70,7 +70,8 @@ class WeightClient:
         self._dealer.send(self._hello())
 
     async def run(self) -> None:
-        """Serve publishers for ever. Raises EngineError for an engine that answers no more."""
+        """Answer the trainer's weight sync messages until the end. Raises EngineError for an engine
+        that answers no more."""
         while True:
             self._dealer.send(self._hello())
             wait_s = HELLO_KNOWN_S if self._is_known else HELLO_S
@@ -111,6 +112,9 @@ class WeightClient:
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
+        if isinstance(message, Receive | Bucket | Load) and not self.is_paused:
+            # The Pause before it was lost: completions would mix two versions.
+            raise EngineError("the engine runs: Pause comes before new weights")
         match message:
             case Ping() | MayStart():
                 # The latter answers one of several requests, of which another one was answered.
@@ -123,7 +127,7 @@ class WeightClient:
             case PassOn():
                 await self._engine.pass_on(message)
             case JoinGroup():
-                # A publisher that died did not say LeaveGroup.
+                # A syncer that died did not say LeaveGroup.
                 await self._engine.leave_group()
                 await self._engine.join_group(message)
                 self._is_known = True
@@ -144,7 +148,7 @@ class WeightClient:
             case Reclaim():
                 await self._releasing().reclaim()
             case Fence():
-                log.warning("fenced until a publish succeeds: %s", message.reason)
+                log.warning("fenced until a weight sync succeeds: %s", message.reason)
                 self._stand_apart()
                 await self._engine.leave_group()
             case LeaveGroup():

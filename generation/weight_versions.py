@@ -41,9 +41,9 @@ def spans_from_arrivals(arrivals: list[tuple[int, int]], tokens: int) -> list[Ve
 
 
 def spans_from_cuts(cuts: list[tuple[int, int]], version: int, tokens: int) -> list[VersionSpan]:
-    """Spans from (version replaced, tokens sampled by then) of each publish.
+    """Spans from (version replaced, tokens sampled by then) of each weight sync.
 
-    version: that of the tokens after the last publish.
+    version: that of the tokens after the last weight sync.
     """
     return spans_from_arrivals([(end, old) for old, end in cuts] + [(tokens, version)], tokens)
 

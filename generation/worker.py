@@ -10,8 +10,8 @@ Concurrency, one event loop:
 |---------------|------------------------------|----------------------------|--------------------|
 | `_receive`    | the queue's next message     | a `_serve` for each lease  | at Stop            |
 | `_serve` (n)  | the engine's next completion | RolloutDone, RolloutFailed | at its end, Cancel |
-| `_report`     | a clock                      | GeneratorReady, metrics    | never              |
-| weight client | the publisher's next message | Ack, Failed; new versions  | never              |
+| `_report`     | a clock                      | GeneratorReady             | never              |
+| weight client | the syncer's next message | Ack, Failed; new versions  | never              |
 | engine watch  | the death of the engine      | EngineError                | then               |
 | `watch_work`  | a clock                      | EngineError                | when it hangs      |
 | `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
@@ -23,7 +23,6 @@ leases, which is bounded by the capacity that GeneratorReady states.
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import sys
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from generation.activity import Activity, metrics_interval_s
+from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.gold_answers import find_gold
@@ -47,11 +46,9 @@ from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import (
     EXIT_FAILED,
     Interrupted,
@@ -112,30 +109,37 @@ class GeneratorWorker:
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
-    async def run(self, weights: AsyncDealer, metrics: JsonlWriter) -> None:
+    async def run(self, weights: AsyncDealer) -> None:
         """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs."""
         self._weights = WeightClient(weights, self._engine, self.announce)
         await end_with_first(
             self._receive(),
-            self._report(metrics),
+            self._report(),
             self._weights.run(),
             self._watch_engine(),
             watch_work(self._engine, self._health, self._activity, self._weights),
         )
 
     def announce(self) -> None:
-        """Tell the queue of our capacity and version."""
+        """Tell the queue of our capacity, version and activity."""
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
         owed = [lease_id for lease_id, waiting in self._owed.items() if waiting]
         self._queue.send(
-            GeneratorReady(self._capacity, self._engine.version, self._session, is_held, owed)
+            GeneratorReady(
+                self._capacity,
+                self._engine.version,
+                self._session,
+                is_held,
+                owed,
+                activity=self._activity.report(time.monotonic()),
+            )
         )
 
     def _hold(self, *, is_held: bool) -> None:
         assert self._weights is not None
-        # The publisher hears it first: once the queue knows, it lets a later version come.
+        # The syncer hears it first: once the queue knows, it lets a later version come.
         self._weights.hold(is_held=is_held)
         self.announce()
 
@@ -165,7 +169,7 @@ class GeneratorWorker:
                         # None: it finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
                             log.info("lease %d is cancelled", lease_id)
-                            self._health.note_progress()
+                            # No progress of the engine: one that hangs has leases cancelled too.
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)
@@ -187,7 +191,7 @@ class GeneratorWorker:
         try:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
-                raise EngineError("it holds no published weights")
+                raise EngineError("it has no weights of the trainer yet")
             prompt_ids = self._render(lease)
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):
@@ -211,7 +215,10 @@ class GeneratorWorker:
         limit = lease.sampling.max_new_tokens
         key = (lease.prompt.id, lease.prompt.task, limit)
         if (ids := self._rendered.pop(key, None)) is None:
-            ids = self._renderer.render(lease.prompt.messages, limit, task=lease.prompt.task)
+            prompt = lease.prompt
+            ids = self._renderer.render(
+                prompt.messages, limit, task=prompt.task, is_program=prompt.is_program
+            )
         self._rendered[key] = ids
         if len(self._rendered) > RENDERED_PROMPTS:
             del self._rendered[next(iter(self._rendered))]
@@ -262,23 +269,10 @@ class GeneratorWorker:
             room_tokens=room_tokens,
         )  # fmt: skip
 
-    async def _report(self, metrics: JsonlWriter) -> None:
-        started = time.monotonic()
-        next_row = started + metrics_interval_s(0.0)
-        try:
-            while True:
-                self.announce()
-                if time.monotonic() >= next_row:
-                    next_row += metrics_interval_s(next_row - started)
-                    self._write_metrics(metrics)
-                await asyncio.sleep(READY_S)
-        finally:
-            self._write_metrics(metrics)
-
-    def _write_metrics(self, metrics: JsonlWriter) -> None:
-        values = MetricSet()
-        values.add(self._activity.report(time.monotonic()))
-        metrics.write(self._engine.version, values.values())
+    async def _report(self) -> None:
+        while True:
+            self.announce()
+            await asyncio.sleep(READY_S)
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
@@ -318,11 +312,7 @@ async def generate_for(
         # Early, as an engine that shares the trainer's memory asks there before it starts.
         with connect(f"{host}:{ports.weights}") as weights:
             await start_engine(config, engine, weights)
-            metrics = BackgroundJsonlWriter(config.run.dir / "metrics.jsonl", identity)
-            with (
-                contextlib.closing(metrics),
-                connect(f"{host}:{ports.prompts}") as queue,
-            ):
+            with connect(f"{host}:{ports.prompts}") as queue:
                 worker = GeneratorWorker(
                     engine,
                     renderer,
@@ -331,7 +321,7 @@ async def generate_for(
                     gold=config.algorithm.used_gold,
                     request_timeout_s=config.generator.request_timeout_s,
                 )
-                await worker.run(weights, metrics)
+                await worker.run(weights)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

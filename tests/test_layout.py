@@ -19,8 +19,8 @@ MAX_LINES = 400
 CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
 KERNELS, BACKEND, QUEUE = (f"megatron_rl/{n}" for n in ("kernels", "backend", "rollout_queue"))
 DATA, EVALUATION = "megatron_rl/data", "megatron_rl/evaluation"
-LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
-    f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
+LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC = (
+    f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "sync")
 )
 MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
 PLAN, OBSERVE = "megatron_rl/plan", "megatron_rl/observe"
@@ -34,14 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     LAYOUT: {CONFIG},
     EXCHANGE: {PROTOCOL, LAYOUT},
     FOLDERS: {CONFIG, PROTOCOL, BACKEND, LAYOUT},
-    PUBLISH: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
+    WEIGHT_SYNC: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
     EVALUATION: {CONFIG, PROTOCOL, ALGORITHMS},
     "verification": {CONFIG, PROTOCOL},
     DATA: {CONFIG, PROTOCOL, "verification"},
     QUEUE: {CONFIG, PROTOCOL, ALGORITHMS, DATA, EVALUATION},
     MODEL: {CONFIG, PROTOCOL, KERNELS, BACKEND, LAYOUT, FOLDERS},
     TRAINER: {
-        CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
+        CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC,
+        MODEL,
     },
     "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
     "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
@@ -197,7 +198,7 @@ def test_every_package_says_what_it_is_for() -> None:
         ("megatron_rl.algorithms.kl", "from megatron_rl.launcher import run"),
         ("megatron_rl.trainer.model.build", "from megatron_rl.trainer import step"),
         ("generation.worker", "def f():\n    from verification.score import score"),
-        ("generation.hf_engine", "from megatron_rl.weights.publish import link"),
+        ("generation.hf_engine", "from megatron_rl.weights.sync import link"),
         ("megatron_rl.weights.folders.export", "from megatron_rl.trainer.step import Trainer"),
         ("megatron_rl.launcher.run", "import tools.versions"),
         ("megatron_rl.config.tree", "from megatron_rl.protocol import wire"),

@@ -120,6 +120,9 @@ def test_a_share_of_the_exhaustive_ones_is_drawn_and_the_others_are_left(
         drawn = taken(project, "-m", "exhaustive", f"--matrix-seed={number}", "--share=0.5")
         assert len(drawn) <= 5
         seen.update(drawn)
+    # What .ci/run takes: the default tests and those, in one run.
+    both = taken(project, "--matrix-seed=19", "--share=0.5")
+    assert sorted(both) == sorted([*taken(project, "--matrix-seed=19", "--share=0"), *drawn])
     assert {f"test_matrix[{number}]" for number in range(7)} <= seen
     assert len(taken(project, "--share=0")) == 4
 

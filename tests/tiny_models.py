@@ -21,7 +21,7 @@ PLAIN = [
     "parallel.sequence=false",
     "parallel.distributed_optimizer=false",
     "parallel.overlap_gradients=false",
-    "train.max_mismatch=0",
+    "expert.train.max_mismatch=0",
 ]
 """What derived defaults would add to a split that a test names, and to made-up logprobs."""
 VOCAB = 250

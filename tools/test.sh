@@ -3,8 +3,9 @@
 #
 # Without arguments: installs if needed, lints, and runs every test that needs no GPU and is not
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
-# publish), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
-# the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
+# weight sync), file by file on as many cores as there are, up to four. `--share 0.25` alone adds a quarter
+# of the exhaustive ones to the same run. Other arguments go to pytest (and skip the lint), e.g.
+# `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
 # The mode of the installation stays what it is; MEGATRON_RL_MODE=cpu or gpu makes it another.
 # Matrices are sampled by the commit; the first lines name the option that repeats a sample.
 set -euo pipefail
@@ -27,9 +28,10 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PYTHONUNBUFFERED=1
 
 lint=0
-if [ $# -eq 0 ]; then
+[ $# -gt 0 ] || set -- --share 0
+if [ $# -eq 2 ] && [ "$1" = --share ]; then
     # Files in the order of tests/conftest.py: the longest come first.
-    set -- -m "not exhaustive" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+    set -- "$@" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
     .venv/bin/ruff check --quiet --output-format concise . && .venv/bin/ruff format --quiet --check . || lint=$?
     [ "$lint" -eq 0 ] || echo "[test] lint failed: run .venv/bin/ruff check --fix . and .venv/bin/ruff format ." >&2
 fi

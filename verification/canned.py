@@ -52,6 +52,15 @@ def find_form(text: str) -> Form:
     return Form(THINK_START in text, has_box(text) or "\\boxed" in text, _FENCE in text)
 
 
+def form_of_check(format_check: str) -> Form:
+    """The form that a format check demands."""
+    return Form(
+        format_check.startswith("think"),
+        format_check.endswith("box"),
+        format_check.endswith("code"),
+    )
+
+
 def make_canned(
     prompt: Prompt, compare: str, form: Form, *, tail: str, count: int
 ) -> Canned | None:

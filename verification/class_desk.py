@@ -146,7 +146,7 @@ class ClassDesk:
             self._ready.remove(found)
         for pair_id in [n for n, found in self._in_pool.items() if found.since_s < last_s]:
             late.append(self._in_pool.pop(pair_id))
-        detail = f"open for over {self._answer_within_s:.0f} s (verifier.answer_within_s)"
+        detail = f"open for over {self._answer_within_s:.0f} s (expert.verifier.answer_within_s)"
         return [ScoreFailed(found.request.request_id, detail, NOT_GRADED) for found in late]
 
 

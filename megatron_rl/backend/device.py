@@ -205,19 +205,21 @@ class Backend:
         if self.layers == "local":
             if wanted == "p2p":
                 raise InputError(
-                    "parallel.context_exchange = 'p2p' needs TransformerEngine's layers; the local "
-                    "ones know 'all_gather'"
+                    "expert.parallel.context_exchange = 'p2p' needs TransformerEngine's layers; "
+                    "the local ones know 'all_gather'"
                 )
             return "all_gather"
         if wanted == "all_gather" and not is_te_min_version(PACKED_GATHER_VERSION):
             raise InputError(
-                "parallel.context_exchange = 'all_gather' of packed sequences needs "
-                f"TransformerEngine {PACKED_GATHER_VERSION}: use 'p2p', or model.layers = 'local'"
+                "expert.parallel.context_exchange = 'all_gather' of packed sequences needs "
+                f"TransformerEngine {PACKED_GATHER_VERSION}: use 'p2p', or expert.model.layers = "
+                "'local'"
             )
         if wanted != "all_gather" and has_window and parallel.context > 1:
             raise InputError(
                 f"parallel.context = {parallel.context}: TransformerEngine's ring knows no sliding "
-                "window, which this model has; nearest possible: 1, or model.layers = 'local'"
+                "window, which this model has; nearest possible: 1, or expert.model.layers = "
+                "'local'"
             )
         return "p2p" if wanted == "auto" else wanted
 
@@ -256,7 +258,7 @@ def select_backend(model: ModelConfig) -> Backend:
     has_engine = torch.cuda.is_available() and HAVE_TE
     if model.layers == "transformer_engine" and not has_engine:
         raise InputError(
-            "model.layers = 'transformer_engine' needs a CUDA device and the package "
+            "expert.model.layers = 'transformer_engine' needs a CUDA device and the package "
             "transformer-engine, and one of them is missing here: use 'auto' or 'local'"
         )
     layers: Layers = "transformer_engine" if has_engine and model.layers != "local" else "local"

@@ -172,9 +172,9 @@ def collective_environment(
 ) -> dict[str, str]:
     """Variables of collectives, the same for every process of the run.
 
-    host: `ports.host`; deadline_s: `weights.deadline_s`; given: what the launcher's own environment
-    says, which counts more; deterministic: `train.deterministic`. Raises InputError when the host
-    cannot be reached from here.
+    host: `ports.host`; deadline_s: `expert.weights.deadline_s`; given: what the launcher's own
+    environment says, which counts more; deterministic: `train.deterministic`. Raises InputError
+    when the host cannot be reached from here.
     """
     given = os.environ if given is None else given
     wanted = nccl_settings.CHOSEN | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}

@@ -50,8 +50,8 @@ def transformer_fields(
     edge = model.fp8_bf16_edge_layers
     if edge > stage_layers:
         raise InputError(
-            f"model.fp8_bf16_edge_layers = {edge} is more than the {stage_layers} layers of a "
-            f"pipeline stage; nearest possible: {stage_layers}"
+            f"expert.model.fp8_bf16_edge_layers = {edge} is more than the {stage_layers} layers of "
+            f"a pipeline stage; nearest possible: {stage_layers}"
         )
     return {
         "fp8": _FORMATS[model.fp8],

@@ -25,7 +25,7 @@ _FIELDS = {
 def transformer_fields(
     model: ModelConfig, *, has_experts: bool, has_engine: bool
 ) -> dict[str, Any]:
-    """Fields of TransformerConfig that `model.fusions` sets; they replace the backend's.
+    """Fields of TransformerConfig that `expert.model.fusions` sets; they replace the backend's.
 
     Raises InputError for what the model or this host does not have.
     """
@@ -34,15 +34,15 @@ def transformer_fields(
     wanted = list(model.fusions)
     if wanted and not has_engine:
         raise InputError(
-            f"model.fusions={wanted} needs TransformerEngine's layers (a CUDA device, the package "
-            "transformer-engine, model.layers not 'local'); nearest possible: []"
+            f"expert.model.fusions={wanted} needs TransformerEngine's layers (a CUDA device, the "
+            "package transformer-engine, expert.model.layers not 'local'); nearest possible: []"
         )
     of_experts = [name for name in wanted if name.startswith("moe_")]
     if of_experts and not has_experts:
         left = [name for name in wanted if name not in of_experts]
         raise InputError(
-            f"model.fusions={wanted}: {model.path} is a dense model, which has no experts; nearest "
-            f"possible: {left}"
+            f"expert.model.fusions={wanted}: {model.path} is a dense model, which has no experts; "
+            f"nearest possible: {left}"
         )
     return {_FIELDS[name]: True for name in wanted}
 
@@ -59,13 +59,13 @@ def accumulate_without_apex() -> None:
 def dispatcher_fields(
     parallel: ParallelConfig, *, has_experts: bool, has_engine: bool
 ) -> dict[str, Any]:
-    """Fields of TransformerConfig that `parallel.expert_exchange` sets.
+    """Fields of TransformerConfig that `expert.parallel.expert_exchange` sets.
 
     Raises InputError for what the model or this host does not have.
     """
     if parallel.expert_exchange == "all_to_all":
         return {"moe_token_dispatcher_type": "alltoall"}
-    given = f"parallel.expert_exchange={parallel.expert_exchange!r}"
+    given = f"expert.parallel.expert_exchange={parallel.expert_exchange!r}"
     if not has_experts:
         raise InputError(f"{given} needs a mixture of experts: set 'all_to_all'")
     # Megatron asks for names that not every release of DeepEP has: SGLang's has not.

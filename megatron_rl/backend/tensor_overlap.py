@@ -1,10 +1,11 @@
-"""Overlap of what tensor ranks exchange with their matrix products (`parallel.overlap_tensor`).
+"""Overlap of what tensor ranks exchange with their matrix products
+(`expert.parallel.overlap_tensor`).
 
 Runs in trainer ranks; the launcher asks for `check_shape` alone. TransformerEngine does it through
 buffers that the tensor ranks of a host open for each other. They have one count of positions, so it
-takes `train.pad_microbatches`. Megatron-Core tells the layers of it, but opens no buffers: its
-training script does (megatron/training/initialize.py). What is said of TransformerEngine is that of
-2.12.0.
+takes `expert.train.pad_microbatches`. Megatron-Core tells the layers of it, but opens no buffers:
+its training script does (megatron/training/initialize.py). What is said of TransformerEngine is
+that of 2.12.0.
 """
 
 import importlib
@@ -31,13 +32,13 @@ def check_shape(hidden: int, positions: int) -> None:
     """Raise InputError for a model and microbatches that the buffers do not take."""
     if hidden % HIDDEN_MULTIPLE:
         raise InputError(
-            f"parallel.overlap_tensor=true needs a hidden size that {HIDDEN_MULTIPLE} divides, and "
-            f"the model has {hidden}; nearest possible: false"
+            f"expert.parallel.overlap_tensor=true needs a hidden size that {HIDDEN_MULTIPLE} "
+            f"divides, and the model has {hidden}; nearest possible: false"
         )
     if positions * hidden >= MAX_ELEMENTS:
         raise InputError(
-            f"parallel.overlap_tensor=true: {positions} positions of {hidden} elements are more "
-            f"than its buffers can count; lower train.microbatch_tokens below "
+            f"expert.parallel.overlap_tensor=true: {positions} positions of {hidden} elements are "
+            f"more than its buffers can count; lower train.microbatch_tokens below "
             f"{MAX_ELEMENTS // hidden}"
         )
 
@@ -50,20 +51,21 @@ def check_host(*, has_engine: bool) -> None:
     """
     if not has_engine:
         raise InputError(
-            "parallel.overlap_tensor=true needs TransformerEngine's layers (a CUDA device, the "
-            "package transformer-engine, model.layers not 'local'); nearest possible: false"
+            "expert.parallel.overlap_tensor=true needs TransformerEngine's layers (a CUDA device, "
+            "the package transformer-engine, expert.model.layers not 'local'); nearest possible: "
+            "false"
         )
     engine = importlib.import_module("transformer_engine_torch")
     if not engine.device_supports_multicast() and not int(os.environ.get("UB_SKIPMC", "0")):
         raise InputError(
-            "parallel.overlap_tensor=true: the GPUs of this host know no CUDA multicast (NVSwitch "
-            "and its fabric manager give it); set UB_SKIPMC=1 in the environment, to use CUDA IPC "
-            "instead, or parallel.overlap_tensor=false"
+            "expert.parallel.overlap_tensor=true: the GPUs of this host know no CUDA multicast "
+            "(NVSwitch and its fabric manager give it); set UB_SKIPMC=1 in the environment, to use "
+            "CUDA IPC instead, or expert.parallel.overlap_tensor=false"
         )
 
 
 def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig that `parallel.overlap_tensor` sets.
+    """Fields of TransformerConfig that `expert.parallel.overlap_tensor` sets.
 
     Megatron's defaults of its other fields overlap all that can be.
     """
@@ -74,7 +76,7 @@ def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
 def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
     """Buffers for microbatches of so many positions are open inside. Collective over all ranks.
 
-    A no-op without `parallel.overlap_tensor`.
+    A no-op without `expert.parallel.overlap_tensor`.
     """
     if not cfg.parallel.overlap_tensor:
         yield

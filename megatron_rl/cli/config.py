@@ -22,6 +22,7 @@ from megatron_rl.cli.command_line.parameters import ConfigFiles, Json
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import read_layers, resolve
 from megatron_rl.config.layers import DEFAULT, Layers, leaves
 from megatron_rl.config.presets import PRESETS
@@ -128,11 +129,13 @@ def show(options: ShowOptions, console: Console) -> int:
 
 def resolved_rows(layers: Layers) -> list[tuple[str, Any, str]]:
     """Key, value and origin of everything that is set. Raises ConfigError."""
-    return [(key, value, layers.origin_of(key)) for key, value in _values(resolve(layers)).items()]
+    found = leaves(resolve(layers).model_dump(mode="json"), "")
+    return [(public_key(key), value, layers.origin_of(key)) for key, value in found]
 
 
 def _values(config: Config) -> dict[str, Any]:
-    return dict(leaves(config.model_dump(mode="json"), ""))
+    found = leaves(config.model_dump(mode="json"), "")
+    return {public_key(key): value for key, value in found}
 
 
 _Side = Annotated[

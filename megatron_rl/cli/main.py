@@ -9,10 +9,8 @@ import sys
 
 import typer
 from rich.console import Console
-from typer import _completion_shared
 from typer.main import get_command
 
-from megatron_rl.cli.command_line.bash_script import BASH_SCRIPT
 from megatron_rl.cli.command_line.command import PROGRAM
 from megatron_rl.cli.command_line.groups import Entry, lazy_app
 
@@ -20,6 +18,7 @@ _RUNS, _DATA, _LOOK, _PLAN = "Run", "Models and data", "Look at runs", "Plan and
 COMMANDS = tuple(
     Entry(name, f"megatron_rl.cli.{module}", help_text, panel, is_group)
     for name, module, help_text, panel, is_group in (
+        ("init", "init", "Write a configuration: five questions.", _RUNS, False),
         ("run", "run", "Train, evaluate, export, summarize.", _RUNS, False),
         ("sft", "sft", "Run the cold start alone, to a model folder.", _RUNS, False),
         ("eval", "eval", "Evaluate a model, or compare evaluations.", _RUNS, False),
@@ -52,8 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
     # INFO of our packages goes to the run's launch.log only.
     logging.getLogger().handlers[0].setLevel(logging.WARNING)
-    # typer has no other way to give it a script.
-    _completion_shared._completion_scripts["bash"] = BASH_SCRIPT
     commands = get_command(lazy_app(_HELP, COMMANDS, add_completion=True))
     try:
         return commands.main(

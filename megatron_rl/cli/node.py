@@ -42,10 +42,11 @@ def prepare(options: PrepareOptions, console: Console) -> int:
     from megatron_rl.launcher.dry_run import dry_run
     from megatron_rl.launcher.placement import Machines
     from megatron_rl.launcher.ports import ports_text
+    from megatron_rl.launcher.scorer_checks import refuse_nodes
 
     config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.nodes, options.gpus_per_node)
-    nodes.refuse(config)
+    refuse_nodes(config)
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)

@@ -1,4 +1,4 @@
-"""`megatron-rl plan` and `megatron-rl plan-weights`: what a run needs, what a publish moves."""
+"""`megatron-rl plan` and `megatron-rl plan-weights`: what a run needs, what a weight sync moves."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -62,7 +62,7 @@ class PlanOptions:
     ] = None
     gb_per_s: Annotated[
         float | None,
-        typer.Option(help="that a rank sends or receives in a publish; default: 25, by host 2"),
+        typer.Option(help="that a rank sends or receives in a weight sync; default: 25, by host 2"),
     ] = None
     json: Json = False
 
@@ -95,7 +95,7 @@ class WeightsOptions:
     overrides: Overrides = field(default_factory=list)
 
 
-@command(app, "plan-weights", "Say what a publish moves between which ranks.", epilog=KEYS_HELP)
+@command(app, "plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
 def plan_weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     # Needs torch, which most commands do without.

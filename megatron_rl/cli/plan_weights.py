@@ -1,4 +1,4 @@
-"""`megatron-rl plan-weights CONFIG`: what a publish will move between which ranks.
+"""`megatron-rl plan-weights CONFIG`: what a weight sync will move between which ranks.
 
 The plan is that of the trainer, made from sizes alone: no weights, device or other process.
 """
@@ -14,13 +14,13 @@ from rich.table import Table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.plan import Hardware
-from megatron_rl.plan.publish import (
-    PAPER_PUBLISH_S,
-    Publish,
-    publish_cost,
-    publish_rate,
-)
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
+from megatron_rl.plan.weight_sync import (
+    PAPER_WEIGHT_SYNC_S,
+    WeightSyncCost,
+    sync_cost,
+    sync_rate,
+)
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.layout.copies import model_copies, places_of
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
@@ -29,14 +29,14 @@ from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_sh
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
-from megatron_rl.weights.publish.bindings import Bindings
+from megatron_rl.weights.sync.bindings import Bindings
 
 SHOWN_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One publish to all generators, in bytes."""
+    """One weight sync to all generators, in bytes."""
 
     sent: tuple[int, ...]
     """By trainer rank."""
@@ -50,7 +50,7 @@ class Forecast:
     bucket_bytes: int
     direct: int
     """Engines that the trainer itself serves."""
-    cost: Publish
+    cost: WeightSyncCost
 
     @property
     def spread_bytes(self) -> int:
@@ -77,14 +77,15 @@ def plan_weights(config: Config, console: Console) -> None:
         table.add_row("engines that engines serve", str(config.generator.replicas - found.direct))
     table.add_row("ranks of a process group", str(cost.group_ranks))
     table.add_row("rounds of each engine", str(found.rounds))
-    share = f"{found.peak_bytes / found.bucket_bytes:.2f} times weights.bucket_bytes"
+    share = f"{found.peak_bytes / found.bucket_bytes:.2f} times expert.weights.bucket_bytes"
     table.add_row("memory of a rank, at most", f"{_megabytes(found.peak_bytes)}, {share}")
     table.add_row(
-        "a publish takes", f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_PUBLISH_S:g} s"
+        "a weight sync takes",
+        f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_WEIGHT_SYNC_S:g} s",
     )
     if cost.is_overlapped:
         table.add_row("the trainer meanwhile", "computes the next step, up to its optimizer")
-    rate = f"{publish_rate(config.weights) / 1e9:g} GB/s a rank"
+    rate = f"{sync_rate(config.weights) / 1e9:g} GB/s a rank"
     way = "by way of host memory" if config.weights.method == "host" else "over NCCL"
     table.add_row("its transfers", f"{cost.seconds:.2f} s {way} at {rate}")
     table.add_row("by the senders' bandwidth alone", f"{cost.least_seconds:.2f} s")
@@ -101,7 +102,7 @@ def plan_weights(config: Config, console: Console) -> None:
 
 
 def forecast(config: Config) -> Forecast:
-    """What a publish of this configuration moves. Raises InputError for impossible sizes."""
+    """What a weight sync of this configuration moves. Raises InputError for impossible sizes."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     itemsize = ITEM_BYTES[config.model.dtype]
@@ -128,7 +129,7 @@ def forecast(config: Config) -> Forecast:
         peak_bytes=plan.peak_bytes(),
         bucket_bytes=config.weights.bucket_bytes,
         direct=served.total(),
-        cost=publish_cost(
+        cost=sync_cost(
             shape,
             config.generator,
             config.weights,
@@ -162,9 +163,9 @@ def _plan(
     try:
         return make_plan(senders, receivers, itemsize=itemsize, bucket_bytes=bucket_bytes)
     except ValueError as error:
-        raise InputError(f"weights.bucket_bytes = {bucket_bytes} is not possible: {error}") from (
-            error
-        )
+        raise InputError(
+            f"expert.weights.bucket_bytes = {bucket_bytes} is not possible: {error}"
+        ) from (error)
 
 
 def _range(sizes: Sequence[int]) -> str:

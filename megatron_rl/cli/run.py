@@ -64,6 +64,7 @@ def run(options: RunOptions, console: Console) -> int:
     """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.dry_run import dry_run
+    from megatron_rl.launcher.run_folder import last_words
     from megatron_rl.observe.deaths import until_death
 
     if options.dry_run:
@@ -73,7 +74,7 @@ def run(options: RunOptions, console: Console) -> int:
             return dry_run(config, console)
     files = with_tiny(options, None)
     config = load(files, options.given, options.run_dir)
-    return until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
+    return until_death(lambda: launch.run(config, console), lambda: last_words(config))
 
 
 def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:

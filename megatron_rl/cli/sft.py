@@ -49,6 +49,7 @@ def sft(options: SftOptions, console: Console) -> int:
     from megatron_rl.launcher.cold_start import cold_start_folder
     from megatron_rl.launcher.intentions import NOTHING, run_lines, say
     from megatron_rl.launcher.prompt_record import pin_revisions
+    from megatron_rl.launcher.run_folder import last_words
     from megatron_rl.observe.deaths import until_death
 
     config = cold_start_alone(
@@ -59,7 +60,7 @@ def sft(options: SftOptions, console: Console) -> int:
         found = preflight.check(config)
         say([*found.notes, *run_lines(config), NOTHING], console)
         return 0
-    code = until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
+    code = until_death(lambda: launch.run(config, console), lambda: last_words(config))
     if code == 0:
         say([f"Model: {cold_start_folder(config)}"], console)
     return code

@@ -66,9 +66,6 @@ class SimulateOptions:
         Path | None,
         typer.Option(metavar="RUN", help="finished run that the models are fitted to"),
     ] = None
-    cores: Annotated[
-        float | None, typer.Option(help="that all roles of that run shared; default: no sharing")
-    ] = None
     sweep: Annotated[
         list[str],
         typer.Option(
@@ -90,16 +87,18 @@ class SimulateOptions:
     mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
     gb_per_s: Annotated[
         float | None,
-        _assumed("that a rank sends or receives in a publish; default: 25, by host 2"),
+        _assumed("that a rank sends or receives in a weight sync; default: 25, by host 2"),
     ] = None
     lanes: Annotated[
         str,
         _assumed(
-            "engines that a publish serves at once: a number, all, or one for each copy of "
+            "engines that a weight sync serves at once: a number, all, or one for each copy of "
             "the trainer's model"
         ),
     ] = "copies"
-    overlap: Annotated[bool, _assumed("publish beside the next step, as weights.overlap")] = False
+    overlap: Annotated[
+        bool, _assumed("weight sync beside the next step, as expert.weights.overlap")
+    ] = False
     verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
     verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
     deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
@@ -131,7 +130,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
     calibration = None
     if options.calibrate:
-        calibration = calibrate(read_run(options.calibrate), options.cores)
+        calibration = calibrate(read_run(options.calibrate))
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
     workload = _workload(options, load([]), calibration)
@@ -161,7 +160,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
 def _check(options: SimulateOptions) -> None:
     for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
-                 "verifier_servers", "cores"):  # fmt: skip
+                 "verifier_servers"):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
@@ -278,7 +277,7 @@ def _show(
 def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
     table = Table(
         Column("setting", no_wrap=True), "GPUs", "step\ns", "trainer\nidle", "engines\nidle",
-        "places\nused", "staleness\nmean, max", "publish\ns", "tokens\na second",
+        "places\nused", "staleness\nmean, max", "sync\ns", "tokens\na second",
         box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for variant, outcome in zip(variants, outcomes, strict=True):
@@ -290,7 +289,7 @@ def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.generator_idle:.1%}",
             f"{outcome.slots_used:.1%}",
             f"{outcome.staleness_mean:.2f}, {outcome.staleness_max}",
-            f"{outcome.publish_s:.3g}",
+            f"{outcome.sync_s:.3g}",
             f"{outcome.tokens_per_s:,.0f}",
         )
     return table

@@ -22,13 +22,14 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
 from megatron_rl.launcher.roster import Roster
-from megatron_rl.launcher.run_folder import SIGNALLED, is_running
+from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
 from megatron_rl.observe.activity_text import ActivityTotals, activity_line
 from megatron_rl.observe.evaluation_progress import EvaluationProgress
 from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warnings_of
 from megatron_rl.observe.heartbeat import PREPARED, read_beat
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
+from megatron_rl.rollout_queue.generator_rows import generators_text
 
 app = plain_app()
 Row = dict[str, Any]
@@ -60,12 +61,16 @@ class Status:
     """Groups that were not trained on, by reason."""
     peers: str = ""
     """How many engines and verifiers live, and which are missing; of a run that goes on."""
+    generators: str = ""
+    """How much they do, and which is the slowest; of a run that goes on."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
     phase: str = ""
     """What a run that goes on does now."""
     error: str = ""
     """Of a run that stopped: what was noted first."""
+    rerun: str = ""
+    """Of a run that stopped: what the same command would do, resume it or begin it anew."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,11 @@ def read_status(run_dir: Path, now: float) -> Status:
                 if phase == f"{SIGNALLED} 2"
                 else phase.removeprefix("stopped by ")
             )
-            status.error = f"stopped by {by}; the same command resumes from the last checkpoint"
+            status.error = f"stopped by {by}"
         elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
+        run = config.run.model_copy(update={"dir": run_dir})
+        status.rerun = last_words(config.model_copy(update={"run": run}))
     return status
 
 
@@ -131,10 +138,12 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
     steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
     activity, progress, roster = ActivityTotals(), EvaluationProgress(), Roster()
     last: dict[str, float] = {}
+    generators = ""
     for row in rows:
         last[row["source"]] = row["time"]
         progress.note(row)
         roster.note(row)
+        generators = generators_text(row) or generators
         if row["source"] == "trainer" and "train/loss" in row:
             steps.append(row)
             _add_dropped(status.dropped, row)
@@ -163,6 +172,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
             if role not in ("sft", "sft_baseline", "launch")
         }
         status.evaluation, status.peers = progress.text(), roster.text()
+        status.generators = generators
     diagnosis = [activity.diagnosis] if activity.diagnosis else []
     status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
     return status
@@ -186,8 +196,7 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
-    if status.peers:
-        lines.append(status.peers)
+    lines += filter(None, [status.peers, status.generators])
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")
@@ -198,4 +207,6 @@ def describe(status: Status) -> list[str]:
         lines.append(f"groups dropped: {parts}")
     if status.error:
         lines.append(f"cause: {status.error}")
+    if status.rerun:
+        lines.append(status.rerun)
     return lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from megatron_rl.config.derived import DERIVED
+from megatron_rl.config.derived import AUTO
 from megatron_rl.config.files import REQUIRED
 from megatron_rl.config.reference import ITEM, Entry, Table, tables
 
@@ -27,6 +27,9 @@ Every key that a run's TOML may hold; `megatron-rl config --markdown` prints thi
 section, `megatron-rl config show --config FILE` what a run would use and where each value comes
 from, and `megatron-rl config diff A B` how two files differ. `megatron-rl config migrate FILE`
 rewrites a file that uses former names of keys.
+
+Tables below `[expert]` hold keys that few runs need. `run.patience` scales all deadlines among
+them at once.
 
 `[[prompts]]`, `[[stages]]`, `[[eval.sets]]` and `[[reward.extra]]` are lists: write the table as
 often as needed; an override names an item by its number, as in `prompts.0.path=FILE`, and the
@@ -47,7 +50,7 @@ def _table(table: Table) -> str:
     lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
     for entry in table.entries:
         lines += _comment(explain(entry))
-        is_open = entry.default is None or entry.key in DERIVED or entry.key in REQUIRED
+        is_open = entry.default in (None, AUTO) or entry.key in REQUIRED
         is_set = table.is_given and not is_open and not _is_of_preset(entry.key)
         name = entry.key.rpartition(".")[2]
         lines.append(_mark(f"{name} = {value_text(entry.default, entry)}", is_set=is_set))
@@ -62,7 +65,7 @@ def _heading(key: str) -> str:
 
 
 def _is_of_preset(key: str) -> bool:
-    return key.startswith("algorithm.") and key != _PRESET
+    return key.removeprefix("expert.").startswith("algorithm.") and key != _PRESET
 
 
 def _mark(text: str, *, is_set: bool) -> str:

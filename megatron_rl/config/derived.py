@@ -52,12 +52,62 @@ def _section(tree: _Tree, name: str) -> _Tree:
     return found if isinstance(found, dict) else {}
 
 
+_SLOWEST_TOKEN_S = 0.12
+"""Seconds per token of the slowest stream of a full engine that still counts as healthy."""
+
+
+def _request_timeout_s(tree: _Tree) -> float:
+    return max(300.0 * _patience(tree), _SLOWEST_TOKEN_S * _patience(tree) * _longest(tree))
+
+
+def _lease_timeout_s(tree: _Tree) -> float:
+    given = _section(tree, "generator").get("request_timeout_s")
+    request_s = given if isinstance(given, int | float) else _request_timeout_s(tree)
+    return 1.2 * request_s
+
+
+def _batch_timeout_s(tree: _Tree) -> float:
+    return max(1200.0 * _patience(tree), 1.5 * _lease_s(tree))
+
+
+def _eval_timeout_s(tree: _Tree) -> float:
+    return max(600.0 * _patience(tree), 2.0 * _lease_s(tree))
+
+
+def _lease_s(tree: _Tree) -> float:
+    given = _section(tree, "queue").get("lease_timeout_s")
+    return given if isinstance(given, int | float) else _lease_timeout_s(tree)
+
+
+def _patience(tree: _Tree) -> float:
+    given = _section(tree, "run").get("patience", 1.0)
+    return given if isinstance(given, int | float) else 1.0
+
+
+def _longest(tree: _Tree) -> int:
+    """Most tokens of a completion, in any stage or evaluation."""
+    evaluation = _section(tree, "eval")
+    stages = [_section(one, "sampling") for one in _tables(tree, "stages")]
+    sections = [_section(tree, "sampling"), evaluation, *_tables(evaluation, "sets"), *stages]
+    found = [section.get("max_new_tokens") for section in sections]
+    return max((n for n in found if isinstance(n, int)), default=0)
+
+
+def _tables(tree: _Tree, name: str) -> list[_Tree]:
+    found = tree.get(name, [])
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
 DERIVED: dict[str, Callable[[_Tree], Any]] = {
     "parallel.sequence": _shares_tensors,
     "parallel.distributed_optimizer": _shares_data,
     "parallel.overlap_gradients": _shares_data,
     "algorithm.correction.name": _correction,
     "eval.samples": _samples,
+    "eval.timeout_s": _eval_timeout_s,
+    "generator.request_timeout_s": _request_timeout_s,
+    "queue.lease_timeout_s": _lease_timeout_s,
+    "train.batch_timeout_s": _batch_timeout_s,
 }
 """By key: its value in a tree that does not give it."""
 

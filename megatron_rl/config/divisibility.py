@@ -110,7 +110,7 @@ def _check_uneven(parallel: ParallelConfig, layers: int) -> None:
         stage_layers(layers, parallel.pipeline, first, last)
     except ValueError as error:
         raise InputError(
-            f"parallel.first_stage_layers = {first} and last_stage_layers = {last} of "
+            f"expert.parallel.first_stage_layers = {first} and last_stage_layers = {last} of "
             f"parallel.pipeline = {parallel.pipeline} leave {layers - first - last} of the model's "
             f"{layers} layers to the other stages, which must have equally many and at least one; "
             "set both to 0 for stages of the same size"
@@ -123,8 +123,8 @@ def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
     if counts.expert_ffn % shared or ranks % shared:
         possible = math.gcd(counts.expert_ffn, ranks)
         raise InputError(
-            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units of an "
-            f"expert and parallel.tensor x context x data = {ranks}; "
+            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units "
+            f"of an expert and parallel.tensor x context x data = {ranks}; "
             f"nearest possible: {nearest_divisor(possible, shared)}"
         )
     if counts.experts % parallel.expert or ranks // shared % parallel.expert:

@@ -65,9 +65,10 @@ class EvalConfig(Section):
     training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
     generator.replicas, at least one where there are two."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds that an evaluation may take, for each set anew. A late one ends without the prompts
-    that are missing (eval/lost) and the grades that are (eval/not_graded); training goes on. Where
-    evaluating is all there is to do, missing prompts end the run."""
+    """Seconds that an evaluation may take, for each set anew; auto: twice
+    expert.queue.lease_timeout_s, at least 600 s times run.patience. A late one ends without the
+    prompts that are missing (eval/lost) and the grades that are (eval/not_graded); training goes
+    on. Where evaluating is all there is to do, missing prompts end the run."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

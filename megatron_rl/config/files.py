@@ -3,8 +3,10 @@
 Imported by every process.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import tomli_w
@@ -12,6 +14,7 @@ import tomli_w
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.expert import public_key, scaled_waits, with_expert
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.renamed import new_name
@@ -67,7 +70,7 @@ def resolve(layers: Layers) -> Config:
         ]
         raise ConfigError(f"{' and '.join(where)} exclude each other: leave one of them out")
     try:
-        config = Config.model_validate(fill_in(layers.tree))
+        config = Config.model_validate(_with_patience(fill_in(layers.tree)))
         check_stages(config)
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
@@ -76,10 +79,24 @@ def resolve(layers: Layers) -> Config:
     return config
 
 
+def _with_patience(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the deadlines that nobody gave, by `run.patience`."""
+    run = tree.get("run")
+    patience = run.get("patience", 1.0) if isinstance(run, dict) else 1.0
+    if patience == 1.0 or not isinstance(patience, int | float):
+        return tree
+    filled = copy.deepcopy(tree)
+    for key, seconds in scaled_waits(patience, Config().model_dump()):
+        section, _, name = key.partition(".")
+        if isinstance(there := filled.setdefault(section, {}), dict):
+            there.setdefault(name, seconds)
+    return filled
+
+
 def _explain(error: pydantic.ValidationError) -> str:
     lines = []
     for item in error.errors():
-        location = ".".join(str(part) for part in item["loc"])
+        location = public_key(".".join(str(part) for part in item["loc"]))
         if item["type"] == "extra_forbidden":
             lines.append(_unknown(location))
         else:
@@ -101,7 +118,7 @@ def _unknown(location: str) -> str:
 def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
-        keys.append(prefix + name)
+        keys.append(public_key(prefix + name))
         kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
@@ -111,7 +128,7 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:
 
 def dump_toml(config: Config) -> str:
     """The whole tree as TOML; `load_config` reads it back to an equal Config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(with_expert(config.model_dump(mode="json", exclude_none=True)))
 
 
 def override(key: str, value: str | list[str]) -> str:

@@ -12,33 +12,33 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
 MOST_PASSED_BY = 8
-"""Publishes that pass by a generator that failed several in a row, before it is served again."""
+"""Weight syncs that pass by a generator that failed several in a row, before it is served again."""
 
 
 def refuse_relay(quantization: str) -> None:
     """Raise InputError where engines have no slices that they could pass on."""
     if quantization:
         raise InputError(
-            f"weights.relay=true with generator.quantization={quantization}: a quantised engine "
-            "takes full tensors, which it cannot pass on; leave one of them out"
+            f"expert.weights.relay=true with generator.quantization={quantization}: a quantised "
+            "engine takes full tensors, which it cannot pass on; leave one of them out"
         )
 
 
 def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
-    """Raise InputError where `weights.overlap` is not known to be safe.
+    """Raise InputError where `expert.weights.overlap` is not known to be safe.
 
     has_gpus: whether the trainer computes on them. method: `weights.method`.
     """
     if has_gpus and method == "reshard":
         raise InputError(
-            "weights.overlap=true with weights.method=reshard needs a trainer without GPUs: on "
-            "one, the exchange's kernels and those of the trainer's own groups could wait for each "
-            "other for ever; give weights.method=host, or leave overlap at false"
+            "expert.weights.overlap=true with weights.method=reshard needs a trainer without GPUs: "
+            "on one, the exchange's kernels and those of the trainer's own groups could wait for "
+            "each other for ever; give weights.method=host, or leave overlap at false"
         )
     if quantization:
         raise InputError(
-            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
-            "takes full tensors, which all ranks gather; leave one of them out"
+            f"expert.weights.overlap=true with generator.quantization={quantization}: a quantised "
+            "engine takes full tensors, which all ranks gather; leave one of them out"
         )
 
 
@@ -95,18 +95,19 @@ class GeneratorConfig(Section):
     """An engine that is not ready after this many seconds has failed. A first start on a GPU
     compiles kernels: minutes; later ones find them in ~/.cache."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of a generator within generator.restart_window_s: one that dies is started again
-    after 1, 2, 4 ... at most 60 s. When they are used up, the run continues without it until the
-    window allows another restart; see generator.min_replicas."""
+    """Restarts of a generator within expert.generator.restart_window_s: one that dies is started
+    again after 1, 2, 4 ... at most 60 s. When they are used up, the run continues without it until
+    the window allows another restart; see generator.min_replicas."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of a generator are counted."""
     min_replicas: PositiveInt = 1
-    """Generators that the run needs: at the start, once weights.join_timeout_s has passed, and when
-    others have used up their restarts. With fewer it ends."""
+    """Generators that the run needs: at the start, once expert.weights.join_timeout_s has passed,
+    and when others have used up their restarts. With fewer it ends."""
     request_timeout_s: PositiveFloat = 300.0
     """Timeout of one completion, in seconds; the engine stops a slower one, which counts as
-    failed. Must be below queue.lease_timeout_s."""
-    wait_for_publish: bool = True
+    failed. auto: 0.12 s per token of the longest completion, at least 300 s, times run.patience.
+    Must be below expert.queue.lease_timeout_s."""
+    wait_for_weight_sync: bool = True
     """Wait for the trainer's first weights before serving; false: serve the weights of the model
     folder."""
 
@@ -194,13 +195,13 @@ class WeightsConfig(Section):
     meanwhile. Needs reshard."""
     join_timeout_s: PositiveFloat = 1200.0
     """Seconds within which generators must connect: all of them at the start, and one when none
-    is left. Must exceed generator.start_timeout_s."""
+    is left. Must exceed expert.generator.start_timeout_s."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
         if self.overlap and self.method not in ("reshard", "host", "ipc"):
             raise ValueError(
-                f"weights.overlap=true with weights.method={self.method}: full tensors are "
+                f"expert.weights.overlap=true with weights.method={self.method}: full tensors are "
                 "gathered by all ranks, which train meanwhile; give host, ipc or reshard"
             )
         return self
@@ -209,7 +210,7 @@ class WeightsConfig(Section):
     def _check_relay(self) -> Self:
         if self.relay and self.method != "reshard":
             raise ValueError(
-                f"weights.relay=true with weights.method={self.method}: generators pass on slices "
-                "over a network; give reshard, or leave relay at false"
+                f"expert.weights.relay=true with weights.method={self.method}: generators pass on "
+                "slices over a network; give reshard, or leave relay at false"
             )
         return self

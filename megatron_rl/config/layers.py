@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.expert import own_key, without_expert
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
 
@@ -38,7 +39,10 @@ class Layers:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no valid TOML: {error}") from error
-        given = with_absolute_paths(given, "", path.parent.resolve())
+        try:
+            given = with_absolute_paths(without_expert(given), "", path.parent.resolve())
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
         algorithm = given.get("algorithm")
         if isinstance(algorithm, dict) and "preset" in algorithm:
             self._forget_other_preset(algorithm["preset"])
@@ -117,7 +121,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or "." not in key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    *sections, name = key.strip().split(".")
+    key = own_key(key.strip())
+    *sections, name = key.split(".")
     node: Any = tree
     for depth, section in enumerate(sections, start=1):
         if isinstance(node, list):
@@ -128,8 +133,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
             raise ConfigError(f"override {override!r}: {section} is no section")
     if isinstance(node, list):
         raise ConfigError(f"override {override!r}: name an item, as in prompts.0.{name}=...")
-    node[name] = with_absolute_paths(parse_value(text.strip()), key.strip(), Path.cwd())
-    return key.strip(), node[name]
+    node[name] = with_absolute_paths(parse_value(text.strip()), key, Path.cwd())
+    return key, node[name]
 
 
 def _list_item(items: list[Any], index: str, override: str) -> Any:

@@ -73,7 +73,7 @@ class ParallelConfig(Section):
     overlap_gradients."""
     overlap_tensor: bool = False
     """Tensor ranks exchange positions while they multiply (TransformerEngine's userbuffers, CUDA);
-    needs sequence, and train.pad_microbatches, as the buffers have one size."""
+    needs sequence, and expert.train.pad_microbatches, as the buffers have one size."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -84,18 +84,18 @@ class ParallelConfig(Section):
             )
         if self.has_uneven_stages and (self.virtual_stages > 1 or self.pipeline == 1):
             raise ValueError(
-                f"parallel.first_stage_layers={self.first_stage_layers} and last_stage_layers="
-                f"{self.last_stage_layers} need parallel.pipeline above 1 and virtual_stages=1, "
-                f"not {self.pipeline} and {self.virtual_stages}: set both to 0"
+                f"expert.parallel.first_stage_layers={self.first_stage_layers} and "
+                f"last_stage_layers={self.last_stage_layers} need parallel.pipeline above 1 and "
+                f"virtual_stages=1, not {self.pipeline} and {self.virtual_stages}: set both to 0"
             )
         if self.overlap_parameters and not (self.distributed_optimizer and self.overlap_gradients):
             raise ValueError(
-                "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
-                "parallel.overlap_gradients=true: set both, or it to false"
+                "expert.parallel.overlap_parameters=true needs parallel.distributed_optimizer=true "
+                "and parallel.overlap_gradients=true: set both, or it to false"
             )
         if self.expert_exchange == "deepep" and self.expert * self.expert_tensor == 1:
             raise ValueError(
-                "parallel.expert_exchange='deepep' needs ranks that share experts: set "
+                "expert.parallel.expert_exchange='deepep' needs ranks that share experts: set "
                 "parallel.expert above 1, or 'all_to_all'"
             )
         if self.overlap_tensor:
@@ -105,16 +105,16 @@ class ParallelConfig(Section):
     def _check_overlap_tensor(self) -> None:
         if not self.divides_positions:
             raise ValueError(
-                f"parallel.overlap_tensor=true with parallel.tensor={self.tensor} and "
+                f"expert.parallel.overlap_tensor=true with parallel.tensor={self.tensor} and "
                 f"parallel.sequence={str(self.sequence).lower()} has nothing to overlap: set "
                 "parallel.sequence=true and parallel.tensor above 1, or it to false"
             )
         if self.tensor not in OVERLAPPED_TENSOR_RANKS:
             nearest = min(OVERLAPPED_TENSOR_RANKS, key=lambda size: abs(size - self.tensor))
             raise ValueError(
-                f"parallel.overlap_tensor=true with parallel.tensor={self.tensor}: "
+                f"expert.parallel.overlap_tensor=true with parallel.tensor={self.tensor}: "
                 "TransformerEngine's kernels know 2, 4 and 8 ranks; nearest possible: "
-                f"{nearest}, or parallel.overlap_tensor=false"
+                f"{nearest}, or expert.parallel.overlap_tensor=false"
             )
 
     @property

@@ -147,6 +147,13 @@ class Demonstrations(Section):
         reply="<think>\nThe sum of a and b is a + b.\n</think>\n"
         "```python\ndef add(a, b):\n    return a + b\n```",
     )
+    """Prompts whose tests call a function."""
+    think_code_program: Demonstration | None = Demonstration(
+        question="Write a program that reads two integers from a line and prints their sum.",
+        reply="<think>\nThe line holds a and b, and the sum is a + b.\n</think>\n"
+        "```python\na, b = map(int, input().split())\nprint(a + b)\n```",
+    )
+    """The same format check, for prompts whose tests run a program on standard input."""
     box: Demonstration | None = Demonstration(
         question="What is 2 + 3?", reply="2 + 3 is 5. The answer is \\boxed{5}."
     )
@@ -191,10 +198,16 @@ class RenderConfig(Section):
         text: str = getattr(self.system_prompts, format_check)
         return text
 
-    def demonstration_of(self, format_check: str) -> Demonstration | None:
-        """The exchange that is shown before a prompt whose task has this format check."""
+    def demonstration_of(
+        self, format_check: str, *, is_program: bool = False
+    ) -> Demonstration | None:
+        """The exchange that is shown before a prompt whose task has this format check.
+
+        is_program: whether tests run the answer as a program, rather than call a function of it.
+        """
         assert self.demonstrate != "auto", "for_model decides"
         if self.system_prompt is not None or not self.demonstrate:
             return None
-        exchange: Demonstration | None = getattr(self.demonstrations, format_check)
+        name = "think_code_program" if is_program and format_check == "think_code" else format_check
+        exchange: Demonstration | None = getattr(self.demonstrations, name)
         return exchange

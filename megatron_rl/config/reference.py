@@ -7,7 +7,7 @@ read from the sections themselves, so that it cannot differ from what a run acce
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_rl.config.derived import AUTO, DERIVED
+from megatron_rl.config.expert import EXPERT, is_expert, public_key
 from megatron_rl.config.files import REQUIRED
 from megatron_rl.config.section import Section
 from megatron_rl.config.tree import Config
@@ -57,7 +58,19 @@ class Table:
 
 def tables() -> list[Table]:
     """All sections of the tree, each before those inside it."""
-    return list(_tables(Config, _Place("", "", Config(), is_given=True)))
+    found = list(_tables(Config, _Place("", "", Config(), is_given=True)))
+    plain = [_part(table, expert=False) for table in found]
+    experts = [_part(table, expert=True) for table in found]
+    return [table for table in [*plain, *experts] if table.entries]
+
+
+def _part(table: Table, *, expert: bool) -> Table:
+    """A table's keys that everybody reads, or those under `[expert]`, by the names to give."""
+    entries = [entry for entry in table.entries if is_expert(entry.key) == expert]
+    named = tuple(replace(entry, key=public_key(entry.key)) for entry in entries)
+    if not expert:
+        return replace(table, entries=named)
+    return replace(table, key=f"{EXPERT}.{table.key}", entries=named)
 
 
 def find_entries(key: str) -> list[Entry]:

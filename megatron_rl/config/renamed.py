@@ -8,16 +8,18 @@ import tomllib
 from typing import Any
 
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.expert import EXPERT, public_key, with_expert
 
 RENAMED = {
     "algorithm.credit": "algorithm.advantage_estimator",
     "algorithm.flat_groups": "algorithm.zero_variance_groups",
     "algorithm.surrogate": "algorithm.policy_loss",
     "hosts": "nodes",
-    "ports.hosts": "ports.nodes",
+    "ports.hosts": "expert.ports.nodes",
     "replay.traces": "replay.datasets",
     "sft.control": "sft.baseline",
     "sft.traces": "sft.dataset",
+    "generator.wait_for_publish": "generator.wait_for_weight_sync",
     "generator.shares_gpus": "generator.colocate",
     "reward.tasks.*.gate": "reward.tasks.*.format_check",
     "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
@@ -32,16 +34,37 @@ RENAMED_METRICS = {
     "control_se": "sft_baseline_se",
     "rl_minus_control": "rl_minus_sft_baseline",
     "groups_dropped_flat": "groups_dropped_zero_variance",
+    "publish_s_median": "weight_sync_s_median",
+} | {
+    f"publish/{name}": f"weight_sync/{name}"
+    for name in (
+        "damaged_parcels",
+        "dropped_generators",
+        "generators",
+        "passed_over",
+        "pause_s",
+        "peak_extra_mb",
+        "reclaim_s",
+        "relayed",
+        "release_s",
+        "s",
+        "transfer_s",
+        "wire_mb",
+    )
 }
 """The same for names of metrics.jsonl and summary.json."""
 
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-]+)\s*\]\]?")
 _ASSIGNMENT = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)")
+_QUOTED_KEY = re.compile(r"^\s*\"([A-Za-z0-9_.]+)\"\s*=")
 _OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
 
 
 def new_name(key: str) -> str:
-    """The key, or the name that it has now, whatever follows the renamed part."""
+    """The key, or the name that it has now, whatever follows the renamed part.
+
+    Keys that moved to `[expert]` are renamed ones too.
+    """
     parts = key.split(".")
     for old, new in RENAMED.items():
         pattern = old.split(".")
@@ -53,8 +76,9 @@ def new_name(key: str) -> str:
                 given if now == "*" else now
                 for now, given in zip(new.split("."), head, strict=True)
             ]
-            return ".".join([*named, *parts[len(pattern) :]])
-    return key
+            key = ".".join([*named, *parts[len(pattern) :]])
+            break
+    return public_key(key)
 
 
 def migrate(text: str) -> tuple[str, list[str]]:
@@ -68,22 +92,43 @@ def migrate(text: str) -> tuple[str, list[str]]:
     changes: list[str] = []
     section: list[str] = []
     lines = []
+    moved: dict[str, list[str]] = {}
     for line in text.splitlines(keepends=True):
         if found := _HEADER.match(line):
             section = _of_list(found[1]).split(".")
             line = _replaced(line, found.span(1), found[1], changes, [])
+        elif found := _QUOTED_KEY.match(line):
+            line = _replaced(line, found.span(1), found[1], changes, [])
         elif found := _ASSIGNMENT.match(line):
+            new = new_name(".".join([*section, found[2]]))
+            if section and section[0] != EXPERT and new.startswith(f"{EXPERT}."):
+                table, _, name = new.rpartition(".")
+                changes.append(f"{'.'.join([*section, found[2]])} -> {new}")
+                moved.setdefault(table, []).append(name + line[found.end(2) :].rstrip() + "\n")
+                continue
             line = _replaced(line, found.span(2), found[2], changes, section)
         for found in reversed(list(_OVERRIDE.finditer(line))):
             line = _replaced(line, found.span(), found[1], changes, [])
         lines.append(line)
-    migrated = "".join(lines)
-    if _parsed(migrated) != _renamed(before, ""):
+    migrated = "".join(_with_tables(lines, moved))
+    # A table whose keys all moved stays, empty.
+    if with_expert(_parsed(migrated)) != with_expert(_renamed(before, "")):
         raise ConfigError(
             "a former name stands where it cannot be rewritten safely, such as in an inline table: "
             f"replace by hand: {'; '.join(f'{old} by {new}' for old, new in RENAMED.items())}"
         )
     return migrated, changes
+
+
+def _with_tables(lines: list[str], moved: dict[str, list[str]]) -> list[str]:
+    """The lines of a file with moved keys in their tables, which are added where they are not."""
+    for table, keys in moved.items():
+        headers = [number for number, line in enumerate(lines) if line.strip() == f"[{table}]"]
+        if headers:
+            lines[headers[0] + 1 : headers[0] + 1] = keys
+        else:
+            lines += ["\n", f"[{table}]\n", *keys]
+    return lines
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -114,7 +159,7 @@ def _renamed(value: Any, key: str) -> Any:
     """The tree with today's names."""
     if isinstance(value, dict):
         return {
-            new_name(f"{key}.{name}" if key else name).split(".")[-1]: _renamed(
+            _last_part(f"{key}.{name}" if key else name, name): _renamed(
                 inner, f"{key}.{name}" if key else name
             )
             for name, inner in value.items()
@@ -125,3 +170,8 @@ def _renamed(value: Any, key: str) -> Any:
         name, _, rest = value.partition("=")
         return f"{new_name(name)}={rest}"
     return value
+
+
+def _last_part(key: str, name: str) -> str:
+    """What a table calls a key; a name with dots stands in quotes, and is a whole key."""
+    return new_name(name) if "." in name else new_name(key).rpartition(".")[2]

@@ -3,7 +3,7 @@
 Imported by every process, as part of the configuration tree.
 """
 
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -205,33 +205,51 @@ class WorkerPoolConfig(Section):
         return self.model_copy(update={"workers": max(1, share)})
 
 
+_LANGUAGE_POOL: dict[str, Any] = {"timeout_s": 1.0}
+_CODE_POOL: dict[str, Any] = {
+    "timeout_s": 200.0, "max_elapsed_s": 400.0, "memory_bytes": 4 << 30, "max_pending": 256,
+}  # fmt: skip
+_CUSTOM_POOL: dict[str, Any] = {"timeout_s": 10.0}
+
+
 class VerifierConfig(Section):
     """Grading processes by worker pool. A worker pool that no task needs starts no process."""
 
     answer_within_s: PositiveFloat = 600.0
     """Seconds after which an open request is answered as not graded. Must be below
-    queue.score_timeout_s."""
+    expert.queue.score_timeout_s."""
     max_restarts: int = Field(default=10, ge=0)
-    """Restarts of a verifier within verifier.restart_window_s: one that dies is started again after
-    1, 2, 4 ... at most 60 s. When they are used up, the run continues with the verifiers of other
-    hosts; without any it ends."""
+    """Restarts of a verifier within expert.verifier.restart_window_s: one that dies is started
+    again after 1, 2, 4 ... at most 60 s. When they are used up, the run continues with the
+    verifiers of other hosts; without any it ends."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of a verifier are counted."""
     answers: WorkerPoolConfig = WorkerPoolConfig()
     """Math, exact, reasoning_gym."""
-    language: WorkerPoolConfig = WorkerPoolConfig(timeout_s=1.0)
+    language: WorkerPoolConfig = WorkerPoolConfig(**_LANGUAGE_POOL)
     """Language consistency, once the answer is judged."""
-    code: WorkerPoolConfig = WorkerPoolConfig(
-        timeout_s=200.0, max_elapsed_s=400.0, memory_bytes=4 << 30, max_pending=256
-    )
+    code: WorkerPoolConfig = WorkerPoolConfig(**_CODE_POOL)
     """Compiling and testing programs."""
-    custom: WorkerPoolConfig = WorkerPoolConfig(timeout_s=10.0)
+    custom: WorkerPoolConfig = WorkerPoolConfig(**_CUSTOM_POOL)
     """Comparisons and extra rewards of the user's own."""
 
     def pool(self, name: str) -> WorkerPoolConfig:
         """The worker pool of that name."""
         pool: WorkerPoolConfig = getattr(self, name)
         return pool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_other_defaults(cls, given: Any) -> Any:
+        """A pool of which one key is given keeps its own defaults of the others."""
+        if not isinstance(given, dict):
+            return given
+        own = {"language": _LANGUAGE_POOL, "code": _CODE_POOL, "custom": _CUSTOM_POOL}
+        return given | {
+            name: defaults | given[name]
+            for name, defaults in own.items()
+            if isinstance(given.get(name), dict)
+        }
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -240,7 +258,7 @@ class VerifierConfig(Section):
             if not pool.timeout_s <= pool.max_elapsed_s <= self.answer_within_s:
                 raise ValueError(
                     f"verifier.{name}: timeout_s={pool.timeout_s:g}, max_elapsed_s="
-                    f"{pool.max_elapsed_s:g} and verifier.answer_within_s="
+                    f"{pool.max_elapsed_s:g} and expert.verifier.answer_within_s="
                     f"{self.answer_within_s:g} must not fall in this order: raise the later ones"
                 )
         return self

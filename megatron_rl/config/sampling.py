@@ -4,7 +4,6 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.section import Section
 
 
@@ -33,19 +32,3 @@ class SamplingConfig(Section):
         if len(set(self.stop)) < len(self.stop):
             raise ValueError(f"sampling.stop={self.stop}: name each string once")
         return self
-
-
-def check_sampling(engine: str, sampling: SamplingConfig, evaluation: EvalConfig) -> None:
-    """Raise ValueError for what the engine cannot sample."""
-    found = [sampling, evaluation, *evaluation.sets]
-    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if engine == "hf" and any(getattr(one, key) not in (off, None) for one in found):
-            raise ValueError(
-                f"generator.engine='hf' samples with {key} = {off:g} alone: leave sampling.{key}, "
-                f"eval.{key} and that of eval.sets at {off:g}, or use 'sglang'"
-            )
-    if engine == "vllm" and sampling.stop:
-        raise ValueError(
-            f"generator.engine='vllm' knows no sampling.stop (given: {sampling.stop}): leave it "
-            "out, or use 'sglang'"
-        )

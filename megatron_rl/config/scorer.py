@@ -30,8 +30,8 @@ class ScorerConfig(Section):
     start_timeout_s: PositiveFloat = 600.0
     """Seconds after which an engine that is not ready counts as failed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of the scorer within scorer.restart_window_s, after 1, 2, 4 ... at most 60 s; then
-    its death ends the run. The trainer repeats the requests that the dead scorer had."""
+    """Restarts of the scorer within expert.scorer.restart_window_s, after 1, 2, 4 ... at most 60 s;
+    then its death ends the run. The trainer repeats the requests that the dead scorer had."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of the scorer are counted."""
     request_timeout_s: PositiveFloat = 120.0
@@ -39,27 +39,3 @@ class ScorerConfig(Section):
     answer_within_s: PositiveFloat = 900.0
     """Seconds without any answer after which the run ends. Must exceed start_timeout_s, because
     the trainer waits through starts and restarts."""
-
-    def check(self, *, context_tokens: int, temperature: float) -> None:
-        """Raise ValueError where it cannot score what is trained on.
-
-        context_tokens: the longest sequence; temperature: of sampling.
-        """
-        if temperature != 1.0:
-            raise ValueError(
-                f"sampling.temperature={temperature:g} with algorithm.reference.source='engine': "
-                "SGLang gives logprobs of given tokens at temperature 1 alone, which are not those "
-                "that the trainer compares; set it to 1, or algorithm.reference.source='trainer'"
-            )
-        if self.kv_tokens <= context_tokens:
-            raise ValueError(
-                f"scorer.kv_tokens={self.kv_tokens} does not hold one sequence of "
-                f"generator.context_tokens={context_tokens}: raise it"
-            )
-        if self.answer_within_s <= max(self.start_timeout_s, self.request_timeout_s):
-            raise ValueError(
-                f"scorer.answer_within_s={self.answer_within_s:g} is not above "
-                f"scorer.start_timeout_s={self.start_timeout_s:g} and scorer.request_timeout_s="
-                f"{self.request_timeout_s:g}: the trainer would give up an engine that starts; "
-                "raise it"
-            )

@@ -74,15 +74,6 @@ class ModelConfig(Section):
         """Whether logits are of a wider dtype than what they are computed from."""
         return self.logits_dtype != self.dtype
 
-    def check_engine(self, engine: str) -> None:
-        """Raise ValueError for an engine that rounds logits which the trainer does not."""
-        if self.has_wide_head and engine != "sglang":
-            raise ValueError(
-                f"model.head_dtype='float32' with generator.engine={engine!r}, which rounds logits "
-                f"to model.dtype={self.dtype!r}: its logprobs would differ from the trainer's; use "
-                "generator.engine='sglang', or model.head_dtype='bfloat16'"
-            )
-
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
         modules = list(self.recompute_modules)
@@ -110,28 +101,29 @@ class ModelConfig(Section):
         if self.fp8 == "none":
             if self.fp8_parameters or self.fp8_bf16_edge_layers:
                 raise ValueError(
-                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
-                    f"{given}: choose 'blockwise', 'tensorwise' or 'delayed'"
+                    "expert.model.fp8_parameters and expert.model.fp8_bf16_edge_layers need FP8, "
+                    f"and {given}: choose 'blockwise', 'tensorwise' or 'delayed'"
                 )
         elif self.megatron_path is not None and self.fp8_parameters:
             raise ValueError(
                 "model.megatron_path does not fill parameters in FP8: set "
-                "model.fp8_parameters=false, or make a HF folder with `megatron-rl convert`"
+                "expert.model.fp8_parameters=false, or make a HF folder with `megatron-rl convert`"
             )
         elif self.layers == "local":
-            raise ValueError(f"{given} needs model.layers='transformer_engine' or 'auto'")
+            raise ValueError(f"{given} needs expert.model.layers='transformer_engine' or 'auto'")
         elif self.dtype != "bfloat16":
             raise ValueError(f"{given} needs model.dtype='bfloat16'")
         elif self.fp8 == "delayed" and self.fp8_bf16_edge_layers:
             raise ValueError(
-                f"model.fp8_bf16_edge_layers={self.fp8_bf16_edge_layers} is not possible with "
-                f"{given}, which scales all layers at once; nearest possible: 0, or 'tensorwise'"
+                f"expert.model.fp8_bf16_edge_layers={self.fp8_bf16_edge_layers} is not possible "
+                f"with {given}, which scales all layers at once; nearest possible: 0, or "
+                "'tensorwise'"
             )
         elif self.fp8 == "delayed" and self.fp8_parameters:
             # Loaded weights would be rounded with a scale of 1, as there are no steps before.
             raise ValueError(
-                f"model.fp8_parameters=true is not possible with {given}, which has no scales for "
-                "loaded weights; nearest possible: model.fp8='tensorwise'"
+                f"expert.model.fp8_parameters=true is not possible with {given}, which has no "
+                "scales for loaded weights; nearest possible: model.fp8='tensorwise'"
             )
         return self
 
@@ -197,7 +189,7 @@ class TrainConfig(Section):
     pad_microbatches: bool = False
     """Pad every microbatch to the same number of positions: microbatch_tokens, rounded up so
     that the ranks can divide it. Padding is computed and has no weight; steps are the same
-    except for rounding, and cost more. Needed by parallel.overlap_tensor."""
+    except for rounding, and cost more. Needed by expert.parallel.overlap_tensor."""
     expandable_segments: bool = True
     """Use expandable segments in torch's CUDA allocator, so that microbatches of many lengths
     fragment memory less. No effect with weights.method "ipc", which shares memory with another
@@ -227,9 +219,10 @@ class TrainConfig(Section):
     """Stop the run after this many skipped optimizer steps in a row. The last minibatch is
     written to the run folder."""
     batch_timeout_s: PositiveFloat = 1200.0
-    """Seconds that the trainer waits for a batch before it ends the run. Set it above
-    queue.max_attempts x generator.request_timeout_s: then one slow completion drops its group
-    and does not end the run."""
+    """Seconds that the trainer waits for a batch before it ends the run; auto: 1.5 times
+    expert.queue.lease_timeout_s, at least 1200 s times run.patience. Above
+    expert.queue.max_attempts x expert.generator.request_timeout_s, one slow completion drops its
+    group and does not end the run."""
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""
@@ -262,7 +255,7 @@ class SftConfig(Section):
     """Learning rate and schedule of the cold start."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Number of steps between checkpoints of the cold start, from which it resumes; 0: none.
-    checkpoint.keep_last and checkpoint.write_timeout_s hold for them too."""
+    checkpoint.keep_last and expert.checkpoint.write_timeout_s hold for them too."""
     export_every_steps: int = Field(default=0, ge=0)
     """Number of steps between exports of the model. All exports and the last model are
     evaluated, and RL starts from the most accurate one; 0: export only the last model."""

@@ -10,20 +10,19 @@ from typing import Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.check import refusals
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.passes import check_passes
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
-from megatron_rl.config.sampling import SamplingConfig, check_sampling
+from megatron_rl.config.sampling import SamplingConfig
 from megatron_rl.config.scorer import ScorerConfig
 from megatron_rl.config.section import Section
-from megatron_rl.config.sharing import check_release, check_sharing
 from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
     CheckpointConfig,
@@ -42,6 +41,10 @@ class RunConfig(Section):
     folder, also in a file."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
+    patience: float = Field(default=1.0, gt=0, le=100)
+    """Factor of every deadline that [expert] does not give: 2 for slow file systems, busy hosts or
+    long generations. Deadlines are the keys of [expert] whose names end in timeout_s, deadline_s,
+    patience_s, within_s or grace_s."""
 
 
 class QueueConfig(Section):
@@ -56,11 +59,12 @@ class QueueConfig(Section):
     """Seconds of silence after which a generator or verifier counts as dead and its work is
     issued again."""
     lease_timeout_s: PositiveFloat = 360.0
-    """Seconds without a result after which a lease is cancelled and issued again. Must exceed
-    generator.request_timeout_s, so that a live engine reports the failure itself."""
+    """Seconds without a result after which a lease is cancelled and issued again; auto: 1.2 times
+    expert.generator.request_timeout_s. Must exceed that, so that a live engine reports the failure
+    itself."""
     score_timeout_s: PositiveFloat = 900.0
     """Seconds after which an unanswered score request is issued again. Must exceed
-    verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
+    expert.verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
     max_attempts: PositiveInt = 3
     """Number of tries of a completion before its group is dropped, of a score before its
     completion is dropped, and of a group's answer classes before the group is dropped. Each drop
@@ -70,7 +74,7 @@ class QueueConfig(Section):
     silence, or by a failing engine) before the completion is given up as by max_attempts."""
     score_patience_s: PositiveFloat = 300.0
     """Seconds after which a completion that cannot be graded is neither tried again nor
-    replaced. Keep it well below train.batch_timeout_s, so that no completion delays a batch
+    replaced. Keep it well below expert.train.batch_timeout_s, so that no completion delays a batch
     until the trainer gives up."""
     max_replacements: int = Field(default=1, ge=0)
     """Number of times that a completion which cannot be graded is generated again, to keep its
@@ -94,14 +98,19 @@ class QueueConfig(Section):
     record_tokens: bool = True
     """Write token ids and logprobs of every rollout to rollouts/, 8 bytes per token. A replay
     needs them."""
+    keep_tokens_of_steps: int = Field(default=0, ge=0)
+    """Number of latest trained steps whose token files (.int32, trained_*.npz) stay in rollouts/;
+    0: all. The queue removes older ones with each batch, except those that replay.buffer_groups
+    needs to resume at a checkpoint in the run folder. Records (.jsonl) and all files of
+    evaluations stay."""
 
     @model_validator(mode="after")
     def _check_breaker(self) -> Self:
         if self.breaker_window_groups < self.breaker_min_prompts:
             raise ValueError(
-                f"queue.breaker_window_groups={self.breaker_window_groups} groups never hold "
-                f"queue.breaker_min_prompts={self.breaker_min_prompts} different prompts: raise "
-                "the former, or lower the latter"
+                f"expert.queue.breaker_window_groups={self.breaker_window_groups} groups never "
+                f"hold expert.queue.breaker_min_prompts={self.breaker_min_prompts} different "
+                "prompts: raise the former, or lower the latter"
             )
         return self
 
@@ -169,129 +178,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.train.minibatches > self.train.prompts_per_batch:
-            raise ValueError(
-                f"train.minibatches={self.train.minibatches} is more than "
-                f"train.prompts_per_batch={self.train.prompts_per_batch}: groups never split "
-                "across minibatches; lower the former"
-            )
-        if self.reward.length_margin_tokens > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"reward.length_margin_tokens={self.reward.length_margin_tokens} exceeds "
-                f"sampling.max_new_tokens={self.sampling.max_new_tokens}"
-            )
-        if self.generator.context_tokens <= self.sampling.max_new_tokens:
-            raise ValueError(
-                f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
-                f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
-            )
-        if self.generator.overlap_schedule and self.weights.kv_cache != "recompute":
-            raise ValueError(
-                f"generator.overlap_schedule with weights.kv_cache={self.weights.kv_cache!r}: the "
-                "versions of tokens would be wrong by one; set weights.kv_cache='recompute', or "
-                "leave it at false"
-            )
-        longest = self.eval.longest(self.sampling.max_new_tokens)
-        if self.generator.context_tokens <= longest:
-            raise ValueError(
-                f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
-                f"prompt beside the max_new_tokens={longest} of eval or of eval.sets: raise it"
-            )
-        self._check_serving()
-        self._check_algorithm()
-        self._check_replay()
-        self._check_verifier()
-        self._check_engine()
-        check_sharing(self.generator, self.weights, ranks=self.parallel.world_size)
-        check_release(self.generator, self.weights, self.eval)
-        self._check_training()
-        if self.sft.steps and self.sft.export_every_steps:
-            self._check_choice()
+        if found := refusals(self):
+            raise ValueError("\n  ".join(found))
         return self
-
-    def _check_serving(self) -> None:
-        if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
-            raise ValueError(
-                f"generator.request_timeout_s={self.generator.request_timeout_s:g} is not below "
-                f"queue.lease_timeout_s={self.queue.lease_timeout_s:g}: a lease would be given to "
-                "another generator before its engine has given up; set queue.lease_timeout_s to "
-                f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
-            )
-        if self.eval.replicas != "auto" and self.eval.replicas >= self.generator.replicas > 1:
-            raise ValueError(
-                f"eval.replicas={self.eval.replicas} leaves none of generator.replicas="
-                f"{self.generator.replicas} to training: lower the former"
-            )
-
-    def _check_training(self) -> None:
-        longest = self.generator.context_tokens
-        check_passes(self.model, self.parallel, self.train, context_tokens=longest)
-        if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
-            raise ValueError(
-                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
-            )
-        for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
-            if optimizer.offload:
-                self._check_offload(f"{section}optimizer.offload")
-
-    def _check_choice(self) -> None:
-        given = f"sft.export_every_steps={self.sft.export_every_steps}"
-        names = [one.name for one in self.eval.sets]
-        if self.sft.choose_by and self.sft.choose_by not in names:
-            raise ValueError(
-                f"sft.choose_by={self.sft.choose_by!r} is none of eval.sets "
-                f"({', '.join(names) or 'there are none'}): name one of them, or leave it out for "
-                "the held-out prompts"
-            )
-        if not self.sft.choose_by and self.eval.prompts == 0:
-            raise ValueError(
-                f"{given} chooses by an evaluation, and eval.prompts=0: raise it, or name one of "
-                "eval.sets in sft.choose_by"
-            )
-
-    def _check_algorithm(self) -> None:
-        advantage_estimator, size = self.algorithm.advantage_estimator, self.train.group_size
-        if advantage_estimator.name in ("pass_at_k", "majority") and advantage_estimator.k > size:
-            raise ValueError(
-                f"algorithm.advantage_estimator.k={advantage_estimator.k} samples are more than "
-                f"train.group_size={size}: "
-                "raise the latter, or lower the former"
-            )
-        self._check_gold()
-        if self.algorithm.needs_scorer:
-            self.scorer.check(
-                context_tokens=self.generator.context_tokens,
-                temperature=self.sampling.temperature,
-            )
-            self._check_start()
-        elif self.algorithm.needs_reference and self.model.fp8_parameters:
-            raise ValueError(
-                "algorithm.reference.policy swaps weights, and model.fp8_parameters=true keeps "
-                "them with scales that cannot be swapped: set model.fp8_parameters=false"
-            )
-
-    def _check_start(self) -> None:
-        if self.algorithm.reference.policy == "start" and self.model.megatron_path is not None:
-            raise ValueError(
-                "algorithm.reference.source='engine' reads Hugging Face folders, and the run "
-                f"starts from model.megatron_path={self.model.megatron_path}: make a folder of it "
-                "with `megatron-rl convert` and give that as algorithm.reference.policy"
-            )
-
-    def _check_gold(self) -> None:
-        if self.algorithm.used_gold is None:
-            return
-        what = f"algorithm.gold.groups={self.algorithm.gold.groups!r}"
-        if self.train.router_replay:
-            raise ValueError(
-                f"{what} and train.router_replay=true exclude each other: no generator chose "
-                "experts for reference answers; set one of them to its default"
-            )
-        if not self.reward.format:
-            raise ValueError(
-                f"{what} needs reward.format above 0, by which well-formed completions are known; "
-                "the paper's is 0.1"
-            )
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -315,78 +204,3 @@ class Config(Section):
         if replicas == 1 or self.generator.release_memory:
             return 0
         return max(1, replicas // 4) if self.eval.replicas == "auto" else self.eval.replicas
-
-    def _check_replay(self) -> None:
-        replay = self.replay
-        if not replay.groups_of(self.train.prompts_per_batch):
-            return
-        if self.algorithm.used_gold is not None:
-            raise ValueError(
-                f"replay.share={replay.share:g} and algorithm.gold.groups="
-                f"{self.algorithm.gold.groups!r} exclude each other: recorded rollouts have no "
-                "place for reference answers; set one of them to its default"
-            )
-        if self.train.router_replay:
-            raise ValueError(
-                f"replay.share={replay.share:g} and train.router_replay=true exclude each other: "
-                "choices of experts are not recorded; set one of them to its default"
-            )
-        if replay.datasets and self.algorithm.reads_generator_logprobs:
-            raise ValueError(
-                "replay.datasets have no generator's logprobs, which algorithm.policy_loss.name="
-                f"{self.algorithm.policy_loss.name!r} with old_logprobs="
-                f"{self.algorithm.policy_loss.old_logprobs!r}, algorithm.shaping.baseline="
-                f"{self.algorithm.shaping.baseline!r} and algorithm.correction.name="
-                f"{self.algorithm.correction.name!r} read: take a preset without importance "
-                "ratios, such as agro, or old_logprobs='recompute' without a correction; with spo, "
-                "for SFT examples of the reference, advantage_estimator.name='soft_value', "
-                "shaping.baseline='none'"
-            )
-        if replay.buffer_groups and not self.queue.record_tokens:
-            raise ValueError(
-                f"replay.buffer_groups={replay.buffer_groups} is filled again from the recorded "
-                "rollouts when a run resumes: set queue.record_tokens=true"
-            )
-
-    def _check_engine(self) -> None:
-        engine = self.generator.engine
-        if self.generator.quantization and engine in ("hf", "vllm"):
-            raise ValueError(
-                f"generator.quantization={self.generator.quantization!r} needs an engine that "
-                f"quantises: generator.engine={engine!r} does not; use 'sglang'"
-            )
-        self.model.check_engine(engine)
-        if engine == "vllm" and self.generator.tensor_parallel > 1:
-            raise ValueError(
-                f"generator.tensor_parallel={self.generator.tensor_parallel}: generator.engine="
-                "'vllm' has one rank; set it to 1 and generator.replicas higher, or use 'sglang'"
-            )
-        check_sampling(engine, self.sampling, self.eval)
-        if self.train.router_replay and engine in ("hf", "vllm"):
-            raise ValueError(
-                "train.router_replay needs an engine that returns its expert choices: "
-                f"generator.engine={engine!r} does not; use 'sglang'"
-            )
-
-    def _check_verifier(self) -> None:
-        within_s, longest_s = self.verifier.answer_within_s, self.reward.longest_program_s
-        if within_s >= self.queue.score_timeout_s:
-            raise ValueError(
-                f"verifier.answer_within_s={within_s:g} is not below queue.score_timeout_s="
-                f"{self.queue.score_timeout_s:g}: the queue would ask another verifier before the "
-                f"first has answered; set queue.score_timeout_s to {1.5 * within_s:g}"
-            )
-        if self.verifier.code.timeout_s < longest_s:
-            raise ValueError(
-                f"verifier.code.timeout_s={self.verifier.code.timeout_s:g} is less than the "
-                f"{longest_s:g} s that a program may take by reward.compile_s, "
-                "reward.tests_per_problem and reward.test_s: raise it, or lower those"
-            )
-
-    def _check_offload(self, key: str) -> None:
-        if not self.parallel.distributed_optimizer:
-            raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
-        if self.model.fp8_parameters:
-            raise ValueError(
-                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
-            )

@@ -183,7 +183,8 @@ def _example(
 ) -> SftExample:
     messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
     tail = "" if options.template_opens_thoughts else record.prompt_tail
-    return SftExample(messages, with_opening(record.text, tail), record.task)
+    is_program = prompt is not None and prompt.is_program
+    return SftExample(messages, with_opening(record.text, tail), record.task, is_program)
 
 
 def _choose(

@@ -43,7 +43,7 @@ def find_dropped(
     limits: tokens of a completion by the id of the prompt; others: the largest
     sampling.max_new_tokens of the stages.
     """
-    conversations = [Conversation(prompt.task, prompt.messages) for prompt in prompts]
+    conversations = [Conversation(p.task, p.messages, p.is_program) for p in prompts]
     # A prompt is drawn in any stage, so it must leave room for the longest completions of all.
     default = longest_stage(config).sampling.max_new_tokens
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]

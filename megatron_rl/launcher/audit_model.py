@@ -54,7 +54,12 @@ def audit_model(run_dir: Path) -> dict[str, object]:
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
     """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
     sequences = [
-        renderer.render(p.messages, longest_stage(cfg).sampling.max_new_tokens, task=p.task)
+        renderer.render(
+            p.messages,
+            longest_stage(cfg).sampling.max_new_tokens,
+            task=p.task,
+            is_program=p.is_program,
+        )
         + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
         for p in prompts
     ]
@@ -137,7 +142,9 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        ids = [renderer.render(p.messages, limit, task=p.task) for p in batch]
+        ids = [
+            renderer.render(p.messages, limit, task=p.task, is_program=p.is_program) for p in batch
+        ]
         width = max(map(len, ids))
         pad = renderer.stop_ids[0]
         tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids])

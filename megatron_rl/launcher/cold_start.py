@@ -1,20 +1,20 @@
 """The cold start in the phases of a run: whether it is to come, what is left of it, its model.
 
-Used by `run.py`, `nodes.py` and `node_phases.py`.
+Used by `run.py` and `phases.py`.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of
+from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of, choose
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.exports import COLD_START, candidate_name, candidate_step
-from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.metrics import JsonlWriter, iter_jsonl
 from megatron_rl.weights.folders.staging import recover, staged
 
 Row = dict
@@ -76,7 +76,7 @@ def is_of_cold_start(name: str) -> bool:
     return not is_partial and (base == COLD_START or candidate_step(base) is not None)
 
 
-def rows_of_cold_start(rows: list[Row], steps: int) -> str:
+def rows_of_cold_start(rows: Iterable[Row], steps: int) -> str:
     """The rows of `metrics.jsonl` that hold for a cold start which goes on after so many steps."""
     kept = []
     for row in rows:
@@ -87,10 +87,20 @@ def rows_of_cold_start(rows: list[Row], steps: int) -> str:
     return "".join(kept)
 
 
-def is_evaluated(config: Config, rows: list[Row], step: int) -> bool:
+def is_evaluated(config: Config, step: int) -> bool:
     """Whether everything is known of a model to choose from."""
-    sets = {config.sft.choose_by, *(one.name for one in config.eval.sets)}
+    sets, rows = {config.sft.choose_by, *(one.name for one in config.eval.sets)}, _measured(config)
     return all(step in candidates_of(rows, name) for name in sets)
+
+
+def choose_model(config: Config) -> Candidate:
+    """The most accurate model of the cold start. Raises InputError where one was not measured."""
+    return choose(_measured(config), config.sft.candidates, config.sft.choose_by)
+
+
+def _measured(config: Config) -> list[Row]:
+    """Rows of the evaluations that have ended."""
+    return list(iter_jsonl(config.run.dir / "metrics.jsonl", holding='"eval/accuracy"'))
 
 
 def begin_with(

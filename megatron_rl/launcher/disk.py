@@ -15,7 +15,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     complete_checkpoints,
     read_complete_mark,
 )
-from megatron_rl.protocol.rollout_files import FOLDER
+from megatron_rl.protocol.rollout_files import FOLDER, LINES
 
 FEW_STEPS = 50
 """A disk with room for fewer steps is warned about."""
@@ -28,7 +28,7 @@ def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
 
     left_steps: that the run has still to take.
     """
-    a_step = _bytes_a_step(run_dir / FOLDER)
+    a_step = _bytes_a_step(run_dir / FOLDER, config.queue.keep_tokens_of_steps)
     if not a_step or left_steps <= 0:
         return ""
     free = shutil.disk_usage(run_dir).free
@@ -39,21 +39,27 @@ def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
     beside = f" beside the next checkpoint of {checkpoint / 1e9:.3g} GB" if checkpoint else ""
     return (
         f"the disk of {run_dir} has {free / 1e9:.3g} GB free, room for {steps} more steps of "
-        f"{a_step / 1e9:.3g} GB{beside}; a full disk ends the run: free space, or resume with "
-        "queue.record_tokens=false"
+        f"{a_step / 1e9:.3g} GB{beside}; a full disk ends the run: free space, or resume with a "
+        "low queue.keep_tokens_of_steps, such as 20, or with queue.record_tokens=false"
     )
 
 
-def _bytes_a_step(folder: Path) -> int:
-    """Mean bytes of all files of rollouts of one of the latest complete steps; 0 without any."""
+def _bytes_a_step(folder: Path, keep_steps: int) -> int:
+    """Mean bytes that each of the latest complete steps has added to the rollouts; 0 without any.
+
+    keep_steps: queue.keep_tokens_of_steps. Once there are more, token files go as others come.
+    """
     files: dict[int, list[Path]] = defaultdict(list)
     for path in folder.iterdir() if folder.is_dir() else ():
         if (found := _OF_STEP.match(path.name)) is not None:
             files[int(found.group(1))].append(path)
     # The newest one may be written to now.
     latest = sorted(files)[:-1][-_MEASURED_STEPS:]
+    grown = [path for step in latest for path in files[step]]
+    if 0 < keep_steps < len(files):
+        grown = [path for path in grown if path.suffix == LINES]
     sizes = 0
-    for path in (path for step in latest for path in files[step]):
+    for path in grown:
         # Somebody may move files away meanwhile.
         with contextlib.suppress(FileNotFoundError):
             sizes += path.stat().st_size

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.reward import FormatCheckName
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
@@ -29,7 +28,7 @@ from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
 from megatron_rl.trainer.sft_dataset import read_sft_dataset
-from verification.canned import Canned, Form, find_form, make_canned
+from verification.canned import Canned, Form, find_form, form_of_check, make_canned
 from verification.library import Grading, Sample
 
 PROMPTS_PER_TASK = 16
@@ -119,7 +118,7 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
     for prompt, seen in zip(prompts, rendered, strict=True):
         form = taught(prompt.task) or find_form(seen.text)
         if config.render.form_known:
-            form = _form_of_check(format_checks[prompt.task])
+            form = form_of_check(format_checks[prompt.task])
         canned = make_canned(
             prompt,
             config.reward.all_tasks[prompt.task].compare,
@@ -136,7 +135,7 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
-        ids = renderer.render(prompt.messages, 1, task=prompt.task)
+        ids = renderer.render(prompt.messages, 1, task=prompt.task, is_program=prompt.is_program)
         found.append(Rendered(renderer.decode(ids), renderer.tail(ids)))
     return found
 
@@ -150,14 +149,6 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
         forms[example.task][find_form(example.response)] += 1
     of_all = sum(forms.values(), collections.Counter[Form]())
     return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]
-
-
-def _form_of_check(format_check: FormatCheckName) -> Form:
-    return Form(
-        format_check.startswith("think"),
-        format_check.endswith("box"),
-        format_check.endswith("code"),
-    )
 
 
 def _grade(
@@ -251,7 +242,7 @@ def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config
         f"{count} prompts. "
         "Let render.system_prompts (or your render.system_prompt) ask for what the format check "
         f"demands, or set reward.tasks.{task}.format_check; for a model that was taught the form "
-        "set render.form_known=true"
+        "set expert.render.form_known=true"
     )
 
 

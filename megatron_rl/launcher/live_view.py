@@ -45,7 +45,7 @@ _COLUMNS = (
     ("gap", "train/logprob_gap", ".4f"),
     ("trainer tok/s", "train/tokens_per_s", ".0f"),
     ("update s", "train/update_s", ".2f"),
-    ("publish s", "publish/s", ".2f"),
+    ("weight sync s", "weight_sync/s", ".2f"),
     ("waited s", "wait/batch_s", ".2f"),
 )
 GAP_NOTE = "gap -: no token of the step was sampled under the current policy version"

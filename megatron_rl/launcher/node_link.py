@@ -3,8 +3,8 @@
 Used by `nodes.py`, in its one thread. The first node decides what comes next, and begins it when
 every other node has ended the processes of the phase before. All tell each other about once a
 second that they live. A node that leaves with an error says so at once; one that falls silent
-(it was killed, or its network is gone) is missed after `nodes.silence_timeout_s`. Either way every
-other node raises NodeLost, and ends its own processes.
+(it was killed, or its network is gone) is missed after `expert.nodes.silence_timeout_s`. Either way
+every other node raises NodeLost, and ends its own processes.
 """
 
 import logging
@@ -29,6 +29,7 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
 
 BEAT_S = 1.0
+_LAST_BEATS = 5
 _ERROR_CHARS = 4000
 _TOLD_RESTARTS = 64
 Look = Callable[[], None]
@@ -105,7 +106,7 @@ class Attendance:
         ]
 
 
-class HostLink(Closing):
+class NodeLink(Closing):
     """A node's end of the link; says why when it is left with an error."""
 
     _phase: RunPhase | None = None
@@ -153,14 +154,17 @@ def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class FirstNode(HostLink):
-    """The end of the node that decides."""
+class FirstNodeLink(NodeLink):
+    """The end of the node that decides; on the only node of a run it opens no socket."""
 
     def __init__(self, config: Config, nodes: int) -> None:
         super().__init__()
         ports = config.ports
         self._limits = config.nodes
-        self._router = Router(ports.host, ports.nodes, load_keys(ports.keys_dir), label=ports.label)
+        self._router = None
+        if nodes > 1:
+            keys = load_keys(ports.keys_dir)
+            self._router = Router(ports.host, ports.nodes, keys, label=ports.label)
         self._attendance = Attendance(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
 
@@ -176,12 +180,20 @@ class FirstNode(HostLink):
                 raise NodeLost(
                     f"nodes {behind} have not ended phase {last} ({self._phase.kind}) "
                     f"{self._limits.end_timeout_s:.0f} s after the first node did "
-                    "(nodes.end_timeout_s)"
+                    "(expert.nodes.end_timeout_s)"
                 )
             look()
         self._tell(msgspec.structs.replace(phase, number=last + 1))
         assert self._phase is not None
         return self._phase
+
+    def end_run(self, look: Look) -> None:
+        """Tell all nodes that the run is over, and wait a few beats until each has heard it."""
+        phase = self.begin(RunPhase(0, PhaseKind.END), look)
+        until = time.monotonic() + _LAST_BEATS * BEAT_S
+        # Each state that still comes is answered by the phase: the first word may be lost.
+        while self._attendance.behind(phase.number) and time.monotonic() < until:
+            look()
 
     def end_phase(self) -> None:
         """Tell all that the phase's queue has ended."""
@@ -193,6 +205,8 @@ class FirstNode(HostLink):
         return self._attendance.take_restarts()
 
     def exchange(self, now: float) -> None:
+        if self._router is None:
+            return
         while (received := self._router.receive(0)) is not None:
             peer, message = received
             if not isinstance(message, NodeState):
@@ -215,15 +229,18 @@ class FirstNode(HostLink):
 
     def _tell(self, phase: RunPhase) -> None:
         self._phase = phase
+        if self._router is None:
+            return
         for peer in self._peers:
             # Who cannot be reached now hears it in answer to its next state, or is missed.
             self._router.send(peer, phase)
 
     def close(self) -> None:
-        self._router.close()
+        if self._router is not None:
+            self._router.close()
 
 
-class OtherNode(HostLink):
+class OtherNodeLink(NodeLink):
     """The end of a node that does what the first one says."""
 
     def __init__(self, config: Config, node: int, nodes: int) -> None:
@@ -248,6 +265,8 @@ class OtherNode(HostLink):
             self._say(ended=self._phase.number)
         while self._phase is None or self._phase.number == self._state.ended:
             look()
+        if self._phase.kind == PhaseKind.END:
+            self._say(ended=self._phase.number)
         return self._phase
 
     def exchange(self, now: float) -> None:

@@ -11,31 +11,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import is_due
-from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.node_link import FirstNode, OtherNode
-from megatron_rl.launcher.node_phases import QUEUE, FirstShare, Share, follow, lead
+from megatron_rl.launcher.node import first_node, other_node
+from megatron_rl.launcher.phases import QUEUE, follow, lead
 from megatron_rl.launcher.placement import NodeRoles, listed_gpus, place
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
-from megatron_rl.launcher.run_folder import (
-    CONFIG,
-    check_run_folder,
-    locked,
-    write_evaluation_config,
-)
+from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, locked
 from megatron_rl.launcher.scorer_checks import refuse_nodes
-from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.observe.heartbeat import PREPARED
 from megatron_rl.protocol.checkpoint_folder import find_resume
-from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.keys import make_keys
+from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import LOOPBACK
 
 
@@ -45,17 +37,13 @@ def prepare(config: Config, console: Console) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError, also where a run is going on in the folder.
     """
-    refuse(config)
+    refuse_nodes(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
     with locked(config.run.dir, PREPARED):
         beginning = check_run_folder(config)
         config = _with_keys(config, is_again=beginning.is_again)
-        resolved = begin(config, beginning, prompts, console)
-        # Now, so that every node sees them when it begins an evaluation.
-        for label in evaluations_of(resolved):
-            write_evaluation_config(resolved, label, resolved.run.dir / "hf" / label)
-    return resolved
+        return begin(config, beginning, prompts, console)
 
 
 def _with_keys(config: Config, *, is_again: bool) -> Config:
@@ -72,24 +60,11 @@ def _with_keys(config: Config, *, is_again: bool) -> Config:
     return config.model_copy(update={"ports": ports.model_copy(update={"keys_dir": keys})})
 
 
-def refuse(config: Config) -> None:
-    """Raise InputError for what only `megatron-rl run` can do."""
-    if not config.train.steps:
-        raise InputError("train.steps is 0: there is nothing to train")
-    refuse_nodes(config)
-
-
-def evaluations_of(config: Config) -> list[str]:
-    """Labels of the evaluations that are phases of their own, and names of their models."""
-    baseline = [SFT_BASELINE] if config.sft.baseline and config.eval.is_wanted else []
-    return [*map(candidate_name, config.sft.candidates), *baseline]
-
-
 def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None) -> list[str]:
     """Lines about what `run_node` would start. Raises InputError, as that does."""
     config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     found = [QUEUE] * (node == 0) + [f"generator-{index}" for index in roles.engines]
-    found.append(f"verifier-{node}")
+    found.append(verifier_name(node))
     if roles.trainer_ranks:
         found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_nodes} nodes")
     is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
@@ -111,34 +86,18 @@ def run_node(
     InputError, RoleDied, NodeLost, DeadlineExceeded.
     """
     config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
-    environment = collective_environment(
-        config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
-    )
     logs = config.run.dir / "logs"
-    # The link closes first: others are told of an error before this node ends its processes.
     if node:
         log_into(logs / f"launch-node-{node}.log")
-        with (
-            Supervisor(logs, extra_environment=environment) as supervisor,
-            OtherNode(config, node, nodes) as link,
-        ):
-            follow(Share(config, roles, node, gpus, supervisor, link, nodes), link)
+        with other_node(config, roles, number=node, nodes=nodes) as other:
+            follow(other)
         return
-    with locked(config.run.dir) as lock, LiveView(config, console) as view:
+    with locked(config.run.dir) as lock:
         log_into(logs / "launch.log")
-        # An earlier launcher has shown them.
-        view.skip_rows()
         is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
-        inherited = (lock.descriptor,)
-        with (
-            Supervisor(logs, extra_environment=environment, inherited=inherited) as supervisor,
-            FirstNode(config, nodes) as link,
-        ):
-            own = FirstShare(
-                config, roles, node, gpus, supervisor, link, nodes, view=view, lock=lock
-            )
-            lead(own, link, is_resumed)
-    conclude(config, own.wall_s, console)
+        with first_node(config, console, lock, nodes=nodes, roles=roles) as first:
+            lead(first, is_resumed=is_resumed)
+    conclude(config, first.wall_s, console)
 
 
 def last_words(run_dir: Path, node: int) -> str:

@@ -81,6 +81,14 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
     ]
 
 
+def only_node(config: Config, gpus: list[str]) -> NodeRoles:
+    """All roles, on the one node of a run, with or without GPUs. Raises InputError."""
+    if gpus:
+        return place(config, nodes=1, gpus_per_node=len(gpus))[0]
+    engines = {index: range(0) for index in range(config.generator.replicas)}
+    return NodeRoles(_trainer_ranks(config), 1, engines)
+
+
 def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
     """Fewest nodes on which trainer ranks and engines fit."""
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
@@ -117,7 +125,7 @@ def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
     tensor = config.parallel.tensor
     if config.parallel.overlap_tensor and ranks > gpus_per_node and gpus_per_node % tensor:
         raise InputError(
-            f"parallel.overlap_tensor=true with parallel.tensor={tensor} on nodes of "
+            f"expert.parallel.overlap_tensor=true with parallel.tensor={tensor} on nodes of "
             f"{gpus_per_node} GPUs: tensor ranks of different nodes cannot open each other's "
             "buffers; choose a parallel.tensor that divides them, or set it to false"
         )

@@ -7,13 +7,14 @@ import functools
 import random
 import secrets
 import socket
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import psutil
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher.port_locks import PortLocks, default_folder
+from megatron_rl.protocol.wire import LOOPBACK
 
 # Below Linux' range for outgoing connections (from 32768): a port chosen here may be bound only
 # minutes later, and no connection takes it meanwhile.
@@ -49,7 +50,7 @@ def listed_ports(config: Config) -> list[tuple[str, int]]:
     for name in _NAMES:
         base = getattr(config.ports, name)
         if base:
-            found.extend((f"ports.{name}", base + i) for i in range(_width(name, config)))
+            found.extend((f"expert.ports.{name}", base + i) for i in range(_width(name, config)))
     return found
 
 
@@ -66,6 +67,20 @@ def check_ports(config: Config) -> None:
             raise InputError(
                 f"{key} = {port} on {config.ports.host} is in use{_holder(port)}: stop that "
                 f"process, choose another port, or set {key}=0 for any free one"
+            )
+
+
+def check_engine_ports(config: Config, indices: Iterable[int]) -> None:
+    """Raise InputError for a port of these generators' engines that is taken on this node.
+
+    The first node chose `expert.ports.engine` by what is free there.
+    """
+    for port in (config.ports.engine + 2 * index + part for index in indices for part in (0, 1)):
+        if not is_free(LOOPBACK[0], port):
+            raise InputError(
+                f"port {port} of an engine (expert.ports.engine = {config.ports.engine}) is in use "
+                f"on this node{_holder(port)}: stop that process, or set expert.ports.engine to "
+                f"the first of {_width('engine', config)} ports that are free on every node"
             )
 
 

@@ -179,7 +179,7 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
 
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
-    """`weights.overlap` is possible where the trainer computes. gpus: those that this host lists.
+    """`expert.weights.overlap` is possible where the trainer computes. gpus: of this host.
 
     Raises InputError.
     """
@@ -205,7 +205,7 @@ def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> No
             raise InputError(
                 f"generator.release_memory=true with {name}={given} in the environment, which "
                 "engines get too: their memory saver knows no expandable segments. Leave it out; "
-                "train.expandable_segments sets it for trainer ranks alone"
+                "expert.train.expandable_segments sets it for trainer ranks alone"
             )
 
 
@@ -347,7 +347,7 @@ def check_prompts(config: Config) -> PromptReport:
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
-    asked = {prompt.task for prompt in sets.all if not has_own_system(prompt)}
+    asked = {(p.task, p.is_program) for p in sets.all if not has_own_system(p)}
     notes += _describe_system_prompts(config, sorted(asked))
     notes += try_rewards(sets.all, config)
     return PromptReport(notes, dropped, sets.files)
@@ -379,15 +379,21 @@ def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
     ]
 
 
-def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
-    """One line for each system prompt and its demonstration, with the tasks that get it."""
+def _describe_system_prompts(config: Config, kinds: list[tuple[str, bool]]) -> list[str]:
+    """One line for each system prompt and its demonstration, with the tasks that get it.
+
+    kinds: (task, whether tests run the answer as a program).
+    """
     tasks_of: dict[str, list[str]] = {}
     render = config.render.for_model(count_parameters(config.model.path))
-    for task in tasks:
+    for task, is_program in kinds:
         format_check = config.reward.format_checks[task]
         text = config.render.system_prompt_of(format_check)
         shown = json.dumps(text, ensure_ascii=False) if text else "none"
-        if exchange := render.demonstration_of(format_check):
+        if exchange := render.demonstration_of(format_check, is_program=is_program):
             shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
         tasks_of.setdefault(shown, []).append(task)
-    return [f"system prompt ({', '.join(names)}): {shown}" for shown, names in tasks_of.items()]
+    return [
+        f"system prompt ({', '.join(dict.fromkeys(names))}): {shown}"
+        for shown, names in tasks_of.items()
+    ]

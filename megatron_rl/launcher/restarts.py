@@ -134,18 +134,18 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
     if death.is_run_ending:
         return Answer.GO_ON, "the run is ending"
     if death.is_too_late:
-        reason = "it is too late for a restart: nobody would publish weights to it"
+        reason = "it is too late for a restart: nobody would sync weights to it"
         return (Answer.GO_ON if death.others else Answer.END_RUN), reason
     if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts < rule.limit:
         return Answer.RESTART, ""
     why = (
-        f"its restarts are used up ({rule.section}.max_restarts = {rule.limit} within "
-        f"{rule.section}.restart_window_s = {rule.window_s:g})"
+        f"its restarts are used up (expert.{rule.section}.max_restarts = {rule.limit} within "
+        f"expert.{rule.section}.restart_window_s = {rule.window_s:g})"
     )
     if not rule.limit:
-        why = f"it is not restarted ({rule.section}.max_restarts = 0)"
+        why = f"it is not restarted (expert.{rule.section}.max_restarts = 0)"
     left = f"{death.others} of {rule.replicas} {rule.kind}s"
     if death.others >= rule.min_replicas:
         return Answer.GIVE_UP, f"{why}; the run continues with {left}"

@@ -10,7 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Prompt, ScoreFailed
-from verification.canned import Form, make_canned
+from verification.canned import form_of_check, make_canned
 from verification.library import Grading, Sample
 from verification.pool.faults import MODEL_FAULTS
 
@@ -38,7 +38,7 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
         if isinstance(score, ScoreFailed) or reason in MODEL_FAULTS:
             custom = config.verifier.custom
             limits = (
-                f": they exceed verifier.custom.timeout_s={custom.timeout_s:g} or "
+                f": they exceed expert.verifier.custom.timeout_s={custom.timeout_s:g} or "
                 f"memory_bytes={custom.memory_bytes}, or end their process"
             )
             raise InputError(
@@ -64,13 +64,8 @@ def functions_of(task: str, reward: RewardConfig) -> list[str]:
 def _sample(prompt: Prompt, config: Config) -> Sample:
     """A completion that the format check of the task accepts, whatever the prompt asks for."""
     reward = config.reward
-    format_check = reward.format_checks[prompt.task]
+    form = form_of_check(reward.format_checks[prompt.task])
     compare = reward.all_tasks[prompt.task].compare
-    form = Form(
-        format_check.startswith("think"),
-        format_check.endswith("box"),
-        format_check.endswith("code"),
-    )
     canned = None
     if compare == CODE or not form.has_fence:
         canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)

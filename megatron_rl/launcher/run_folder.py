@@ -19,10 +19,16 @@ from typing import NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.cold_start import is_of_cold_start, rows_of_cold_start
+from megatron_rl.launcher.cold_start import (
+    is_of_cold_start,
+    left_behind_text,
+    rows_of_cold_start,
+    steps_left_behind,
+)
+from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
-from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
+from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -121,7 +127,7 @@ def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
     metrics = run_dir / "metrics.jsonl"
     if sft_steps and metrics.exists():
         shutil.copyfile(metrics, folder / metrics.name)
-        write_whole(metrics, rows_of_cold_start(read_jsonl(metrics), sft_steps))
+        write_whole(metrics, rows_of_cold_start(iter_jsonl(metrics), sft_steps))
     elif metrics.exists():
         metrics.rename(folder / metrics.name)
     # The configuration goes last: killed before, the next launcher does it over.
@@ -145,6 +151,24 @@ def step_of(checkpoint: Path) -> int:
     completion = read_complete_mark(checkpoint)
     assert completion is not None
     return completion.step
+
+
+def last_words(config: Config) -> str:
+    """What becomes of a run that has ended early: where the same command resumes it."""
+    run_dir = config.run.dir
+    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
+        return ""
+    checkpoint = find_resume(config.checkpoint, run_dir)
+    if checkpoint is not None:
+        step = f"step {step_of(checkpoint)} of {config.train.steps}"
+        return f"{SAME_COMMAND} resumes the run after {step}, from {checkpoint}."
+    every = config.checkpoint.every_steps
+    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
+    if not every:
+        why = "no checkpoints are made (checkpoint.every_steps=0)"
+    steps = steps_left_behind(config)
+    kept = f", {left_behind_text(config, steps)}" if steps else ""
+    return f"Nothing is saved: {why}. {SAME_COMMAND} begins the run anew{kept}."
 
 
 class FolderLock(NamedTuple):
@@ -251,7 +275,7 @@ def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
     """
     changed = {
         "model": config.model.model_copy(update={"path": model}),
-        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
+        "generator": config.generator.model_copy(update={"wait_for_weight_sync": False}),
         "ports": config.ports.model_copy(update={"label": f"{config.ports.label}.{label}"}),
     }
     path = config.run.dir / f"config.{label}.toml"

@@ -117,7 +117,7 @@ class Supervisor:
     """A role may end this long before the one that it must outlive."""
     silence_s: float = 60.0
     """A role that the queue has missed for so long is killed; before it, the queue waits for
-    queue.heartbeat_timeout_s."""
+    expert.queue.heartbeat_timeout_s."""
     first_pause_s: float = 1.0
     """Before the first restart of a role; doubles for each further one."""
     inherited: tuple[int, ...] = ()

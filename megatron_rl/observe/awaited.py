@@ -17,7 +17,7 @@ class Awaited:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._phase = ""
-        self._is_tuned = self._has_started = self._has_published = self._has_rollouts = False
+        self._is_tuned = self._has_started = self._has_synced = self._has_rollouts = False
         self._since: dict[str, float] = {}
         """When each thing that is awaited now was first awaited."""
 
@@ -30,7 +30,7 @@ class Awaited:
         """Take in a row of the metrics."""
         self._is_tuned |= row["source"] in ("sft", "sft_baseline")
         self._has_started |= "model/parameters" in row
-        self._has_published |= row["source"] == "trainer" and "publish/s" in row
+        self._has_synced |= row["source"] == "trainer" and "weight_sync/s" in row
         self._has_rollouts |= "activity/rollouts_scored" in row
 
     def text(self, starting: Sequence[str], running: Sequence[str], now: float) -> str:
@@ -55,7 +55,7 @@ class Awaited:
             return engines
         if "trainer" in running and not self._has_started:
             return ["trainer ranks load the model and meet the generators"]
-        if "trainer" in running and not self._has_published:
+        if "trainer" in running and not self._has_synced:
             return ["the first weights travel to the generators"]
         if not self._has_rollouts:
             return ["the first completions are generated"]

@@ -4,6 +4,7 @@ Used by `supervisor.py`, in the launcher. A role may be several processes: torch
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 TAIL_LINES = 15
+_LAST_BYTES = 1 << 20
 SAME_COMMAND = "The same command"
 """In the last line of a run that ended early: what giving it again does."""
 # torchrun prints the exit code of a failed rank, then a traceback of its own and a list of ranks.
@@ -120,6 +122,11 @@ def _last_lines(text: str) -> list[str]:
 
 def _output(ending: Ending) -> str:
     """What the role wrote since its last start."""
-    if not ending.log_path.exists():
-        return ""
-    return ending.log_path.read_bytes()[ending.log_start :].decode(errors="replace")
+    return last_output(ending.log_path, ending.log_start) if ending.log_path.exists() else ""
+
+
+def last_output(log_path: Path, start: int) -> str:
+    """The end of what was written to a log after `start` bytes: logs grow for weeks."""
+    with log_path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        return file.read(_LAST_BYTES).decode(errors="replace")

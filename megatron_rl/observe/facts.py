@@ -10,7 +10,7 @@ from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.summary import RunFacts
 from megatron_rl.protocol.exports import COLD_START, FINAL
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import iter_jsonl
 
 SAMPLED_STEPS = 10
 """At most so many steps are read at each end of a run: a large one wrote gigabytes."""
@@ -56,7 +56,7 @@ def _share_correct(steps: Sequence[Path]) -> float | None:
     graded = correct = 0
     for step in steps:
         for path in (step, step.with_name(step.name.replace("step", "dropped"))):
-            for rollout in read_jsonl(path):
+            for rollout in iter_jsonl(path):
                 graded += rollout["reward"] is not None
                 correct += rollout["reason"] == "correct"
     return correct / graded if graded else None

@@ -55,6 +55,8 @@ QUEUE = (
     Known("queue/loop_stalled_s", "seconds for which the queue's loop stood still, which count as "
           "nobody's silence", "0", "a slow disk under the run folder, or an overloaded host",
           "count"),
+    Known("queue/token_files_not_removed", "token files that queue.keep_tokens_of_steps could not "
+          "remove", "0", "logs/queue.log names them: permissions, or a full disk?", "count"),
     Known("queue/groups_abandoned", "groups that were given up at the end of training",
           kind="count"),
     Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",
@@ -72,7 +74,7 @@ QUEUE = (
     Known("queue/replayed_rollouts", "rollouts of those", kind="count"),
     Known("queue/replayed_reward", "mean reward of those"),
     Known("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
-    Known("queue/replayed_age_versions_max", "the same, largest", "below replay.max_age",
+    Known("queue/replayed_age_versions_max", "the same, largest", "below expert.replay.max_age",
           "a shorter replay.buffer_groups"),
     Known("queue/replay_groups", "groups that there are to draw from"),
     Known("queue/replay_left_out_*", "groups of files that are never replayed, by reason"),
@@ -99,7 +101,8 @@ TRAINER = (
     Known("train/clip_fraction_high", "those above the upper bound"),
     Known("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
           "below 0.01 in float32, below 0.05 in bfloat16",
-          "different weights, dtypes or sampling settings on both sides; train.max_mismatch stops"),
+          "different weights, dtypes or sampling settings on both sides; expert.train.max_mismatch "
+          "stops"),
     Known("train/logprob_gap_tokens", "tokens that the gap is over", kind="count"),
     Known("train/mismatch_p99", "99th percentile of that difference", "below 0.5"),
     Known("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
@@ -118,17 +121,17 @@ TRAINER = (
     Known("train/gold_logprob", "mean logprob of tokens of reference answers", "grows"),
     Known("train/gold_tokens", "tokens of reference answers", kind="count"),
     Known("train/value_mean", "value of prompts, learnt or soft, mean", "near the mean reward",
-          "learnt: raise algorithm.shaping.value_lr"),
+          "learnt: raise expert.algorithm.shaping.value_lr"),
     Known("train/soft_value_effective_share",
           "(sum u)^2 / (n sum u^2) of the terms of a group's soft value, mean", "above 0.2",
           "few completions say what a prompt is worth: a larger beta, group, or fresher data"),
     Known("train/skipped_steps", "optimizer steps that were skipped", "0",
           "RUN holds the minibatch; a lower optimizer.lr", "count"),
-    Known("train/exploded_steps", "those above optimizer.skip_grad_norm", "0",
+    Known("train/exploded_steps", "those above expert.optimizer.skip_grad_norm", "0",
           "as for train/skipped_steps", "count"),
     Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
     Known("train/filling_share", "share of all computed positions that fill microbatches up "
-          "(train.pad_microbatches)", "below 0.05",
+          "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
     Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
     Known("train/tokens_per_s_per_gpu", "the same of all replicas together over the trainer ranks"),
@@ -141,7 +144,7 @@ TRAINER = (
           "far below train/update_s", "more generators; `megatron-rl plan`"),
     Known("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, "
           "where an engine holds it", "far below train/update_s",
-          "a larger scorer.max_running or scorer.tensor_parallel"),
+          "a larger expert.scorer.max_running or scorer.tensor_parallel"),
     Known("scorer/requests", "sequences of the step that the first replica of the trainer had "
           "scored", kind="count"),
     Known("scorer/tokens", "tokens of these", kind="count"),
@@ -155,34 +158,42 @@ TRAINER = (
     Known("trainer/*", "trainer ranks, and how they are divided"),
 )  # fmt: skip
 
-PUBLISH = (
-    Known("publish/s", "seconds that the trainer waited for a publish", "far below train/update_s",
-          "compare with publish/transfer_s; docs/weights.md"),
-    Known("publish/pause_s", "longest pause of a generator, in seconds",
-          "near publish/transfer_s", "the engine answers slowly: its log"),
-    Known("publish/release_s", "seconds until engines had given their memory back "
+WEIGHT_SYNC = (
+    Known("weight_sync/s", "seconds that the trainer waited for a weight sync",
+          "far below train/update_s", "compare with weight_sync/transfer_s; docs/weights.md"),
+    Known("weight_sync/pause_s", "longest pause of a generator, in seconds",
+          "near weight_sync/transfer_s", "the engine answers slowly: its log"),
+    Known("weight_sync/release_s", "seconds until engines had given their memory back "
           "(generator.release_memory)", "far below train/update_s",
           "an engine answers slowly: its log; docs/clusters.md"),
-    Known("publish/reclaim_s", "seconds until they had taken it again, before a publish",
+    Known("weight_sync/reclaim_s", "seconds until they had taken it again, before a weight sync",
           "far below train/update_s", "an engine answers slowly: its log"),
-    Known("publish/transfer_s", "longest transfer, in seconds"),
-    Known("publish/wire_mb", "payload in megabytes"),
-    Known("publish/peak_extra_mb", "buffers of an engine rank in megabytes"),
-    Known("publish/generators", "generators that hold the version", "generator.replicas",
+    Known("weight_sync/transfer_s", "longest transfer, in seconds"),
+    Known("weight_sync/wire_mb", "payload in megabytes"),
+    Known("weight_sync/peak_extra_mb", "buffers of an engine rank in megabytes"),
+    Known("weight_sync/generators", "generators that hold the version", "generator.replicas",
           "logs/generator-*.log"),
-    Known("publish/dropped_generators", "generators dropped since the start", "0",
+    Known("weight_sync/dropped_generators", "generators dropped since the start", "0",
           "logs/generator-*.log"),
-    Known("publish/relayed", "generators to which others passed the version on (weights.relay)"),
-    Known("publish/passed_over", "generators that the trainer served, as another one did not pass "
-          "the version on to them", "0", "the trainer's log says who failed"),
-    Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",
+    Known("weight_sync/relayed", "generators served by another one (expert.weights.relay)"),
+    Known("weight_sync/passed_over", "generators that the trainer served, because another one "
+          "did not pass the version on to them", "0", "the trainer's log says who failed"),
+    Known("weight_sync/damaged_parcels", "parcels whose digest did not fit", "0",
           "memory or network is faulty"),
-    Known("generator/busy_s", "seconds in which an engine had a completion to work on",
+    Known("generator/busy_s", "seconds in which engines had a completion to work on, all together",
           kind="count"),
-    Known("generator/idle_s", "seconds in which it had none", "a tenth of busy_s at most",
+    Known("generator/idle_s", "seconds in which they had none", "a tenth of busy_s at most",
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
-    Known("generator/tokens", "tokens that it generated", kind="count"),
-    Known("generator/running", "most completions in flight in it"),
+    Known("generator/tokens", "tokens of the completions that they finished", kind="count"),
+    Known("generator/running", "completions in flight, all generators together"),
+    Known("generator/running_max", "the same of the fullest generator"),
+    Known("generator/reporting", "generators that the row is about", "peers/generators"),
+    Known("generator/idle_share_max", "idle share of the most idle generator"),
+    Known("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
+          "generator, which generator/slowest names", "", "that generator's log and node"),
+    Known("generator/unfinished_s_max", "seconds for which a generator, which "
+          "generator/longest_unfinished names, has had work and finished nothing",
+          "below the time of a long completion", "that generator's log and node"),
     Known("launch/scorer_restarts", "a scorer died and was started again", "0",
           "logs/scorer-0*.log", "count"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
@@ -242,7 +253,7 @@ AREAS: dict[str, tuple[Known, ...]] = {
     "Rollouts of a step": ROLLOUTS,
     "Rollout queue": QUEUE,
     "Trainer": TRAINER,
-    "Publishing and generators": PUBLISH,
+    "Syncing and generators": WEIGHT_SYNC,
     "What goes on, every few seconds": ACTIVITY,
     "Evaluations": EVALUATION,
 }
@@ -260,10 +271,10 @@ Other programs get the same rows by `[metrics]` while a run goes on, or by
   `tensorboard --logdir RUN/tensorboard`.
 - `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
-  `wandb_tags` name the run there. Names are those below; a generator's and the
-  cold start's have their source as the first part (`generator-0/...`, `sft/loss`).
-- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
-  another address, where whoever reaches it may read them.
+  `wandb_tags` name the run there. Names are those below; those of the
+  cold start have their source as the first part (`sft/loss`).
+- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with
+  `expert.metrics.prometheus_host` another address, where whoever reaches it may read them.
 
 On several nodes they run on node 0. A failure of theirs ends no run: see `logs/metrics.log`.
 

@@ -32,6 +32,15 @@ SFT_BASELINE_TEXT = (
 )
 
 
+_OF_STEP = (
+    "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
+    "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
+    "queue/rollouts_trained", "queue/rollouts_spanning_versions", "queue/staleness_versions_mean",
+    "queue/staleness_versions_max",
+)  # fmt: skip
+"""Kept of a step's row, besides what was dropped: a run of weeks has thousands of long rows."""
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What the metrics do not hold."""
@@ -47,7 +56,7 @@ class RunFacts:
     eval_temperature: float = 0.0
     """`eval.temperature`; 0 is greedy."""
     dataset_remark: str = ""
-    """`sft.remark`, where there was a cold start."""
+    """`expert.sft.remark`, where there was a cold start."""
     sampled_accuracy: tuple[float | None, float | None] = (None, None)
     """Share of correct rollouts, zero-variance groups too, of the first and the last fifth of the
     steps."""
@@ -62,7 +71,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
     for row in given:
         # The queue writes one every few seconds: there are too many to keep them.
         if not activity.take(row):
-            rows.append(row)
+            rows.append(_needed_of(row))
     trainer = [row for row in rows if row.get("source") == "trainer"]
     steps = [row for row in trainer if "train/loss" in row]
     start = next((row for row in trainer if "model/parameters" in row), {})
@@ -98,13 +107,20 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "logprob_gap_mean": _weighted_mean(
             steps, "train/logprob_gap", weight="train/logprob_gap_tokens"
         ),
-        "publish_s_median": _median(_values(trainer, "publish/s")),
+        "weight_sync_s_median": _median(_values(trainer, "weight_sync/s")),
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
         "generator_restarts": int(sum(_values(rows, RESTARTS))),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }
+
+
+def _needed_of(row: Row) -> Row:
+    if "train/loss" not in row or "model/parameters" in row:
+        return row
+    dropped = [name for name in row if name.startswith((GROUPS_DROPPED, COMPLETIONS_DROPPED))]
+    return {name: row[name] for name in (*_OF_STEP, *dropped) if name in row}
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
@@ -165,8 +181,8 @@ def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[s
 def trainer_idle_fraction(rows: list[Row]) -> float | None:
     """Share of the training loop that the trainer waited for batches.
 
-    The loop lasts from the publish of version 0 to the last step; evaluations inside it, for whose
-    end the trainer must wait, count neither as waiting nor as loop time.
+    The loop lasts from the weight sync of version 0 to the last step; evaluations inside it, for
+    whose end the trainer must wait, count neither as waiting nor as loop time.
     """
     loop = _loop_interval(rows)
     if loop is None:
@@ -174,8 +190,8 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
     evaluations = _evaluation_intervals(rows)
     waited = 0.0
     for row in _step_rows(rows):
-        # A step's row is written at its end: wait, then update, then publish.
-        end = row["time"] - row.get("train/update_s", 0.0) - row.get("publish/s", 0.0)
+        # A step's row is written at its end: wait, then update, then sync.
+        end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
         wait = (end - row.get("wait/batch_s", 0.0), end)
         waited += (wait[1] - wait[0]) - _overlap(wait, evaluations)
     length = (loop[1] - loop[0]) - _overlap(loop, evaluations)
@@ -271,7 +287,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
         f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",
         f"Logprob gap         {_number(summary['logprob_gap_mean'], 5)} mean |trainer - generator|",
-        f"Publish             {_number(summary['publish_s_median'], 2)} s median",
+        f"Weight sync             {_number(summary['weight_sync_s_median'], 2)} s median",
         f"Idle                trainer {_percent(summary['trainer_idle_fraction'])}, "
         f"generators {_percent(summary['generator_idle_fraction'])}",
         f"Ran on              {summary['engine']} {summary['engine_version']}, megatron-core "
@@ -338,15 +354,15 @@ def _step_rows(rows: list[Row]) -> list[Row]:
 
 
 def _loop_interval(rows: list[Row]) -> Interval | None:
-    """From the first publish to the end of the last step, on the clock of the rows."""
+    """From the first weight sync to the end of the last step, on the clock of the rows."""
     steps = _step_rows(rows)
-    published = [row for row in rows if row.get("source") == "trainer" and "publish/s" in row]
-    if not steps or not published:
+    synced = [row for row in rows if row.get("source") == "trainer" and "weight_sync/s" in row]
+    if not steps or not synced:
         return None
-    first = published[0]
-    if first is steps[0]:  # no row for the publish of version 0: the first wait began there
+    first = synced[0]
+    if first is steps[0]:  # no row for the weight sync of version 0: the first wait began there
         begin = first["time"] - sum(
-            first.get(k, 0.0) for k in ("train/update_s", "publish/s", "wait/batch_s")
+            first.get(k, 0.0) for k in ("train/update_s", "weight_sync/s", "wait/batch_s")
         )
         return begin, steps[-1]["time"]
     return first["time"], steps[-1]["time"]

@@ -14,7 +14,7 @@ from megatron_rl.weights.layout.tensor_shards import Share
 
 
 def engine_rank_bytes(shape: ModelShape, generator: GeneratorConfig, item_bytes: int) -> list[int]:
-    """Bytes of weights that each rank of an engine takes in a publish. Raises InputError."""
+    """Bytes of weights that each rank of an engine takes in a weight sync. Raises InputError."""
     ranks = 1 if generator.engine == "hf" else generator.tensor_parallel
     try:
         return [

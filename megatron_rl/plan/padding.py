@@ -1,7 +1,8 @@
-"""What microbatches of one size cost (`train.pad_microbatches`), and what they can win. Pure.
+"""What microbatches of one size cost (`expert.train.pad_microbatches`), and what they can win.
+Pure.
 
-They are there for `parallel.overlap_tensor`, which hides what tensor ranks exchange behind their
-products: it cannot win more time than the exchange takes, and padding takes time of its own.
+They are there for `expert.parallel.overlap_tensor`, which hides what tensor ranks exchange behind
+their products: it cannot win more time than the exchange takes, and padding takes time of its own.
 """
 
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def exchange_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int) 
 
 
 def overlap_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, positions: int) -> int:
-    """Of the buffers of `parallel.overlap_tensor`, for each element of a hidden state; else 0."""
+    """Of the buffers of `expert.parallel.overlap_tensor`, for each element of a hidden state; else
+    0."""
     if not parallel.overlap_tensor:
         return 0
     plain = BFLOAT16_BYTES * (GATHERED + REDUCED)
@@ -96,9 +98,9 @@ def padding_advice(padding: Padding, flops: StepFlops, seconds: float) -> list[s
     if padding_s <= padding.exchange_s:
         return []
     return [
-        f"at least {padding.share:.0%} of all positions are padding (train.pad_microbatches), "
-        f"{padding_s:.1f} s of a step; all that tensor ranks exchange takes "
-        f"{padding.exchange_s:.1f} s at the links' full rate, so that parallel.overlap_tensor "
-        "cannot pay: choose train.microbatch_tokens so that whole microbatches are filled, or set "
-        "both to false"
+        f"at least {padding.share:.0%} of all positions are padding "
+        f"(expert.train.pad_microbatches), {padding_s:.1f} s of a step; all that tensor ranks "
+        f"exchange takes {padding.exchange_s:.1f} s at the links' full rate, so that "
+        "expert.parallel.overlap_tensor cannot pay: choose train.microbatch_tokens so that whole "
+        "microbatches are filled, or set both to false"
     ]

@@ -30,7 +30,6 @@ from megatron_rl.plan.problems import (
     trainer_problems,
     wanted_gpus,
 )
-from megatron_rl.plan.publish import Publish, publish_cost
 from megatron_rl.plan.sharing import (
     SharedMemory,
     shared_memory,
@@ -43,6 +42,7 @@ from megatron_rl.plan.trainer_memory import (
     fullest_rank,
     setting_of,
 )
+from megatron_rl.plan.weight_sync import WeightSyncCost, sync_cost
 from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
@@ -65,9 +65,9 @@ class Hardware:
     mfu: float = 0.35
     """Share of the GPUs' peak that the model's FLOPs use."""
     bytes_per_s: float | None = None
-    """That one rank sends or receives in a publish; None: `publish_rate`."""
+    """That one rank sends or receives in a weight sync; None: `sync_rate`."""
     turn_s: float = 0.4
-    """Of a publish, for each generator that a copy serves, beside its bytes: pause, readiness,
+    """Of a weight sync, for each generator that a copy serves, beside its bytes: pause, readiness,
     digests. An estimate."""
 
 
@@ -84,7 +84,7 @@ class Step:
     hardware_flops: int
     """What is computed, recomputation and padding included."""
     seconds: float
-    """At the stated MFU, padding included; generation and publishing are not in it."""
+    """At the stated MFU, padding included; generation and syncing are not in it."""
     bubble_share: float
     padding: Padding
 
@@ -111,7 +111,7 @@ class SizingPlan:
     context_tokens: int
     kv_tokens: int
     step: Step
-    publish: Publish
+    sync: WeightSyncCost
     problems: tuple[str, ...]
     """Why the run cannot work as it is."""
     advice: tuple[str, ...]
@@ -163,7 +163,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     kv_tokens = cache_tokens(generator, engine)
     # Half of the context is no more than a guess at the mean.
     trusted = None if mean_tokens is None else kv_tokens
-    publish = _publish(shape, config, hardware)
+    sync = _sync(shape, config, hardware)
     step = _step(shape, config, hardware, mean)
     shared = shared_memory(config, trainer, engine)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
@@ -182,7 +182,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         context_tokens=generator.context_tokens,
         kv_tokens=kv_tokens,
         step=step,
-        publish=publish,
+        sync=sync,
         problems=(
             *trainer_problems(shape, config, trainer, gpu, mean),
             *engine_problems(shape, config, engine, gpu),
@@ -192,13 +192,13 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
         is_known_gpu=not hardware.card,
-        advice=tuple(_advice(config, hardware.gpus, step, publish, kv_tokens=trusted)),
+        advice=tuple(_advice(config, hardware.gpus, step, sync, kv_tokens=trusted)),
         stages=stages,
     )
 
 
-def _publish(shape: ModelShape, config: Config, hardware: Hardware) -> Publish:
-    return publish_cost(
+def _sync(shape: ModelShape, config: Config, hardware: Hardware) -> WeightSyncCost:
+    return sync_cost(
         shape,
         config.generator,
         config.weights,
@@ -275,7 +275,7 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
 
 
 def _advice(
-    config: Config, gpus: int | None, step: Step, publish: Publish, *, kv_tokens: int | None
+    config: Config, gpus: int | None, step: Step, sync: WeightSyncCost, *, kv_tokens: int | None
 ) -> list[str]:
     train, generator = config.train, config.generator
     found = []
@@ -300,13 +300,13 @@ def _advice(
         )
     if max(config.parallel.tensor, generator.tensor_parallel) > HOST_GPUS:
         found.append(f"more than {HOST_GPUS} tensor ranks span hosts: their traffic is slow there")
-    if publish.seconds / publish.turns > config.weights.deadline_s:
+    if sync.seconds / sync.turns > config.weights.deadline_s:
         found.append(
-            f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
-            f"weights.deadline_s={config.weights.deadline_s:.0f}"
+            f"a transfer takes {sync.seconds / sync.turns:.0f} s, longer than "
+            f"expert.weights.deadline_s={config.weights.deadline_s:.0f}"
         )
     found += padding_advice(step.padding, step.flops, step.seconds)
     found += turn_advice(config, step.seconds)
     if config.weights.method == "reshard" and not generator.quantization:
-        found += publish.relay_advice(step.seconds)
+        found += sync.relay_advice(step.seconds)
     return found

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from megatron_rl.config.gpus import GIB
 from megatron_rl.plan.plan import PlannedStage, SizingPlan
-from megatron_rl.plan.publish import PAPER_PUBLISH_S
+from megatron_rl.plan.weight_sync import PAPER_WEIGHT_SYNC_S
 
 _STAGE_FIELDS = ("name", "begins", "max_new_tokens", "minibatches", "max_staleness")
 
@@ -104,7 +104,7 @@ def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         "Adam's moments": states.moments,
         "activations": rank.activations,
         "logits": rank.logits,
-        "buffers of a publish": rank.publish_buffers,
+        "buffers of a weight sync": rank.sync_buffers,
         **({"buffers of overlap_tensor": rank.overlap_buffers} if rank.overlap_buffers else {}),
         "CUDA, NCCL, fragments (allowance)": rank.reserve,
         "sum": rank.total,
@@ -115,7 +115,7 @@ def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
 
 
 def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
-    step, engine, publish = plan.step, plan.engine, plan.publish
+    step, engine, sync = plan.step, plan.engine, plan.sync
     flops = step.flops
     yield "sequences of a step", f"{step.sequences} of {step.mean_tokens} tokens (assumed mean)"
     yield "microbatches of a replica", f"{step.microbatches} an optimizer step"
@@ -138,15 +138,15 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     if plan.shared is not None:
         yield "both on one GPU: the trainer computes", _gib(plan.shared.trainers_turn)
         yield "  the engine generates", _gib(plan.shared.engines_turn)
-    waited = f"{publish.whole_seconds:.2f} s (paper: under {PAPER_PUBLISH_S:g} s)"
-    yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {waited}"
-    if publish.is_overlapped:
-        yield "  of which the trainer waits", f"{publish.waited_seconds(step.seconds):.2f} s"
-    relayed = " (engines pass weights on)" if publish.is_relayed else ""
-    shared = f"{publish.copies} copies at once, {publish.turns} turns{relayed}"
-    yield "  transfers", f"{publish.seconds:.2f} s: {shared}, groups of {publish.group_ranks} ranks"
-    yield "  by the senders' bandwidth alone", f"{publish.least_seconds:.2f} s"
-    yield "  most that an engine rank takes", f"{publish.rank_bytes / 1e9:.2f} GB"
+    waited = f"{sync.whole_seconds:.2f} s (paper: under {PAPER_WEIGHT_SYNC_S:g} s)"
+    yield "weight sync", f"{sync.total_bytes / 1e9:.2f} GB, {waited}"
+    if sync.is_overlapped:
+        yield "  of which the trainer waits", f"{sync.waited_seconds(step.seconds):.2f} s"
+    relayed = " (engines pass weights on)" if sync.is_relayed else ""
+    shared = f"{sync.copies} copies at once, {sync.turns} turns{relayed}"
+    yield "  transfers", f"{sync.seconds:.2f} s: {shared}, groups of {sync.group_ranks} ranks"
+    yield "  by the senders' bandwidth alone", f"{sync.least_seconds:.2f} s"
+    yield "  most that an engine rank takes", f"{sync.rank_bytes / 1e9:.2f} GB"
 
 
 def _shares(*parts: int) -> str:

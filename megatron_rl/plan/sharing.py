@@ -73,5 +73,6 @@ def turn_advice(config: Config, step_s: float) -> list[str]:
         return []
     return [
         f"requests wait while the trainer computes, about {step_s:.0f} s a step, and "
-        f"generator.request_timeout_s={limit_s:g} counts that: raise it, and queue.lease_timeout_s"
+        f"expert.generator.request_timeout_s={limit_s:g} counts that: raise it, and "
+        "expert.queue.lease_timeout_s"
     ]

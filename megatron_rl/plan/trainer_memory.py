@@ -32,9 +32,9 @@ class TrainerSetting:
     """Of a parameter and of an activation."""
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    publish_buffer_bytes: int = 0
+    sync_buffer_bytes: int = 0
     dequantises: bool = False
-    """A publish holds parameters in the compute dtype beside those in FP8; taken to be all."""
+    """A weight sync holds parameters in the compute dtype beside those in FP8; taken to be all."""
     logprob_chunk_tokens: int | None = None
     """Rows of logits that exist at once; None: those of a whole microbatch."""
     compares_vocabularies: bool = False
@@ -43,7 +43,7 @@ class TrainerSetting:
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
     overlap_bytes_per_hidden: int = 0
-    """Of the buffers of parallel.overlap_tensor, for each element of a hidden state."""
+    """Of the buffers of expert.parallel.overlap_tensor, for each element of a hidden state."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class RankMemory:
     states: StateBytes
     activations: int
     logits: int
-    publish_buffers: int
+    sync_buffers: int
     overlap_buffers: int = 0
-    """Of parallel.overlap_tensor."""
+    """Of expert.parallel.overlap_tensor."""
     reserve: int = RESERVE_BYTES
 
     @property
     def total(self) -> int:
         """The peak, as a sum of parts that are not all at theirs at once."""
-        parts = (self.activations, self.logits, self.publish_buffers, self.overlap_buffers)
+        parts = (self.activations, self.logits, self.sync_buffers, self.overlap_buffers)
         return self.states.total + sum(parts) + self.reserve
 
 
@@ -81,8 +81,8 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
         recompute_modules=config.model.recompute_modules,
-        # Two rounds of a publish are in flight (docs/weights.md), under host in host memory.
-        publish_buffer_bytes=2 * weights.bucket_bytes if weights.method != "host" else 0,
+        # Two rounds of a weight sync are in flight (docs/weights.md), under host in host memory.
+        sync_buffer_bytes=2 * weights.bucket_bytes if weights.method != "host" else 0,
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
@@ -123,7 +123,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             modules=setting.recompute_modules,
         ),
         logits=logits,
-        publish_buffers=setting.publish_buffer_bytes
+        sync_buffers=setting.sync_buffer_bytes
         + setting.dequantises * parameters.total * setting.item_bytes,
         overlap_buffers=setting.overlap_bytes_per_hidden * shape.hidden,
     )

@@ -93,6 +93,12 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def steps_by_name(folder: Path) -> list[int]:
+    """Steps of checkpoints that are complete, or being written, by the names of their folders."""
+    names = [path.name.removesuffix(PARTIAL) for path in folder.glob("step_*")]
+    return [int(match[1]) for match in map(_NAME.fullmatch, names) if match]
+
+
 def find_resume(
     cfg: CheckpointConfig, run_dir: Path, folder_in_run: str = CHECKPOINTS
 ) -> Path | None:

@@ -9,6 +9,18 @@ PROMPT_UNRENDERABLE = "prompt_unrenderable"
 """The prompt cannot be put into tokens, or leaves no room for a completion."""
 
 
+class EngineActivity(msgspec.Struct, frozen=True):
+    """What a generator did since it could serve first."""
+
+    idle_s: float = 0.0
+    busy_s: float = 0.0
+    """Seconds in which it had a completion to work on."""
+    tokens: int = 0
+    """Of the completions that it finished."""
+    running: int = 0
+    """Completions in flight now."""
+
+
 class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     """State of a generator, sent at start, after every change of it, and as heartbeat.
 
@@ -18,17 +30,19 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     capacity: int
     """Completions it runs at once."""
     version: int
-    """Policy version of its weights; -1 before the first publish, when it takes no leases."""
+    """Policy version of its weights; -1 before the first weight sync, when it takes no leases."""
     session: int
     """Differs after a restart: leases of the earlier session are lost."""
     is_held: bool = False
-    """It keeps this version; the publisher was told so before."""
+    """It keeps this version; the syncer was told so before."""
     leases: list[int] | None = None
     """Ids of the leases of which it still owes completions; None: it does not say."""
+    activity: EngineActivity | None = None
+    """Sums since the session began, so that a lost heartbeat loses nothing; None: not told."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="Hold"):
-    """Keep the weights that you have, or take part in publishes again; answered by its state."""
+    """Keep the weights that you have, or take part in weight syncs again; answered by its state."""
 
     is_held: bool
 

@@ -6,13 +6,13 @@ reduced from its sum and count, never as a mean of means.
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
-from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.line_errors import line_error
+from megatron_rl.protocol.line_errors import complete_lines, line_error
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ EVALUATION_RUNNING = "eval/running"
 COMPLETIONS_DONE = "eval/completions_done"
 COMPLETIONS_WANTED = "eval/completions_wanted"
 _SHOWN_BYTES = 80
+_BLOCK_BYTES = 1 << 16
 _TAKEN_AGAIN = ("trainer", "queue")
 """Sources whose rows a resumed run writes anew."""
 
@@ -118,50 +119,59 @@ def drop_torn_line(path: Path) -> None:
     """
     if not path.exists():
         return
+    complete = end_of_lines(path)
     with path.open("r+b") as file:
-        data = file.read()
-        complete = data.rfind(b"\n") + 1
-        if complete < len(data):
-            log.warning("%s: cut off the torn last line %r", path, data[complete:][:_SHOWN_BYTES])
+        file.seek(complete)
+        if torn := file.read(_SHOWN_BYTES):
+            log.warning("%s: cut off the torn last line %r", path, torn)
             file.truncate(complete)
 
 
-def without_superseded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a run as if it had never been interrupted, but for the time it lost.
-
-    A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
-    wrote of them earlier goes.
-    """
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        if RESUMED in row:
-            kept = [
-                old
-                for old in kept
-                if old["step"] <= row["step"] or old["source"] not in _TAKEN_AGAIN
-            ]
-        kept.append(row)
-    return kept
+def end_of_lines(path: Path) -> int:
+    """Bytes of a file up to the end of its last complete line."""
+    with path.open("rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        while begin:
+            end, begin = begin, max(0, begin - _BLOCK_BYTES)
+            file.seek(begin)
+            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+    return 0
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file; [] when there is none. A torn last line is left out.
+    """All rows of a file that is known to be small; otherwise as `iter_jsonl`."""
+    return list(iter_jsonl(path))
 
-    Raises InputError for a file that may not be read, and for a line that is damaged.
+
+def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
+    """The complete lines of a file, one at a time; none where there is no file.
+
+    A torn last line is left out. holding: only rows with this text. Raises InputError for a file
+    that may not be read, and for a line that is damaged.
     """
-    return [_row(path, number, line) for number, line in _lines(path)]
+    wanted = holding.encode()
+    for number, line in complete_lines(path):
+        if wanted in line:
+            yield _row(path, number, line)
 
 
-def stream_rows(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
-    """The rows of a run one at a time, as `without_superseded` gives them; raises as `read_jsonl`.
+def stream_rows(
+    path: Path, *, holding: str = "", end: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Rows of a run as if it had never been interrupted, one at a time; raises as `iter_jsonl`.
 
-    A run of weeks leaves more rows than fit into memory. holding: only rows with this text.
+    A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
+    wrote of them earlier is left out. A run of weeks leaves more rows than fit into memory.
+    holding: only rows with this text. end: bytes to read, None for all.
     """
     mark, wanted = RESUMED.encode(), holding.encode()
     resumptions = [
-        (number, _row(path, number, line)["step"]) for number, line in _lines(path) if mark in line
+        (number, _row(path, number, line)["step"])
+        for number, line in complete_lines(path, end=end)
+        if mark in line
     ]
-    for number, line in _lines(path):
+    for number, line in complete_lines(path, end=end):
         if wanted not in line:
             continue
         row = _row(path, number, line)
@@ -169,20 +179,6 @@ def stream_rows(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
             number < later and row["step"] > step for later, step in resumptions
         ):
             yield row
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and text of all complete lines but empty ones."""
-    try:
-        # By newlines alone: JSON strings may hold other separators, such as U+2028.
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") and line != b"\n":
-                    yield number, line
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

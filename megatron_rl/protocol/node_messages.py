@@ -9,7 +9,7 @@ import msgspec
 
 
 class PhaseKind(enum.StrEnum):
-    """What the nodes of a run do together; `launcher/node_phases.py` says what each means."""
+    """What the nodes of a run do together; `launcher/phases.py` says what each means."""
 
     COLD_START = "cold start"
     EVALUATION = "evaluation"

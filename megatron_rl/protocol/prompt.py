@@ -22,6 +22,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
 
 
+class _Tests(msgspec.Struct, frozen=True):
+    """The part of a program's tests that says how they run it."""
+
+    cases: list[msgspec.Raw] = []
+    entry_point: str = ""
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """A question with its reference answer."""
 
@@ -47,6 +54,15 @@ class Prompt(msgspec.Struct, frozen=True):
     def question(self) -> str:
         """What the user wrote last."""
         return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+
+    @property
+    def is_program(self) -> bool:
+        """Whether its tests run the answer as a program, rather than call a function of it."""
+        try:
+            tests = msgspec.json.decode(self.entry or "{}", type=_Tests)
+        except msgspec.DecodeError:
+            return False  # an entry of another judge
+        return bool(tests.cases) and not tests.entry_point
 
     @property
     def normalized_question(self) -> str:

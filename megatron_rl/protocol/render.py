@@ -27,6 +27,8 @@ class Conversation(NamedTuple):
 
     task: str
     messages: list[ChatMessage]
+    is_program: bool = False
+    """Whether tests run the answer as a program, rather than call a function of it."""
 
 
 class RenderError(ValueError):
@@ -64,7 +66,9 @@ class Renderer:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         config = config.for_model(count_parameters(model))
         self._openings = {
-            task: _opening(config, format_check) for task, format_check in format_checks.items()
+            (task, is_program): _opening(config, format_check, is_program)
+            for task, format_check in format_checks.items()
+            for is_program in (False, True)
         }
         self.context_tokens = context_tokens
         """Longest prompt plus completion."""
@@ -73,13 +77,21 @@ class Renderer:
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
-    def render(self, messages: list[ChatMessage], max_new_tokens: int, *, task: str) -> list[int]:
+    def render(
+        self,
+        messages: list[ChatMessage],
+        max_new_tokens: int,
+        *,
+        task: str,
+        is_program: bool = False,
+    ) -> list[int]:
         """Prompt token ids, up to where the completion starts.
 
+        is_program: whether tests run the answer as a program, which is then what is demonstrated.
         Raises RenderError for a template that fails and for a prompt that leaves no room for
         max_new_tokens in the context.
         """
-        text = self._text(Conversation(task, messages))
+        text = self._text(Conversation(task, messages, is_program))
         # Templates write special tokens such as <s> themselves.
         ids = self.encode(text)
         refusal = self._refusal(len(ids), max_new_tokens)
@@ -97,11 +109,12 @@ class Renderer:
         (a normalisation that makes a text longer) is refused by `render`.
         """
         room_bytes = self.context_tokens - max_new_tokens
-        added_bytes: dict[tuple[str, ...], int] = {}
+        added_bytes: dict[tuple[str, bool, tuple[str, ...]], int] = {}
         refusals: dict[int, str] = {}
         unsure: list[tuple[int, str]] = []
         for index, conversation in enumerate(conversations):
-            shape = (conversation.task, *(message.role for message in conversation.messages))
+            roles = tuple(message.role for message in conversation.messages)
+            shape = (conversation.task, conversation.is_program, roles)
             own_bytes = sum(len(m.content.encode()) for m in conversation.messages)
             if shape in added_bytes and own_bytes + added_bytes[shape] <= room_bytes:
                 continue
@@ -124,14 +137,16 @@ class Renderer:
     def _text(self, conversation: Conversation) -> str:
         """The rendered conversation. Raises RenderError for a template that fails."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        if conversation.task not in self._openings:
+        key = conversation.task, conversation.is_program
+        if key not in self._openings:
+            known = sorted({task for task, _ in self._openings})
             raise InputError(
-                f"unknown task {conversation.task!r}: known are {sorted(self._openings)}, "
+                f"unknown task {conversation.task!r}: known are {known}, "
                 "others are defined in [reward.tasks.NAME]"
             )
         # Many templates take one system message, and only as the first.
         if all(turn["role"] != "system" for turn in turns):
-            turns = [*self._openings[conversation.task], *turns]
+            turns = [*self._openings[key], *turns]
         try:
             text = self._tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
@@ -203,12 +218,12 @@ def count_parameters(model: Path) -> int:
     return round(hidden * (vocabulary + layers * layer))
 
 
-def _opening(config: RenderConfig, format_check: str) -> list[dict[str, str]]:
+def _opening(config: RenderConfig, format_check: str, is_program: bool) -> list[dict[str, str]]:
     """What is put before the messages of a prompt without a system message of its own."""
     turns = []
     if system_prompt := config.system_prompt_of(format_check):
         turns.append({"role": "system", "content": system_prompt})
-    if exchange := config.demonstration_of(format_check):
+    if exchange := config.demonstration_of(format_check, is_program=is_program):
         turns.append({"role": "user", "content": exchange.question})
         turns.append({"role": "assistant", "content": exchange.reply})
     return turns

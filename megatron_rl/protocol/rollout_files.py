@@ -8,9 +8,11 @@ replays, shows or analyses rollouts, in any process. Two files lie beside each o
   (int32) stand there once; each rollout's token ids (int32) are followed by its logprobs (float32).
   `RolloutRecord.words` says where. `numpy.fromfile(path, "<i4")` reads it.
 
-A line is written after its words, so one that is whole has them.
+A line is written after its words, so one that is whole has them, until queue.keep_tokens_of_steps
+removes the words of old steps. tokens_thinned.json says then before which step files may be gone.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -24,12 +26,14 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.line_errors import line_error
+from megatron_rl.protocol.line_errors import decode_lines
+from megatron_rl.protocol.metrics import end_of_lines
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
+_THINNED = "tokens_thinned.json"
 LINES, WORDS = ".jsonl", ".int32"
 WORD_BYTES = 4
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
@@ -134,6 +138,17 @@ class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
     """[completion tokens] float32, as in Rollout."""
 
 
+class TokensThinned(InputError):
+    """Tokens were removed on purpose: queue.keep_tokens_of_steps."""
+
+
+class _Thinned(msgspec.Struct, frozen=True):
+    """Content of tokens_thinned.json."""
+
+    before_step: int
+    """Token files of earlier steps may be removed."""
+
+
 class WordBuffer:
     """Arrays of rollouts, to be appended to a file."""
 
@@ -167,6 +182,14 @@ class WordBuffer:
         # Without a copy of all in between, which would stop every other thread for its time.
         for part in self._parts:
             file.write(part.data)
+
+
+def write_thinned(folder: Path, before_step: int) -> None:
+    """Say that token files of earlier steps are removed. Raises OSError, InputError."""
+    mark = _Thinned(max(before_step, _thinned_before(folder)))
+    partial = folder / f"{_THINNED}.partial"
+    partial.write_bytes(msgspec.json.encode(mark))
+    partial.replace(folder / _THINNED)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -205,17 +228,19 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
 
     A last line that a crash cut short is left out, and counted in `torn` under the file's path.
     """
-    *lines, rest = path.read_bytes().split(b"\n")
-    if rest:
-        log.warning("%s: line %d was cut short, and is left out", path, len(lines) + 1)
+    decoder = msgspec.json.Decoder(RolloutRecord)
+    yield from decode_lines(path, decoder, expected="a recorded rollout")
+    if (complete := end_of_lines(path)) < path.stat().st_size:
+        log.warning("%s: what follows byte %d was cut short, and is left out", path, complete)
         if torn is not None:
             torn[str(path)] += 1
-    decoder = msgspec.json.Decoder(RolloutRecord)
-    for number, line in enumerate(lines, 1):
-        try:
-            yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise line_error(path, number, error, expected="a recorded rollout") from error
+
+
+def without_texts(record: RolloutRecord) -> RolloutRecord:
+    """A record to keep many of: the texts, which are most of it, are empty."""
+    return msgspec.structs.replace(
+        record, text="", problem="", answer="", prompt_tail="", detail=""
+    )
 
 
 def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
@@ -233,15 +258,18 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
     # Whole, before the words: a run may be writing, and puts the words of a line first.
     records = list(read_records(file.path, torn))
     words_path = file.path.with_suffix(WORDS)
-    # Not mapped into memory: to read a map of a file that is cut kills the process.
-    words = np.fromfile(words_path, _INT) if words_path.exists() else None
+    words = None
+    # Somebody may remove it at any time.
+    with contextlib.suppress(FileNotFoundError):
+        # Not mapped into memory: to read a map of a file that is cut kills the process.
+        words = np.fromfile(words_path, _INT)
     for line, record in enumerate(records, 1):
         place = f"{file.path}:{line}"
         if record.words is None:
             raise InputError(f"{place} has no token ids: it was recorded without them "
                              "(queue.record_tokens = false, or an older release)")  # fmt: skip
         if words is None:
-            raise InputError(f"{place} has its token ids in {words_path}, which does not exist")
+            raise missing_words(file.path, place)
         prompt_ids, token_ids, logprobs = _slice(record, words, place)
         yield RecordedRollout(
             **msgspec.structs.asdict(record),
@@ -258,12 +286,39 @@ def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndar
     assert record.words is not None
     path, place = lines.with_suffix(WORDS), f"{lines}: group {record.group}, index {record.index}"
     prompt_at, tokens_at = record.words
-    _check_extent(record, path.stat().st_size // WORD_BYTES, place)
-    prompt_ids = np.fromfile(path, _INT, record.prompt_tokens, offset=prompt_at * WORD_BYTES)
-    words = np.fromfile(path, _INT, 2 * record.tokens, offset=tokens_at * WORD_BYTES)
+    try:
+        with path.open("rb") as file:
+            _check_extent(record, os.fstat(file.fileno()).st_size // WORD_BYTES, place)
+            file.seek(prompt_at * WORD_BYTES)
+            prompt_ids = np.fromfile(file, _INT, record.prompt_tokens)
+            file.seek(tokens_at * WORD_BYTES)
+            words = np.fromfile(file, _INT, 2 * record.tokens)
+    except FileNotFoundError as error:
+        raise missing_words(lines, place) from error
     token_ids, logprobs = words[: record.tokens], words[record.tokens :].view(_FLOAT)
     _check_fault(record, prompt_ids, token_ids, logprobs, place)
     return prompt_ids, token_ids, logprobs
+
+
+def missing_words(lines: Path, place: str) -> InputError:
+    """The error for a file of lines without its file of words. place: where it was needed."""
+    before, file = _thinned_before(lines.parent), parse_name(lines)
+    if file is not None and file.step is not None and file.step < before:
+        return TokensThinned(
+            f"{place}: tokens thinned: queue.keep_tokens_of_steps removed those of steps before "
+            f"{before}"
+        )
+    words = lines.with_suffix(WORDS)
+    return InputError(f"{place} has its token ids in {words}, which does not exist")
+
+
+def _thinned_before(folder: Path) -> int:
+    try:
+        return msgspec.json.decode((folder / _THINNED).read_bytes(), type=_Thinned).before_step
+    except FileNotFoundError:
+        return 0
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{folder / _THINNED} is damaged: {error}; remove it") from error
 
 
 def _slice(

@@ -13,6 +13,7 @@ for S sequences of T completion tokens in all, end to end:
 | `advantages` | [T] float32: as the policy loss was given them                                    |
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -55,7 +56,9 @@ def write_trained(
             np.savez(file, rollouts=rollouts, ends=ends, **found._asdict())
         os.replace(unfinished, path)
     except OSError as error:
-        raise InputError(f"{path}: {error}; make room, or set train.record_tokens=false") from error
+        raise InputError(
+            f"{path}: {error}; make room, or set expert.train.record_tokens=false"
+        ) from error
 
 
 def trained_files(run_dir: Path) -> list[tuple[int, Path]]:
@@ -67,7 +70,8 @@ def trained_files(run_dir: Path) -> list[tuple[int, Path]]:
 def read_trained(run_dir: Path, step: int, group: int, index: int) -> TrainedTokens | None:
     """Of the rollout that step_NNNNNN.jsonl of this step holds; None where nothing is recorded."""
     for path in sorted((run_dir / FOLDER).glob(f"trained_{step:06d}.*.npz")):
-        with np.load(path, allow_pickle=False) as arrays:
+        # queue.keep_tokens_of_steps may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError), np.load(path, allow_pickle=False) as arrays:
             rollouts, ends = arrays["rollouts"], arrays["ends"]
             places = np.flatnonzero((rollouts == (group, index)).all(axis=1))
             if len(places):

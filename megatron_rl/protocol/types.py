@@ -311,12 +311,12 @@ class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
     dp_rank: int
     dp_size: int
     held_version: int = -1
-    """The last version that was published, in case that Published was lost; -1: not said."""
+    """The last version that was synced, in case that WeightsSynced was lost; -1: not said."""
     is_final: bool = False
-    """As in Published, of held_version."""
+    """As in WeightsSynced, of held_version."""
 
 
-class Published(msgspec.Struct, frozen=True, tag="Published"):
+class WeightsSynced(msgspec.Struct, frozen=True, tag="WeightsSynced"):
     """All generators hold `version`; `is_final` after the last optimizer step."""
 
     version: int
@@ -350,7 +350,7 @@ AnyMessage = (
     | ClassRequest
     | ClassDone
     | NextBatch
-    | Published
+    | WeightsSynced
     | SaveState
     | QueueState
     | Stop

@@ -19,7 +19,7 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     expert_parallel: int = 1
     """Among how many of the engine's ranks whole experts are divided."""
     version: int = -1
-    """Policy version that it serves; -1: none, it needs a whole publish."""
+    """Policy version that it serves; -1: none, it needs a whole weight sync."""
     is_held: bool = False
     """It keeps that version for now: pass it by."""
     nccl: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Load(msgspec.Struct, frozen=True, tag="Load"):
 
 
 class Fence(msgspec.Struct, frozen=True, tag="Fence"):
-    """Serve nothing until a later publish succeeds: the weights are incomplete or damaged."""
+    """Serve nothing until a later weight sync succeeds: the weights are incomplete or damaged."""
 
     reason: str
 
@@ -113,7 +113,7 @@ class Release(msgspec.Struct, frozen=True, tag="Release"):
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag="Reclaim"):
-    """Take that memory again, if it was given back; weights come by the publish that follows."""
+    """Take that memory again, if it was given back; the next weight sync brings weights."""
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):
@@ -132,7 +132,7 @@ class Resume(msgspec.Struct, frozen=True, tag="Resume"):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="LeaveGroup"):
-    """Leave the weight group; another publisher may open a new one."""
+    """Leave the weight group; another syncer may open a new one."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):

@@ -4,9 +4,9 @@ Used by every process. `frames.py` says what a message is made of. Sockets bind 
 CURVE keys are configured. Every receive has a deadline; every send fails at a full queue instead of
 blocking.
 
-Both ends belong to a phase of one start of a run, which has a label (`ports.label`). It is part of
-the DEALER's identity: a ROUTER of another label never hands its messages on, but turns it away, and
-its identity is not that of the peer whose name it shares.
+Both ends belong to a phase of one start of a run, which has a label (`expert.ports.label`). It is
+part of the DEALER's identity: a ROUTER of another label never hands its messages on, but turns it
+away, and its identity is not that of the peer whose name it shares.
 """
 
 import logging
@@ -99,7 +99,7 @@ def check_welcome(frames: list[Frame], address: str, label: str) -> None:
     if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
         raise TurnedAway(
             f"{address} does not serve {label or 'no label'!r}, of which this process is "
-            "(ports.label): it is left over from an earlier phase or job, "
+            "(expert.ports.label): it is left over from an earlier phase or job, "
             "or two runs share a port; end it, or choose other ports"
         )
 
@@ -194,7 +194,7 @@ class Router(Closing):
         if name not in self.turned_away and len(self.turned_away) >= _TURNED_AWAY_NAMES:
             name = OTHERS
         if name not in self.turned_away:
-            log.warning("%s is turned away: this is %r (ports.label)", name, self._label)
+            log.warning("%s is turned away: this is %r (expert.ports.label)", name, self._label)
         self.turned_away[name] += 1
         try:
             self._send_now([identity, _TURNED_AWAY, b""])

@@ -1,20 +1,20 @@
 """When a group may be opened, leased and trained on. Pure; used by the rollout queue.
 
-Words: `published` is the policy version of the last Published message; step k trains on batch k
+Words: `synced` is the policy version of the last WeightsSynced message; step k trains on batch k
 and ends with version k + 1. A group's `opened_version` is the version known when it was opened. In
 strict mode no token of it is older, however late its completions are leased, because only
 generators that hold that version get leases; otherwise a generator may lag, and a token be older by
 up to `max_staleness`. A group's deadline is `opened_version + max_staleness`: in batch k with k at
 most the deadline its staleness is within the bound. A group is *untrained* from its opening until
-the version made from it is published, or until it is dropped.
+the version made from it is synced, or until it is dropped.
 
 Why the strict mode guarantees staleness <= max_staleness (G groups a batch, s = max_staleness):
 call a set of untrained groups *timely* at step k when no deadline is before k and, for every
 j >= k, those with deadline <= j number at most (j - k + 1) * G: they fit into the batches k .. j.
 
-1. Opening keeps the set timely. Between Published(v) and Published(v + 1) a new group has the
-   latest deadline of all, v + s, so only j >= v + s gets tighter; `may_open_group` keeps the
-   untrained groups, the batch in training included, within (s + 1) * G, the room of v .. v + s.
+1. Opening keeps the set timely. Between WeightsSynced(v) and WeightsSynced(v + 1) a new group
+   has the latest deadline of all, v + s, so only j >= v + s gets tighter; `may_open_group` keeps
+   the untrained groups, the batch in training included, within (s + 1) * G, the room of v .. v + s.
 2. Dropping zero-variance groups only shrinks the set.
 3. `choose_batch` forms batch k only if what remains is timely at step k + 1.
 4. It never waits forever: when all are complete, taking those with the earliest deadlines leaves a
@@ -55,20 +55,20 @@ def is_group_needed(waiting: int, *, next_step: int, steps: int, prompts_per_bat
     return waiting < (steps - next_step) * prompts_per_batch
 
 
-def oldest_leasable_version(published: int, *, max_staleness: int, is_strict: bool) -> int:
+def oldest_leasable_version(synced: int, *, max_staleness: int, is_strict: bool) -> int:
     """Policy version that a generator needs to get training leases.
 
-    A generator announces its version after the publish, so a healthy one lags for moments only.
+    A generator announces its version after the weight sync, so a healthy one lags for moments only.
     """
-    if published < 0 or is_strict:
-        return max(published, 0)
-    return max(published - max_staleness, 0)
+    if synced < 0 or is_strict:
+        return max(synced, 0)
+    return max(synced - max_staleness, 0)
 
 
 class LeaseRules(NamedTuple):
     """Which generators may take which groups, as things stand."""
 
-    published: int
+    synced: int
     max_staleness: int
     is_strict: bool
     evaluators: frozenset[str] = frozenset()
@@ -85,12 +85,12 @@ class LeaseRules(NamedTuple):
 
         It counts when the completion is leased. That may be long after its group was opened; then
         the version is the newer one, so what was true of the group's first tokens remains true.
-        An evaluation measures the published version and no older one, or what evaluators hold.
+        An evaluation measures the synced version and no older one, or what evaluators hold.
         """
         if is_evaluation and self.evaluators:
             return self.evaluated
         return oldest_leasable_version(
-            self.published,
+            self.synced,
             max_staleness=self.max_staleness,
             is_strict=self.is_strict or is_evaluation,
         )
@@ -100,7 +100,7 @@ class LeaseRules(NamedTuple):
 
         Batches wait for evaluations; and a group of an earlier version nears its deadline.
         """
-        return is_evaluation or opened_version < self.published
+        return is_evaluation or opened_version < self.synced
 
 
 def choose_batch(

@@ -6,11 +6,11 @@ unrelated prompts, and hardly any other comes. So it counts in *groups*, each wi
 however many attempts it burns, and apart for each task, and for the tasks that need the same worker
 pools: what is graded well elsewhere says nothing about a compiler that is broken.
 
-Of each kind the last queue.breaker_window_groups groups count. The run ends when
+Of each kind the last expert.queue.breaker_window_groups groups count. The run ends when
 
-- the completions that cannot be graded are queue.breaker_share of a group on average, and
-- there are some in groups of queue.breaker_min_prompts different prompts (of as many groups, where
-  a run has fewer prompts and all of them fail), and
+- the completions that cannot be graded are expert.queue.breaker_share of a group on average, and
+- there are some in groups of expert.queue.breaker_min_prompts different prompts (of as many
+  groups, where a run has fewer prompts and all of them fail), and
 - twice as many completions as that have come, since the first few decide nothing.
 
 Completions that the host had no time for (NOT_GRADED) count neither way: an overloaded host is no
@@ -29,7 +29,7 @@ from megatron_rl.rollout_queue.failures import ScoreFailure, TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
 
 _COMPLETIONS_A_PROMPT = 2
-"""Of so many for each prompt of queue.breaker_min_prompts a verdict is made."""
+"""Of so many for each prompt of expert.queue.breaker_min_prompts a verdict is made."""
 _TROUBLE_SHARE, _TROUBLE_MIN = 0.1, 8
 """From here on completions without a grade are told of."""
 _SHOWN_CHARS = 300
@@ -123,9 +123,9 @@ class CircuitBreaker:
             f"next to nothing of {kind} can be graded: "
             f"{sum(counts.ungradable for counts in groups)} of {judged} completions of the last "
             f"{len(groups)} groups could not, of {prompts} different prompts, {share:.0%} of a "
-            f"group on average (queue.breaker_share = {config.breaker_share:g}, of the last "
-            f"queue.breaker_window_groups = {config.breaker_window_groups}, of at least "
-            f"queue.breaker_min_prompts = {least}). The last one, of prompt "
+            f"group on average (expert.queue.breaker_share = {config.breaker_share:g}, of the last "
+            f"expert.queue.breaker_window_groups = {config.breaker_window_groups}, of at least "
+            f"expert.queue.breaker_min_prompts = {least}). The last one, of prompt "
             f"{failure.group.prompt.id!r}: {_shown(failure)}. All are in {record}, with text and "
             "detail. Look into the log of the verifier, and for what is missing with `megatron-rl "
             f"doctor`; `megatron-rl verify {record}` grades them again. Then start the run again: "

@@ -16,7 +16,6 @@ from megatron_rl.protocol.types import (
     ClassDone,
     GeneratorReady,
     NextBatch,
-    Published,
     RolloutDone,
     RolloutFailed,
     SaveState,
@@ -24,6 +23,7 @@ from megatron_rl.protocol.types import (
     ScoreFailed,
     Stop,
     VerifierReady,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
@@ -32,6 +32,7 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.formation import Formation, Formed
+from megatron_rl.rollout_queue.generator_rows import GeneratorRows
 from megatron_rl.rollout_queue.group_ends import Collecting, GroupEnds
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
@@ -47,8 +48,8 @@ from megatron_rl.rollout_queue.ungraded import Tellers
 
 log = logging.getLogger(__name__)
 
-_FENCE_PUBLISHES = 1.5
-"""A fenced generator, which the next publish may serve again, keeps its leases for so many."""
+_FENCE_WEIGHT_SYNCS = 1.5
+"""A fenced generator, which the next weight sync may serve again, keeps its leases for so many."""
 
 
 class Coordinator:
@@ -83,8 +84,9 @@ class Coordinator:
         self._patience = Patience(config, now)
         self._judged_at = now
         self._roll_call = RollCall(config.generator.replicas)
+        self._generator_rows = GeneratorRows()
         self._first_version = 0
-        self._published, self._published_at = -1, now
+        self._synced, self._synced_at = -1, now
         self._finished_at = now if evaluate_only else None
         self.is_over = False
         """Training and all evaluations are done."""
@@ -166,6 +168,8 @@ class Coordinator:
             case "prompts", GeneratorReady():
                 self._leases.announce(peer, message, now)
                 self._evaluations.evaluators.correct(peer, is_held=message.is_held)
+                if message.activity is not None:
+                    self._generator_rows.note(peer, message.session, message.activity, now)
             case "verify", VerifierReady():
                 self._scoring.announce(peer, message, now)
             case "prompts", RolloutFailed():
@@ -175,10 +179,10 @@ class Coordinator:
                 if self._scoring.take_failure(peer, message, now):
                     self._patience.note_progress(now)
             case "batches", NextBatch():
-                self._on_published(Published(message.held_version, message.is_final), now)
+                self._on_synced(WeightsSynced(message.held_version, message.is_final), now)
                 self._desk.ask(peer, message)
-            case "batches", Published():
-                self._on_published(message, now)
+            case "batches", WeightsSynced():
+                self._on_synced(message, now)
             case "batches", SaveState():
                 self._on_save(peer, message, now)
             case _:
@@ -207,27 +211,27 @@ class Coordinator:
         if group.is_scored:
             self._ends.close(group)
 
-    def _on_published(self, published: Published, now: float) -> None:
+    def _on_synced(self, synced: WeightsSynced, now: float) -> None:
         # It is said again with each request, and messages of two sockets may overtake each other.
-        if published.version <= self._published:
+        if synced.version <= self._synced:
             return
         self._patience.note_progress(now)
-        if self._published < 0 and published.version != self._first_version:
+        if self._synced < 0 and synced.version != self._first_version:
             raise WireError(
-                f"the trainer begins with version {published.version}, the queue with "
+                f"the trainer begins with version {synced.version}, the queue with "
                 f"{self._first_version}: start both with the same checkpoint.resume"
             )
-        grace_s = _FENCE_PUBLISHES * (now - self._published_at)
+        grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
         self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
-        self._published, self._published_at = published.version, now
+        self._synced, self._synced_at = synced.version, now
         # Only now, not when the batch was formed: until then its groups count against admission, as
         # everything opened meanwhile will be one version older.
-        self._groups.finish_training(published.version)
-        if published.is_final:
+        self._groups.finish_training(synced.version)
+        if synced.is_final:
             self._finished_at = now
             if left := self._ends.abandon():
-                self._metrics.write(self._published, {"queue/groups_abandoned": left})
-        self._evaluations.ask(published.version, is_final=published.is_final)
+                self._metrics.write(self._synced, {"queue/groups_abandoned": left})
+        self._evaluations.ask(synced.version, is_final=synced.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
         if self._states.is_repeated(peer, asked.step, formed_steps=self._desk.formed_steps):
@@ -252,7 +256,7 @@ class Coordinator:
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
         # Before batches: an evaluation that ends here no longer holds back the next one.
-        self._evaluations.advance(self._published, now, leases=self._leases)
+        self._evaluations.advance(self._synced, now, leases=self._leases)
         yield from self._batch_answers(now)
         yield from self._states.answers()
         # Before leases: their slots are given out again, and the engine should be rid of the old.
@@ -272,7 +276,8 @@ class Coordinator:
 
     def farewell(self, now: float) -> Iterator[Outgoing]:
         """Stop for every generator and verifier; call once, at the end."""
-        self._activity.write_rest(self._published, now)
+        self._activity.write_rest(self._synced, now)
+        self._write_generators(now, is_last=True)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
         for verifier in self._scoring.verifiers:
@@ -299,7 +304,7 @@ class Coordinator:
             asked is None
             or self.is_dealing
             or self._recorder.is_full
-            or not self._evaluations.allows_batch(asked[0], self._published)
+            or not self._evaluations.allows_batch(asked[0], self._synced)
         ):
             return None
         assert self._formation is not None
@@ -320,11 +325,11 @@ class Coordinator:
     def _next_lease(self, now: float) -> Outgoing | None:
         if self._recorder.is_full:
             return None
-        is_training = self._published >= 0 and self._finished_at is None
-        next_step = max(self._desk.formed_steps, self._published) if is_training else None
+        is_training = self._synced >= 0 and self._finished_at is None
+        next_step = max(self._desk.formed_steps, self._synced) if is_training else None
         issued = self._leases.issue(
-            self._openings.rules(self._published, next_step),
-            lambda: self._openings.open(self._published, next_step),
+            self._openings.rules(self._synced, next_step),
+            lambda: self._openings.open(self._synced, next_step),
             now,
         )
         return Outgoing(PROMPTS, *issued) if issued else None
@@ -347,9 +352,10 @@ class Coordinator:
             self._scoring.give_up_evaluation(self._evaluations.overdue_text)
             self._ends.drop_failed()
         self._activity.trouble = self._breaker.find_trouble()
-        self._activity.write(self._published, now, in_flight=self._leases.outstanding)
+        self._activity.write(self._synced, now, in_flight=self._leases.outstanding)
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
-            self._metrics.write(self._published, row)
+            self._metrics.write(self._synced, row)
+        self._write_generators(now)
         state = self.describe(now)
         self._evaluations.end_overdue(now, state, self._leases)
         is_work_out = bool(
@@ -359,6 +365,11 @@ class Coordinator:
             or self._desk.waiting_ranks
         )
         self._patience.check(now, is_work_out=is_work_out, state=state)
+
+    def _write_generators(self, now: float, *, is_last: bool = False) -> None:
+        row = self._generator_rows.take_row(self._leases.generators, now, is_last=is_last)
+        if row is not None:
+            self._metrics.write(self._synced, row)
 
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:
@@ -376,7 +387,7 @@ class Coordinator:
     def describe(self, now: float) -> str:
         """One line on what is open where."""
         parts = [
-            f"version {self._published} published",
+            f"version {self._synced} synced",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "
             f"complete of {self._wanted_groups} for a batch",
             self._leases.describe(now),

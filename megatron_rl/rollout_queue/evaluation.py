@@ -141,7 +141,7 @@ def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
 
 
 def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
-    """Labels of the evaluations that a published version asks for."""
+    """Labels of the evaluations that a synced version asks for."""
     labels = ["before"] if version == 0 else []
     if is_final:
         labels.append(FINAL_LABEL)

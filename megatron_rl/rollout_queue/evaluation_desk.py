@@ -117,7 +117,7 @@ class EvaluationDesk:
     def resume(self, state: QueueState) -> None:
         """Go on after a saved step; call before any message. Raises InputError.
 
-        The trainer publishes the version of the state once more, which asks for its evaluations;
+        The trainer syncs the version of the state once more, which asks for its evaluations;
         those that ended after the state was saved are not made again. No generator will hold an
         earlier version: its evaluation ends with what its file holds.
         """
@@ -169,7 +169,7 @@ class EvaluationDesk:
         }
 
     def ask(self, version: int, *, is_final: bool) -> None:
-        """Note the evaluations that a published version asks for."""
+        """Note the evaluations that a synced version asks for."""
         self._due.extend(self._due_at(version, is_final=is_final))
 
     def _due_at(self, version: int, *, is_final: bool) -> list[_Due]:
@@ -185,26 +185,26 @@ class EvaluationDesk:
             if one.label not in self.done and (one.label, version) not in self._ended_earlier
         ]
 
-    def allows_batch(self, step: int, published: int) -> bool:
-        """Whether the batch of a step may be formed: also while version `step` is being published.
+    def allows_batch(self, step: int, synced: int) -> bool:
+        """Whether the batch of a step may be formed: also while version `step` is being synced.
 
         Not before an evaluation, nor while one runs without evaluators: an update would change
         what it measures.
         """
-        if step > published + 1:
+        if step > synced + 1:
             return False
         held = self.evaluators.version if self.evaluators.hold_all else None
         if any(due.version != held for due in self._due):
             return False
         if self._running is not None and self._running.version != held:
             return False
-        return step <= published or not self._due_at(step, is_final=False)
+        return step <= synced or not self._due_at(step, is_final=False)
 
     def note_batch(self) -> None:
         """A batch is formed: a later version than the one that is measured will come."""
         self._let_go = not self.is_idle
 
-    def advance(self, published: int, now: float, *, leases: Leases) -> None:
+    def advance(self, synced: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
         # Called for every message: thousands of generators are looked at only where it matters.
         if self.evaluators.names:
@@ -336,7 +336,7 @@ class EvaluationDesk:
     @property
     def overdue_text(self) -> str:
         """What is said of one that is overdue."""
-        return f"eval.timeout_s = {self._config.timeout_s:.0f} is over"
+        return f"expert.eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
     def end_overdue(self, now: float, state: str, leases: Leases) -> None:
         """End one that is overdue without what is missing: training goes on.

@@ -1,8 +1,8 @@
 """Generators that keep the version which an evaluation measures, while training goes on elsewhere.
 
-Used by the rollout queue. An evaluator is told to hold its version; the trainer's publisher then
-passes it by until it is told to let go, and gives it a late publish. Until all evaluators say that
-they hold it, no batch that would make another version is formed.
+Used by the rollout queue. An evaluator is told to hold its version; the trainer's syncer then
+passes it by until it is told to let go, and gives it a late weight sync. Until all evaluators say
+that they hold it, no batch that would make another version is formed.
 """
 
 import logging
@@ -58,7 +58,7 @@ class Evaluators:
         log.warning("evaluator %s %s", name, why)
         self.names -= {name}
         self._held.discard(name)
-        # It may live on, and would never get a publish again.
+        # It may live on, and would never get a weight sync again.
         self._orders.append((name, Hold(is_held=False)))
         self.are_lost = not self.names
 

@@ -15,9 +15,9 @@ EVALUATOR_LOST = "evaluator_lost"
 EVALUATION_LATE = "evaluation_late"
 """The time of an evaluation was over before all completions of a prompt were there."""
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
-"""A completion failed as often as queue.max_attempts allows."""
+"""A completion failed as often as expert.queue.max_attempts allows."""
 LOSSES_EXHAUSTED = "losses_exhausted"
-"""Generators lost a completion as often as queue.max_lost_attempts allows."""
+"""Generators lost a completion as often as expert.queue.max_lost_attempts allows."""
 CLASSES_UNGRADABLE = "classes_ungradable"
 """By our own fault it is not known which answers of a group are the same."""
 CLASSES_NOT_GRADED = "classes_not_graded"
@@ -69,8 +69,9 @@ class FailureCount:
         self._excess += 1
         if self._excess >= self._limit:
             raise TooManyFailures(
-                f"{self._excess} groups failed beyond those completed (queue.max_failed_groups = "
-                f"{self._limit}); the last one, {failure.group.prompt.id!r}, as {failure.reason}: "
-                f"{failure.detail!r}. Look into the logs of generators, and of verifiers where "
-                f"classes of answers are missing ({CLASSES_UNGRADABLE})"
+                f"{self._excess} groups failed beyond those completed "
+                f"(expert.queue.max_failed_groups = {self._limit}); the last one, "
+                f"{failure.group.prompt.id!r}, as {failure.reason}: {failure.detail!r}. Look into "
+                "the logs of generators, and of verifiers where classes of answers are missing "
+                f"({CLASSES_UNGRADABLE})"
             )

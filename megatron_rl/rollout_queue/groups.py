@@ -137,7 +137,7 @@ class DroppedGroups:
 
 
 class GroupBook:
-    """The training groups, from opening until the version made from them is published."""
+    """The training groups, from opening until the version made from them is synced."""
 
     def __init__(self) -> None:
         self._untaken: dict[int, Group] = {}
@@ -268,7 +268,7 @@ def find_fault(rollout: Rollout) -> str:
     if starts != edges[:-1] or edges[-1] != tokens:
         return f"version spans {rollout.spans} do not cover {tokens} tokens"
     if rollout.oldest_version < 0:
-        return f"version {rollout.oldest_version}, that of weights which nobody published"
+        return f"version {rollout.oldest_version}, that of weights which nobody synced"
     if rollout.finish_reason not in _FINISH_REASONS:
         return f"finish_reason {rollout.finish_reason!r}, expected one of {_FINISH_REASONS}"
     return _find_bad_numbers(rollout)

@@ -6,10 +6,10 @@ first generator that holds some of a group is its home and gets the others as it
 there the prompt's keys and values are in the prefix cache.
 
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
-for too long; after queue.max_attempts tries its group fails. What a generator loses is no attempt:
-it restarts (changed session), falls silent, is fenced for long, or its heartbeats do not name the
-lease. Such losses have their own limit, queue.max_lost_attempts. Whoever still generates what
-nobody waits for is told to stop.
+for too long; after expert.queue.max_attempts tries its group fails. What a generator loses is no
+attempt: it restarts (changed session), falls silent, is fenced for long, or its heartbeats do not
+name the lease. Such losses have their own limit, expert.queue.max_lost_attempts. Whoever still
+generates what nobody waits for is told to stop.
 """
 
 import dataclasses
@@ -286,11 +286,11 @@ class Leases:
         attempts = max(held.attempts[index] for index in indices)
         losses = max(held.losses[index] for index in indices)
         if attempts >= self._config.max_attempts:
-            tried = f"completions {indices} were tried {attempts} times (queue.max_attempts)"
+            tried = f"completions {indices} were tried {attempts} times (expert.queue.max_attempts)"
             self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
             return
         if losses >= self._config.max_lost_attempts:
-            lost = f"completions {indices} were lost {losses} times (queue.max_lost_attempts)"
+            lost = f"completions {indices} got lost {losses} times (expert.queue.max_lost_attempts)"
             self._fail(held, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
             return
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)

@@ -31,36 +31,36 @@ class Openings:
         self.count = evaluations.first_number
         """Groups opened so far; new ones get numbers from here on."""
 
-    def rules(self, published: int, next_step: int | None) -> LeaseRules:
-        """Which generators may take which groups while that version is the published one."""
+    def rules(self, synced: int, next_step: int | None) -> LeaseRules:
+        """Which generators may take which groups while that version is the synced one."""
         staleness = self._config.max_staleness
         if self._training is not None and next_step is not None:
             staleness = self._training.lowest_staleness(next_step)
         evaluators = self._evaluations.evaluators
         return LeaseRules(
-            published,
+            synced,
             staleness,
             self._config.strict_staleness,
             evaluators.names,
             evaluators.version,
         )
 
-    def open(self, published: int, next_step: int | None) -> Group | None:
+    def open(self, synced: int, next_step: int | None) -> Group | None:
         """A new group, if one is wanted and a generator has room for at least one completion.
 
         Training groups are opened while an evaluation waits for its last completions, too.
         next_step: the first step that a new group could be trained in; None when training is over.
         """
-        rules = self.rules(published, next_step)
+        rules = self.rules(synced, next_step)
         if self._evaluations.has_unopened and self._has_room(rules, is_evaluation=True):
             group = self._evaluations.open_group(self.count)
         elif (
             next_step is not None
             and self._training is not None
-            and (stage := self._training.due_stage(self._book, next_step, published)) is not None
+            and (stage := self._training.due_stage(self._book, next_step, synced)) is not None
             and self._has_room(rules, is_evaluation=False)
         ):
-            group = self._training.open(self.count, published, stage)
+            group = self._training.open(self.count, synced, stage)
             self._book.open(group)
         else:
             return None

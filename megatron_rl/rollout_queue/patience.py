@@ -7,13 +7,13 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 _DISMISS_S = 5.0
-"""After the last publish trainer ranks have this long to ask once more and be told to stop."""
+"""After the last weight sync trainer ranks have this long to ask once more and be told to stop."""
 
 
 class Patience:
     """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
 
-    While supervised training precedes the trainer's first publish nothing can move here, for as
+    While supervised training precedes the trainer's first weight sync nothing can move here, for as
     long as that takes: the launcher watches its ranks, whose collectives have deadlines. Only from
     when the trainer is expected does its silence count.
     """
@@ -34,13 +34,13 @@ class Patience:
             self._moved_at = now
 
     def note_progress(self, now: float) -> None:
-        """Something moved: a completion, a score, a batch, a publish, a state."""
+        """Something moved: a completion, a score, a batch, a weight sync, a state."""
         self._moved_at = now
 
     @property
     def dismissal_s(self) -> float:
         """How long the queue waits, once training is over, for trainer ranks to ask once more."""
-        # A last checkpoint is copied between the last publish and the last request.
+        # A last checkpoint is copied between the last weight sync and the last request.
         checkpoint = self._config.checkpoint
         return _DISMISS_S + (checkpoint.write_timeout_s if checkpoint.every_steps else 0.0)
 

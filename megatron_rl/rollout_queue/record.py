@@ -10,7 +10,8 @@
 | dropped_eval_LABEL.jsonl | what it lost: groups that failed, and            | as they go     |
 |                          | completions that cannot be graded; none: no file |                |
 | the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
-|                          | none without queue.record_tokens                 | lines          |
+|                          | none without queue.record_tokens; old ones go by | lines          |
+|                          | queue.keep_tokens_of_steps (`thinning.py`)       |                |
 | trained_NNNNNN.RANK.npz  | what the trainer found of the tokens of a step   | by the trainer |
 | superseded_N/            | what was written of steps that a resumed run     | when it        |
 |                          | takes again                                      | resumes        |
@@ -122,7 +123,7 @@ class Recorder:
     def write_step(self, step: int, groups: list[Group], now: float) -> None:
         """Write the groups that the batch of `step`, formed now, consists of."""
         stem = f"step_{step:06d}"
-        self._write(stem, [], is_first=True)
+        self._writer.write(Job(stem, [], is_first=True, formed_step=step))
         for group in groups:
             self._write(stem, self._entries(group, trained_at=now))
         self._next_step, self.dropped_file = step + 1, None

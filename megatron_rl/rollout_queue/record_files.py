@@ -17,6 +17,7 @@ from megatron_rl.protocol.rollout_files import (
     WordBuffer,
 )
 from megatron_rl.protocol.types import Rollout
+from megatron_rl.rollout_queue.thinning import Thinner
 
 
 class Entry(NamedTuple):
@@ -34,14 +35,17 @@ class Job(NamedTuple):
     entries: Sequence[Entry]
     is_first: bool
     """The files are made anew."""
+    formed_step: int | None = None
+    """The batch of this step is formed: tokens of old steps may go."""
 
 
 class RecordFiles:
     """Writes at once."""
 
-    def __init__(self, folder: Path, *, keeps_tokens: bool) -> None:
-        """keeps_tokens: write arrays too."""
+    def __init__(self, folder: Path, *, keeps_tokens: bool, thinner: Thinner | None = None) -> None:
+        """keeps_tokens: write arrays too. thinner: removes those of old steps."""
         self.folder = folder
+        self._thinner = thinner
         self._keeps_tokens = keeps_tokens
         self.put = 0
         """Jobs that `write` was called with."""
@@ -65,6 +69,8 @@ class RecordFiles:
             for record in records:
                 file.write(encoder.encode(record))
                 file.write(b"\n")
+        if job.formed_step is not None and self._thinner is not None:
+            self._thinner.thin(job.formed_step)
 
     @property
     def written(self) -> int:

@@ -106,7 +106,7 @@ class RecordThread(Closing):
     def _refuse_slow(self, waiting: int) -> None:
         raise DeadlineExceeded(
             f"{waiting} groups wait to be recorded in {self._files.folder}, and the disk took "
-            f"none for {self._limit_s:.0f} s (checkpoint.write_timeout_s)"
+            f"none for {self._limit_s:.0f} s (expert.checkpoint.write_timeout_s)"
         )
 
     def close(self) -> None:

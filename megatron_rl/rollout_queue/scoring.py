@@ -273,11 +273,11 @@ class Scoring:
             return True
         del self._pending[failure.request_id]
         if not group.is_abandoned:
-            tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
+            tried = f"grading was tried {pending.attempts} times (expert.queue.max_attempts)"
             if is_lost:
-                tried = f"verifiers lost it {pending.losses} times (queue.max_lost_attempts)"
+                tried = f"verifiers lost it {pending.losses} times (expert.queue.max_lost_attempts)"
             if is_late:
-                tried += f" in {tried_for_s:.0f} s (queue.score_patience_s)"
+                tried += f" in {tried_for_s:.0f} s (expert.queue.score_patience_s)"
             self._give_up(pending, failure.kind, f"{tried}; last: {why}", is_late=is_late)
         return False
 

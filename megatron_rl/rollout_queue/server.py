@@ -36,6 +36,7 @@ from megatron_rl.rollout_queue.loop_clock import LoopClock
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.record_thread import RecordThread
+from megatron_rl.rollout_queue.thinning import Thinner
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,9 @@ def main(
         coordinator = Coordinator(
             config,
             prompts,
-            recorder=_open_recorder(config, stack, clock, keeps_evaluated=keeps_evaluated),
+            recorder=_open_recorder(
+                config, stack, clock, metrics=metrics, keeps_evaluated=keeps_evaluated
+            ),
             metrics=metrics,
             evaluate_only=evaluate_only,
             maker=stack.enter_context(BatchThread()),
@@ -230,12 +233,19 @@ def main(
 
 
 def _open_recorder(
-    config: Config, stack: ExitStack, clock: LoopClock, *, keeps_evaluated: bool
+    config: Config,
+    stack: ExitStack,
+    clock: LoopClock,
+    *,
+    metrics: JsonlWriter,
+    keeps_evaluated: bool,
 ) -> Recorder:
     folder = config.run.dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     writer = RecordThread(
-        RecordFiles(folder, keeps_tokens=config.queue.record_tokens),
+        RecordFiles(
+            folder, keeps_tokens=config.queue.record_tokens, thinner=Thinner(config, metrics)
+        ),
         jobs=_RECORDED_BATCHES * max(stage.sampled_groups for stage in resolve_stages(config)),
         limit_s=config.checkpoint.write_timeout_s,
     )

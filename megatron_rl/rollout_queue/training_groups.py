@@ -46,7 +46,7 @@ class TrainingGroups:
             self._curriculum = Curriculum(config.curriculum, prompts)
 
     def open(self, number: int, version: int, stage: int = 0) -> Group:
-        """The next group, opened under the published `version` by the rules of a stage.
+        """The next group, opened under the synced `version` by the rules of a stage.
 
         number: for a new one. With queue.strict_staleness no token of the group is older than the
         version; without it a generator that lags may sample it (`admission.py` says how far).
@@ -93,7 +93,7 @@ class TrainingGroups:
                 return self._again.pop(place)
         return None
 
-    def due_stage(self, book: GroupBook, next_step: int, published: int) -> int | None:
+    def due_stage(self, book: GroupBook, next_step: int, synced: int) -> int | None:
         """The stage of which one more group is needed from next_step on; None: of no stage.
 
         A group keeps the bound of staleness. First those of the batch that is formed next; of the
@@ -106,7 +106,7 @@ class TrainingGroups:
             if admission.may_open_group(
                 book.untrained_of(stage),
                 # The batches before its first one have no room for it.
-                max_staleness=config.queue.max_staleness - max(0, first - published),
+                max_staleness=config.queue.max_staleness - max(0, first - synced),
                 prompts_per_batch=config.sampled_groups,
             ) and admission.is_group_needed(
                 book.untaken_of(stage),

@@ -1,9 +1,10 @@
 """What becomes of a completion that cannot be graded: it alone is dropped, not its group.
 
-Used by the rollout queue. A training completion is generated anew, at most queue.max_replacements
-times, so that groups stay whole; then its group goes on without it, as long as enough members are
-left to compare with one another. An evaluation never draws again, since the completions that can be
-graded are not a fair sample of all; it counts what it could grade.
+Used by the rollout queue. A training completion is generated anew, at most
+expert.queue.max_replacements times, so that groups stay whole; then its group goes on without it,
+as long as enough members are left to compare with one another. An evaluation never draws again,
+since the completions that can be graded are not a fair sample of all; it counts what it could
+grade.
 """
 
 import collections

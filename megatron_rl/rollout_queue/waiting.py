@@ -106,7 +106,7 @@ class WaitingGroups:
             return evaluations
         first_calm = len(self._queue)
         if not anywhere:
-            first_calm = bisect.bisect_left(self._queue, (True, rules.published), key=_turn_of)
+            first_calm = bisect.bisect_left(self._queue, (True, rules.synced), key=_turn_of)
         return self._walk(first_training, first_calm, able.training) or (
             None if anywhere else self._choose_at_home(able.training, first_calm)
         )

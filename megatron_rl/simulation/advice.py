@@ -29,7 +29,7 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
     """
     found = [
         f"of a step of {outcome.step_s:.1f} s the trainer computes {outcome.compute_s:.1f}, "
-        f"publishes {outcome.stall_s:.1f} and waits {outcome.wait_s:.1f} for completions"
+        f"weight syncs {outcome.stall_s:.1f} and waits {outcome.wait_s:.1f} for completions"
     ]
     # Engines that restart count as idle, too.
     idle = 0.0 if outcome.deaths else outcome.generator_idle - dead_share
@@ -55,7 +55,7 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
         found.append(f"engines have nothing to do {outcome.generator_idle:.0%} of the time")
     if outcome.stall_s > _NOTABLE * outcome.step_s:
         found.append(
-            f"the publish takes {outcome.stall_s / outcome.step_s:.0%} of the trainer's time: "
+            f"the weight sync takes {outcome.stall_s / outcome.step_s:.0%} of the trainer's time: "
             "more lanes, or an overlapped one"
         )
     if outcome.retractions:
@@ -65,8 +65,8 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
         )
     if outcome.timeouts:
         found.append(
-            f"{outcome.timeouts} completions took longer than generator.request_timeout_s and were "
-            "generated again: raise it"
+            f"{outcome.timeouts} completions took longer than expert.generator.request_timeout_s "
+            "and were generated again: raise it"
         )
     return found
 

@@ -1,7 +1,7 @@
 """A run of a whole cluster under virtual time.
 
 Run by `megatron-rl simulate`. The queue is the product's own `Coordinator`, with the virtual time
-as its clock; generators (`fleet.py`), verifiers (`graders.py`) and trainer (`trainer.py`) are
+as its clock; generators (`fleet.py`), verifiers (`verifiers.py`) and trainer (`trainer.py`) are
 models that exchange its messages. One thread; everything follows from the configuration, the model
 of the cluster and the seed.
 """
@@ -20,14 +20,13 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.outgoing import Outgoing
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.server import BURST_S
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.fleet import Fleet
-from megatron_rl.simulation.graders import Graders
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome, sum_up
 from megatron_rl.simulation.queue import PlannedBatches, open_queue, simulated_config
 from megatron_rl.simulation.trainer import StepRecord, Trainer
+from megatron_rl.simulation.verifiers import Verifiers
 from megatron_rl.simulation.workload import Workload
 
 _AFTER_LAST = 2
@@ -61,22 +60,21 @@ class Cluster:
         recorder: Recorder | None = None,
     ) -> None:
         """recorder: writes rollouts as a real run does; None: nothing is written."""
-        self._model, self._span, self._agenda = model, span or Span(), Agenda()
+        self._model, self._span, self._clock = model, span or Span(), EventClock()
         margin = config.queue.max_staleness + _AFTER_LAST
         self._last = self._span.warm_up + self._span.steps
         self._config = simulated_config(config, self._last + margin)
         planned = PlannedBatches()
         self._queue = open_queue(self._config, planned, recorder)
-        self._graders = Graders(
-            self._agenda,
+        self._verifiers = Verifiers(
+            self._clock,
             self._queue,
             model.verifier,
             workload,
             max_pending=config.verifier.answers.max_pending,
-            on_change=self._share_cores,
         )
         self._fleet = Fleet(
-            self._agenda,
+            self._clock,
             self._queue,
             model.engine,
             workload,
@@ -84,23 +82,19 @@ class Cluster:
             max_new_tokens=config.sampling.max_new_tokens,
             request_timeout_s=config.generator.request_timeout_s,
             faults=model.faults,
-            on_change=self._share_cores,
             on_restart=lambda generator: self._trainer.admit(generator),
         )
         self._trainer = Trainer(
-            self._agenda,
+            self._clock,
             self._queue,
             self._fleet,
             planned,
             model=model.trainer,
-            publish=model.publish,
+            sync=model.sync,
             turns=model.turns,
             dp_size=config.parallel.data,
             steps=self._config.train.steps,
-            read_s=model.read_s,
-            on_change=self._share_cores,
         )
-        self._speed = 1.0, 1.0
 
     @property
     def records(self) -> list[StepRecord]:
@@ -119,27 +113,24 @@ class Cluster:
             logger.setLevel(level)
 
     def _run(self) -> Outcome:
-        agenda, records = self._agenda, self._trainer.records
-        self._graders.announce()
+        clock, records = self._clock, self._trainer.records
+        self._verifiers.announce()
         self._trainer.start()
         self._tick()
         began_at = 0.0
         is_measured = False
         answer_at = 0.0
         grain_s = self._span.grain_s
-        if self._model.engine.hand_over_s:
-            # Completions come within milliseconds: that leases follow in bursts makes a difference.
-            grain_s = max(grain_s, BURST_S)
         while len(records) < self._last:
-            agenda.step()
+            clock.step()
             if not is_measured and len(records) >= self._span.warm_up:
-                is_measured, began_at = True, agenda.now
+                is_measured, began_at = True, clock.now
                 self._fleet.reset()
-                self._graders.reset()
-            next_at = agenda.next_at
+                self._verifiers.reset()
+            next_at = clock.next_at
             if next_at is None or next_at > answer_at:
                 self._answer()
-                answer_at = agenda.now + grain_s
+                answer_at = clock.now + grain_s
         verifier = self._model.verifier
         return sum_up(
             records[self._span.warm_up : self._last],
@@ -148,15 +139,15 @@ class Cluster:
             engines=self._config.generator.replicas,
             slots=self._model.engine.max_running,
             servers=verifier.servers,
-            verifier_busy_s=self._graders.busy_s,
-            verifier_waited_s=self._graders.waited_s,
-            graded=self._graders.graded,
-            events=agenda.count,
+            verifier_busy_s=self._verifiers.busy_s,
+            verifier_waited_s=self._verifiers.waited_s,
+            graded=self._verifiers.graded,
+            events=clock.count,
         )
 
     def _answer(self) -> None:
         """All that the queue has to say now."""
-        for outgoing in self._queue.outgoing(self._agenda.now):
+        for outgoing in self._queue.outgoing(self._clock.now):
             self._deliver(outgoing)
 
     def _deliver(self, outgoing: Outgoing) -> None:
@@ -166,31 +157,15 @@ class Cluster:
             case Cancel() as cancel:
                 self._fleet.take_cancel(outgoing.peer, cancel)
             case ScoreRequest() as request:
-                self._graders.take(request)
+                self._verifiers.take(request)
             case ClassRequest() as request:
-                self._graders.take_classes(request)
+                self._verifiers.take_classes(request)
             case RankBatch() as batch:
-                arrives_at = self._agenda.now + self._model.batch_s
-                self._agenda.at(arrives_at, partial(self._trainer.take_batch, batch))
+                self._clock.at(self._clock.now, partial(self._trainer.take_batch, batch))
 
     def _tick(self) -> None:
         self._fleet.beat()
-        self._graders.announce()
-        self._queue.tick(self._agenda.now)
+        self._verifiers.announce()
+        self._queue.tick(self._clock.now)
         every_s = self._config.queue.heartbeat_timeout_s / _TICKS_PER_TIMEOUT
-        self._agenda.at(self._agenda.now + every_s, self._tick)
-
-    def _share_cores(self) -> None:
-        if self._model.cores is None:
-            return
-        speed = self._model.cores.speed(
-            trains=self._trainer.is_computing,
-            engines=self._fleet.working,
-            hosts=self._fleet.handing_over + self._graders.is_working,
-        )
-        if speed != self._speed:
-            self._speed = speed
-            trainer, generators = speed
-            self._trainer.set_speed(trainer)
-            self._fleet.set_speed(generators)
-            self._graders.set_speed(trainer)
+        self._clock.at(self._clock.now + every_s, self._tick)

@@ -6,18 +6,13 @@ the set of completions nothing else happens, so that n iterations take
 
     n (base_s + per_running_s B + per_kv_token_s K) + per_kv_token_s B n (n - 1) / 2
 
-and no event is needed for a token; each completion that ends adds end_s to its last iteration.
+and no event is needed for a token.
 Changes take effect at the end of an iteration, as in a real engine: completions join and leave,
 weights are replaced, the engine pauses. Rules, from SGLang 0.5.23's scheduler:
 
 - A completion joins when there is a place (max_running) and room in the cache for its tokens and a
   reserve for each that runs; its prefill takes time in which nobody decodes. A prompt that the
   engine has seen last costs no prefill (the prefix cache).
-- Where `prefill_samples`, a prefill is a pass of its own that costs prefill_base_s and gives the
-  first token, so that T tokens take T - 1 iterations after it. (A completion of one token still
-  takes an iteration.) What came during a pass is prefilled in the next one, before anybody decodes;
-  of a prompt that is not known one completion goes ahead, and the others follow when the prompt is
-  in the prefix cache. Without it T tokens take T iterations: the same for long completions.
 - When an iteration would overflow the cache, the completions with the fewest tokens are put back
   ("retracted"); they wait at the head of the line, keep their tokens, and prefill them again.
 
@@ -29,9 +24,9 @@ import heapq
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_rl.simulation.request import Request
+from megatron_rl.protocol.types import VersionSpan
 
 RESERVE_TOKENS = 512
 """Kept free in the cache for each running completion when another joins, at most what it may
@@ -53,25 +48,9 @@ class EngineModel:
     prefill_s_per_token: float
     max_running: int
     kv_tokens: int
-    request_s: float = 0.0
-    """Of processor time around each completion, when it joins: the generator's own work."""
-    hand_over_s: float = 0.0
-    """Of processor time for each completion that ended, one after the other, until the queue has
-    it; the engine goes on meanwhile."""
-    prefill_samples: bool = False
-    """Whether a prefill is a pass of its own that gives a token, as a real one is."""
-    prefill_base_s: float = 0.0
-    """Of such a pass, whatever it prefills."""
-    wake_s: float = 0.0
-    """Of such a pass beside these, where the engine had nothing to do before."""
-    lease_s: float = 0.0
-    """Of the generator for each lease, one after the other, until the engine has it."""
-    end_s: float = 0.0
-    """Of an iteration, for each completion that ends in it."""
-    paces: tuple[float, ...] = (1.0,)
-    """Of the trainer's steps in turn: how many times as long all of this takes. On average 1."""
-    forgets: bool = False
-    """Whether a pause empties the cache: all that run are put back (weights.kv_cache)."""
+    recomputes_cache: bool = False
+    """Whether a pause empties the KV cache and puts all running completions back
+    (weights.kv_cache)."""
 
     def iteration_s(self, running: int, kv: int) -> float:
         """Seconds of one iteration."""
@@ -79,11 +58,37 @@ class EngineModel:
 
 
 @dataclass
-class IterationCount:
-    """Decoding iterations, and the tokens that came of them."""
+class Request:
+    """A completion that an engine is asked for."""
 
-    iterations: int = 0
-    tokens: int = 0
+    lease_id: int
+    index: int
+    group: int
+    """Completions with the same number have the same prompt."""
+    prompt_tokens: int
+    tokens: int
+    """How long it will be."""
+    generated: int = 0
+    """Until it joined last."""
+    joined_at: int = 0
+    """Iteration after which it decodes."""
+    leased_at: float = 0.0
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, completion token from which on it sampled)."""
+
+    def spans(self) -> list[VersionSpan]:
+        """Which version sampled which tokens, once it is finished."""
+        last: dict[int, int] = {}
+        for version, start in self.starts:
+            last[start] = version
+        edges = [start for start in sorted(last) if start < self.tokens]
+        found: list[VersionSpan] = []
+        for start, end in itertools.pairwise([*edges, self.tokens]):
+            if found and found[-1].version == last[start]:
+                found[-1] = VersionSpan(last[start], found[-1].start, end)
+            else:
+                found.append(VersionSpan(last[start], start, end))
+        return found
 
 
 class Engine:
@@ -92,30 +97,24 @@ class Engine:
     def __init__(self, model: EngineModel, *, reserve_tokens: int = RESERVE_TOKENS) -> None:
         self.model = model
         self.version = -1
-        self.speed = 1.0
-        """Share of its full speed that it has now: others may use the same cores."""
         self.kv = 0
         """Tokens in the cache."""
         self.iterations = 0
         self.retractions = 0
         self.tokens = 0
         """Generated so far."""
-        self.counted = IterationCount()
-        """Since whoever looks has put another one here."""
+        self.counted_iterations = 0
+        """Iterations since the caller last set this to 0."""
         self.peak_kv = 0
         self._reserve = reserve_tokens
         self._clock = 0.0
-        """End of the last iteration. While speeds change, a moment that gives the next end."""
+        """End of the last iteration."""
         self._running: list[tuple[int, int, Request]] = []
         """Heap by the iteration that ends each."""
         self._waiting: deque[Request] = deque()
         self._order = itertools.count()
         self._seen: dict[int, None] = {}
         self._is_pausing = self._is_paused = False
-        self._has_rested = False
-        """Nothing ran before what joins next."""
-        self._is_prefilling = False
-        """A pass that gives first tokens ends at the clock."""
         self._new_version: int | None = None
         self._finished: list[tuple[float, Request]] = []
 
@@ -176,14 +175,6 @@ class Engine:
             self._is_paused = False
             self._begin(now)
 
-    def set_speed(self, speed: float, now: float) -> None:
-        """Compute with another share of the full speed from now on."""
-        self.advance(now)
-        if self.is_working:
-            # Such that what is done of this iteration stays done.
-            self._clock = now - (now - self._clock) * self.speed / speed
-        self.speed = speed
-
     def take_finished(self) -> list[tuple[float, Request]]:
         """(when, which) since the last call."""
         finished, self._finished = self._finished, []
@@ -195,32 +186,21 @@ class Engine:
         """When something changes by itself: a completion ends, joins or is put back; or never."""
         if not self.is_working:
             return math.inf
-        if self._is_prefilling and self._until_change() == 1:
-            return self._clock
-        return self._clock + self._seconds(self._until_change()) / self.speed
+        return self._clock + self._seconds(self._until_change())
 
     def advance(self, now: float) -> None:
         """Complete all iterations that end by now."""
         while self.is_working:
-            if self._is_prefilling:
-                if now < self._clock - _rounding(self._clock):
-                    return
-                self._settle()
-                continue
             change = self._until_change()
-            passed = (now - self._clock) * self.speed
-            done = min(change, self._iterations_in(passed))
-            if self._ends_s(done) and self._seconds(done) > passed + _rounding(self._clock):
-                done -= 1
+            done = min(change, self._iterations_in(now - self._clock))
             if done <= 0:
                 return
-            self._clock += self._seconds(done) / self.speed
+            self._clock += self._seconds(done)
             count = len(self._running)
             self.iterations += done
             self.kv += done * count
             self.tokens += done * count
-            self.counted.iterations += done
-            self.counted.tokens += done * count
+            self.counted_iterations += done
             self.peak_kv = max(self.peak_kv, self.kv)
             self._leave()
             if done < change:
@@ -238,25 +218,10 @@ class Engine:
     def _seconds(self, iterations: int) -> float:
         count, model = len(self._running), self.model
         growth = model.per_kv_token_s * count * iterations * (iterations - 1) / 2
-        return iterations * model.iteration_s(count, self.kv) + growth + self._ends_s(iterations)
-
-    def _ends_s(self, iterations: int) -> float:
-        """Of so many iterations, at most until the first completion ends: what ending costs."""
-        ends = self._running[0][0]
-        if not self.model.end_s or self.iterations + iterations < ends:
-            return 0.0
-        # Those of a heap that equal its root hang together.
-        count, places = 0, [0]
-        while places:
-            place = places.pop()
-            if place < len(self._running) and self._running[place][0] == ends:
-                count += 1
-                places += (2 * place + 1, 2 * place + 2)
-        return self.model.end_s * count
+        return iterations * model.iteration_s(count, self.kv) + growth
 
     def _iterations_in(self, seconds: float) -> int:
-        """Whole iterations of the present completions in so many seconds at full speed, if none
-        ends."""
+        """Whole iterations of the present completions in these seconds, if none ends."""
         seconds += _rounding(self._clock)
         if seconds <= 0:
             return 0
@@ -272,7 +237,6 @@ class Engine:
 
     def _begin(self, now: float) -> None:
         """Nothing ran until now."""
-        self._has_rested = True
         self._clock = max(self._clock, now)
         self._settle()
 
@@ -288,7 +252,6 @@ class Engine:
             self.version, self._new_version = self._new_version, None
             for _, _, request in self._running:
                 request.starts.append((self.version, self._generated(request)))
-        self._is_prefilling = False
         if self._is_pausing:
             self._stop()
             return
@@ -297,31 +260,14 @@ class Engine:
         self._prefill()
 
     def _prefill(self) -> None:
-        """Let those join that may, in one pass."""
-        model = self.model
+        """Let the waiting completions join that may."""
         prefilled = 0
-        joined: list[Request] = []
-        followers: list[Request] = []
-        new_prompts: set[int] = set()
         while self._may_join():
             request = self._waiting.popleft()
-            if model.prefill_samples and request.group in new_prompts:
-                followers.append(request)
-                continue
             if not self._knows(request.group):
-                new_prompts.add(request.group)
                 prefilled += request.prompt_tokens
-            joined.append(request)
             prefilled += self._join(request)
-        self._waiting.extendleft(reversed(followers))
-        seconds = prefilled * model.prefill_s_per_token + len(joined) * model.request_s
-        if joined and model.prefill_samples:
-            seconds += model.prefill_base_s + model.wake_s * self._has_rested
-            self._is_prefilling = True
-            self._has_rested = False
-        self._clock += seconds / self.speed
-        for request in joined:
-            request.first_token_at = min(request.first_token_at, self._clock)
+        self._clock += prefilled * self.model.prefill_s_per_token
 
     def _may_join(self) -> bool:
         if not self._waiting or len(self._running) >= self.model.max_running:
@@ -333,18 +279,14 @@ class Engine:
         return self.kv + first.prompt_tokens + first.generated + reserve <= self.model.kv_tokens
 
     def _join(self, request: Request) -> int:
-        """Let a completion decode from the next iteration on; its own tokens that are prefilled."""
+        """Let a completion decode from the next iteration on; return its tokens to prefill."""
         request.joined_at = self.iterations
         request.starts.append((self.version, request.generated))
-        prefilled = request.generated
-        if self.model.prefill_samples and request.tokens - request.generated > 1:
-            request.generated += 1
-            self.tokens += 1
         ends = self.iterations + request.tokens - request.generated
         heapq.heappush(self._running, (ends, next(self._order), request))
         self.kv += request.prompt_tokens + request.generated
         self.peak_kv = max(self.peak_kv, self.kv)
-        return prefilled
+        return request.generated
 
     def _knows(self, group: int) -> bool:
         """Whether its prompt is in the prefix cache, where it is from now on."""
@@ -371,7 +313,7 @@ class Engine:
 
     def _stop(self) -> None:
         self._is_paused = True
-        if self.model.forgets:
+        if self.model.recomputes_cache:
             self._seen.clear()
             # Who joined first is the first again.
             for _, _, request in sorted(self._running, key=lambda entry: -entry[1]):

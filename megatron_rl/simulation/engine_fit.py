@@ -1,126 +1,128 @@
-"""Fits an engine's costs to a run: to the passes that engines counted, or to completions. Pure.
+"""Fits the cost of an engine's iteration to the completions of a run. Pure.
 
-Used by calibration. Passes say all of it but hand-over (`pass_fit.py`). Where engines do not tell,
-a recorded completion goes through four times:
-
-| time                  | what is fitted to it                                           |
-|-----------------------|----------------------------------------------------------------|
-| lease to first token  | nothing: waiting is in it; calibration changes request_s until  |
-|                       | the whole is as long as it was (`calibration.py`)               |
-| its T - 1 iterations  | base_s, per_running_s, per_kv_token_s, request_s: least squares |
-| hand-over             | hand_over_s: completions of one length that were leased         |
-|                       | together end in one iteration, and reach the queue one by one   |
-
-Passes in which others got their first tokens stopped a completion's iterations: each counts
-base_s, and request_s for each of those others.
+Used by calibration. A completion of T tokens went through T - 1 iterations after its first token,
+or through T from its lease where the engine does not say when the first token came. The other
+completions of the engine say how many ran in these iterations, and over how many cached tokens.
+Prefills that stopped an iteration count as a part of it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.protocol.rollout_files import RolloutRecord
-from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.decoding import decoding_of
 from megatron_rl.simulation.engine import EngineModel
-from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
-from megatron_rl.simulation.load_curve import fit_not_negative
-from megatron_rl.simulation.pass_fit import (
-    fit_decoding,
-    fit_prefill,
-    middle_of,
-    prefilled_tokens,
-    sizes_of,
-)
 from megatron_rl.simulation.records import RunRecords
 
 
 @dataclass(frozen=True)
 class FittedEngine:
-    """The model of one of the run's engines, and what it was fitted to."""
+    """The model of one of the run's engines, and the batch sizes that it was fitted to."""
 
     model: EngineModel
     least_running: float
     most_running: float
-    """Completions of an iteration, in nine of ten of them: what is known of other sizes is a
-    guess."""
+    """Completions of an iteration, in nine of ten of them."""
 
 
-def fit_engine(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngine:
-    """The engine of a run. hand_over_s: of the run, in which others may have had the cores."""
-    fitted = _from_passes(run) if run.passes else _from_completions(run, use, hand_over_s)
-    work_s = fit_hand_over(ending_together(run.rollouts), use)
-    return replace(fitted, model=replace(fitted.model, hand_over_s=work_s))
-
-
-def _from_passes(run: RunRecords) -> FittedEngine:
-    base, running, kv, ended = fit_decoding(run.passes)
-    prefill_base, request, token, wake = fit_prefill(run.passes)
-    # Where prompts begin alike, the engine knows a part of each: it prefills the rest.
-    prompts = {record.group: record.prompt_tokens for record in run.within()}
-    prefill_s_per_token = token * prefilled_tokens(run.passes) / sum(prompts.values())
-    alone_s = prefill_base + request + wake
-    alone_s += prefill_s_per_token * float(np.mean(list(prompts.values())))
+def fit_engine(run: RunRecords) -> FittedEngine:
+    """Base, completion and cached-token seconds of an iteration, by least squares."""
+    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in run.rollouts:
+        by_engine[record.generator].append(record)
+    parts = [_iterations(run, records) for records in by_engine.values()]
+    steps, seconds, columns = (np.concatenate(part) for part in zip(*parts, strict=True))
+    running = columns[:, 1]
+    # Completions that ran together saw the same iterations: each iteration counts once.
+    share = steps / np.maximum(running, 1.0)
+    weight = np.sqrt(share)
+    base, per_running, per_kv = fit_not_negative(columns * weight[:, None], seconds * weight)
     model = EngineModel(
-        base_s=max(base, 1e-6),
-        per_running_s=running,
-        per_kv_token_s=kv,
-        prefill_s_per_token=prefill_s_per_token,
-        max_running=run.config.generator.max_running,
-        kv_tokens=run.config.generator.bounded_kv_tokens,
-        request_s=request,
-        prefill_samples=True,
-        prefill_base_s=prefill_base,
-        wake_s=wake,
-        end_s=ended,
-        lease_s=fit_lease(run.rollouts, alone_s=alone_s),
-    )
-    return FittedEngine(model, *sizes_of(run.passes))
-
-
-def fit_lease(records: Sequence[RolloutRecord], *, alone_s: float) -> float:
-    """Seconds of a lease until the engine has it: those until the first token, where it was idle.
-
-    alone_s: of a prefill pass for one completion. Leases that come together come one by one.
-    """
-    by_engine: defaultdict[str, defaultdict[float, list[RolloutRecord]]]
-    by_engine = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        by_engine[record.generator][record.times.leased].append(record)
-    waited_s, leases = 0.0, 0
-    for by_moment in by_engine.values():
-        busy_until = 0.0
-        for moment, found in sorted(by_moment.items()):
-            first_s = min(record.times.first_token_s for record in found)
-            if moment > busy_until and first_s >= 0:
-                waited_s += max(0.0, first_s - alone_s)
-                leases += len({record.group for record in found})
-            busy_until = max(busy_until, *(record.times.done for record in found))
-    return waited_s / leases if leases else 0.0
-
-
-def _from_completions(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngine:
-    decoding = decoding_of(run, use, hand_over_s)
-    weight = np.sqrt(decoding.own_steps)
-    base, per_running, per_kv, request_s = fit_not_negative(
-        decoding.columns * weight[:, None], decoding.work_s * weight
-    )
-    firsts = [r.times.first_token_s for r in run.rollouts if r.times.first_token_s >= 0]
-    sizes = decoding.running
-    # A completion waits for the prefills of those that come with it: half of them on average.
-    alone_s = 2 * float(np.median(firsts)) / max(1.0, float(sizes.mean())) if firsts else 0.0
-    base = max(float(base), 1e-6)
-    model = EngineModel(
-        base_s=base,
+        base_s=max(float(base), 1e-6),
         per_running_s=float(per_running),
         per_kv_token_s=float(per_kv),
         prefill_s_per_token=0.0,
         max_running=run.config.generator.max_running,
         kv_tokens=run.config.generator.bounded_kv_tokens,
-        request_s=max(float(request_s), alone_s),
-        prefill_samples=bool(firsts),
-        prefill_base_s=base if firsts else 0.0,
     )
-    return FittedEngine(model, *middle_of(sizes, decoding.own_steps))
+    return FittedEngine(model, *_middle(running, share))
+
+
+def _iterations(
+    run: RunRecords, records: list[RolloutRecord]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of one engine's completions: [completions] iterations, seconds of one, [completions, 3].
+
+    The columns are those of the fit: 1, completions that ran, tokens in the cache.
+    """
+    leased = np.array([r.times.leased for r in records])
+    first_token_s = np.array([r.times.first_token_s for r in records])
+    starts = leased + np.maximum(0.0, first_token_s)
+    ends = np.array([r.times.done for r in records])
+    tokens = np.array([r.tokens for r in records])
+    steps = tokens - (first_token_s >= 0)
+    load = LoadCurve(leased, ends, np.array([r.prompt_tokens for r in records]), tokens)
+    used = (ends > starts) & (steps > 0) & (ends > run.began_at) & (ends < run.ended_at)
+    starts, ends, steps = starts[used], ends[used], steps[used]
+    running, kv = load.means(starts, ends)
+    return steps, (ends - starts) / steps, np.stack([np.ones_like(kv), running, kv], axis=1)
+
+
+def _middle(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Quantiles 0.05 and 0.95 of weighted values."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    low, high = np.minimum(np.searchsorted(reached, [0.05, 0.95]), len(values) - 1)
+    return float(values[order[low]]), float(values[order[high]])
+
+
+class LoadCurve:
+    """Running completions and cached tokens of one engine over time.
+
+    A completion's tokens are spread evenly between its start and its end.
+    """
+
+    def __init__(
+        self, starts: np.ndarray, ends: np.ndarray, prompts: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """[completions] each: unix seconds, prompt tokens, completion tokens."""
+        times = np.concatenate([starts, ends])
+        order = np.argsort(times, kind="stable")
+        self._times = times[order]
+        rate = tokens / np.maximum(ends - starts, 1e-9)
+        slopes = np.cumsum(np.concatenate([rate, -rate])[order])
+        ones = np.ones_like(rate)
+        running = np.cumsum(np.concatenate([ones, -ones])[order])
+        # Just after each event: what joined or left, and what grew since the event before.
+        kv = np.cumsum(np.concatenate([prompts, -(prompts + tokens)])[order] * 1.0)
+        kv[1:] += np.cumsum(slopes[:-1] * np.diff(self._times))
+        self._values, self._slopes = (running, kv), (np.zeros_like(slopes), slopes)
+
+    def means(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[intervals] running completions and cached tokens, on average over each interval."""
+        running, kv = (
+            (self._area(values, slopes, ends) - self._area(values, slopes, starts))
+            / np.maximum(ends - starts, 1e-9)
+            for values, slopes in zip(self._values, self._slopes, strict=True)
+        )
+        return running, kv
+
+    def _area(self, values: np.ndarray, slopes: np.ndarray, when: np.ndarray) -> np.ndarray:
+        passed = np.diff(self._times)
+        parts = (values[:-1] + slopes[:-1] * passed / 2) * passed
+        area = np.concatenate([[0.0], np.cumsum(parts)])
+        place = np.clip(np.searchsorted(self._times, when, side="right") - 1, 0, None)
+        since = when - self._times[place]
+        return area[place] + (values[place] + slopes[place] * since / 2) * since
+
+
+def fit_not_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[columns] the least squares solution of columns @ x = values with no x below 0."""
+    # The command that lists commands and options must not load SciPy.
+    from scipy.optimize import nnls
+
+    # Cached tokens are 1e5 times as many as iterations: unscaled columns lose digits.
+    scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
+    solution, _ = nnls(columns / scale, values)
+    return solution / scale

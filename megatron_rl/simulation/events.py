@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Agenda:
+class EventClock:
     """What happens when, in virtual seconds."""
 
     def __init__(self) -> None:

@@ -23,16 +23,16 @@ from megatron_rl.plan.generator import (
     kv_bytes_per_token,
 )
 from megatron_rl.plan.parameters import model_parameters
-from megatron_rl.plan.publish import publish_rate
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
+from megatron_rl.plan.weight_sync import sync_rate
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
     ClusterModel,
     Faults,
-    PublishModel,
     TrainerModel,
     Turns,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
@@ -71,7 +71,7 @@ class Assumptions:
     prefill_share: float = 0.5
     """Of the peak in bfloat16, that prefills reach."""
     bytes_per_s: float | None = None
-    """That one rank sends or receives in a publish; None: `publish_rate`."""
+    """That one rank sends or receives in a weight sync; None: `sync_rate`."""
     reduce_bytes_per_s: float = 25e9
     """At which gradients are reduced and parameters gathered, for each trainer rank."""
     turn_s: float = 1.0
@@ -79,11 +79,12 @@ class Assumptions:
     pause_s: float = 0.1
     """Of an engine, beside the transfer: pause, digests, going on."""
     lanes: Lanes = "copies"
-    """Engines that a publish serves at once. copies: each copy of the trainer's model serves one,
-    with its own ranks, or by way of host memory all of its own; a number, or all: all ranks serve
-    so many."""
+    """Engines that a weight sync serves at once. copies: each copy of the trainer's model serves
+    one, with its own ranks, or by way of host memory all of its own; a number, or all: all ranks
+    serve so many."""
     is_overlapped: bool = False
-    """Beside the next step, also where the configuration does not say so (weights.overlap)."""
+    """Beside the next step, also where the configuration does not say so (expert.weights.overlap).
+    """
     verify_s: float = 0.1
     """Of grading one completion."""
     verifier_servers: int | None = None
@@ -115,7 +116,7 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     return ClusterModel(
         engine=engine,
         trainer=_trainer(shape, config, assumed),
-        publish=_publish(shape, config, assumed),
+        sync=_sync(shape, config, assumed),
         verifier=VerifierModel(servers, (assumed.verify_s,)),
         faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
         turns=Turns(assumed.turn_s, assumed.turn_s) if config.generator.release_memory else None,
@@ -158,7 +159,7 @@ def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineMo
         kv_tokens=kv_tokens_of(config, assumed)
         if generator.takes_all_memory
         else generator.bounded_kv_tokens,
-        forgets=config.weights.kv_cache == "recompute",
+        recomputes_cache=config.weights.kv_cache == "recompute",
     )
 
 
@@ -202,17 +203,17 @@ def lanes_of(lanes: Lanes, *, copies: int, replicas: int) -> int:
     return copies if lanes == "copies" else lanes
 
 
-def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> PublishModel:
+def _sync(shape: ModelShape, config: Config, assumed: Assumptions) -> WeightSyncModel:
     ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
     copies = len(copies_of(places_of(config.parallel)))
-    rate, world = publish_rate(config.weights, assumed.bytes_per_s), config.parallel.world_size
+    rate, world = sync_rate(config.weights, assumed.bytes_per_s), config.parallel.world_size
     by_copies = assumed.lanes == "copies"
     has_turns = by_copies and config.weights.method != "host"
     # Ranks that send to one engine.
     senders = world // (copies if by_copies else 1)
     replica_s = max(max(ranks), sum(ranks) / senders) / rate + assumed.pause_s
     lanes: Lanes = "all" if by_copies and not has_turns else assumed.lanes
-    return PublishModel(
+    return WeightSyncModel(
         replica_s=replica_s,
         lanes=lanes_of(lanes, copies=copies, replicas=config.generator.replicas),
         # Copies that serve one engine each do not share what they can send.

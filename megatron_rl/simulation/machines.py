@@ -1,4 +1,4 @@
-"""What trainer, publish, verifiers, faults and cores cost: the model of a cluster. Pure.
+"""What trainer, weight sync, verifiers and faults cost: the model of a cluster. Pure.
 
 Used by the simulation; engines are in `engine.py`. Filled from sizes of GPUs and the model
 (`hardware.py`) or from the records of a run (`calibration.py`).
@@ -35,19 +35,16 @@ class TrainerModel:
     """Of the pipeline."""
     virtual_stages: int = 1
     positions: int = 0
-    """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
+    """That every microbatch has (`expert.train.pad_microbatches`); 0: those of its sequences."""
     filling_s: float = 0.0
     """Of a position that fills a microbatch up."""
-    paces: tuple[float, ...] = (1.0,)
-    """Of steps in turn: how many times as long each takes as sizes say. On average 1."""
     ranks_meet: bool = False
     """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
 
-    def compute_s(self, plans: Sequence[MinibatchPlan], step: int = 0) -> float:
+    def compute_s(self, plans: Sequence[MinibatchPlan]) -> float:
         """Of all forward and backward passes of a step, and its optimizer steps but the last."""
         passes = [self._minibatch_s(plan) for plan in plans]
-        work_s = sum(passes) + self.optimizer_s * (len(plans) - 1)
-        return self.step_s + work_s * self.paces[step % len(self.paces)]
+        return self.step_s + sum(passes) + self.optimizer_s * (len(plans) - 1)
 
     def _minibatch_s(self, plan: MinibatchPlan) -> float:
         ranks = [[self._pass_s(plan.lengths, m) for m in rank] for rank in plan.ranks]
@@ -72,7 +69,7 @@ class TrainerModel:
 
 
 @dataclass(frozen=True)
-class PublishModel:
+class WeightSyncModel:
     """How weights come to the engines."""
 
     replica_s: float
@@ -82,7 +79,7 @@ class PublishModel:
     sender_share: float = 0.0
     """Share of what all senders can send that one engine's transfer takes when it is alone."""
     fixed_s: float = 0.0
-    """Of a publish beside the transfers; engines go on meanwhile."""
+    """Of a weight sync beside the transfers; engines go on meanwhile."""
     is_overlapped: bool = False
     """Sent during the next step's passes, and joined before its optimizer step."""
     is_relayed: bool = False
@@ -121,7 +118,7 @@ class Turns:
     release_s: float
     """From when the trainer has its batch until it has the memory."""
     reclaim_s: float
-    """Of a publish, until the engines have theirs again."""
+    """Of a weight sync, until the engines have theirs again."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +128,6 @@ class VerifierModel:
     servers: int
     service_s: tuple[float, ...] = (0.0,)
     """Seconds of grading, one of them for each completion: measured ones, or a single figure."""
-    round_s: tuple[float, float] | None = None
-    """Of processor time of a round, and of each completion in it, where a server takes all that
-    waits at once: what takes microseconds is sent to and fro in bulk. None: one at a time."""
 
 
 @dataclass(frozen=True)
@@ -148,52 +142,13 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class SharedCores:
-    """Processor sharing, for roles on the cores of one host.
-
-    While the roles that compute want `demand` cores and there are `cores`, each works at
-    min(1, cores / demand) of its full speed, and less where it is not alone, since memory, caches
-    and the kernel's scheduler are shared too. Devices of their own need no such thing.
-    """
-
-    cores: float
-    trainer_threads: float
-    engine_threads: float
-    """Of each engine."""
-    kept_beside: float = 1.0
-    """Share of its speed that a role keeps while others have all the other cores."""
-    engines_keep: float = 1.0
-    """Of that, the share of generators and their engines: what reads all weights for few tokens
-    loses more to others than the trainer does, or less."""
-
-    def speed(self, *, trains: bool, engines: int, hosts: int = 0) -> tuple[float, float]:
-        """Of the trainer and verifiers, and of generators, while so many of them compute.
-
-        hosts: processes beside trainer and engines that work, of one thread each: generators that
-        hand over completions, and the verifiers' pool.
-        """
-        demand = self.trainer_threads * trains + self.engine_threads * engines + hosts
-        if demand <= 1:
-            return 1.0, 1.0
-        filled = (min(demand, self.cores) - 1) / (self.cores - 1) if self.cores > 1 else 0.0
-        kept, share = 1.0 - (1.0 - self.kept_beside) * filled, min(1.0, self.cores / demand)
-        return share * kept, share * kept * (1.0 - (1.0 - self.engines_keep) * filled)
-
-
-@dataclass(frozen=True)
 class ClusterModel:
     """All of it."""
 
     engine: EngineModel
     trainer: TrainerModel
-    publish: PublishModel
+    sync: WeightSyncModel
     verifier: VerifierModel
     faults: Faults = field(default_factory=Faults)
-    cores: SharedCores | None = None
-    """None: every role has devices of its own."""
-    batch_s: float = 0.0
-    """From when the queue plans a batch until the trainer has read it, if it waits."""
-    read_s: float = 0.0
-    """Of the trainer, for a batch that was there before it asked."""
     turns: Turns | None = None
     """None: engines have GPUs of their own."""

@@ -26,15 +26,13 @@ class Outcome:
     """Completions of a decoding iteration, on average."""
     staleness_mean: float
     staleness_max: int
-    publish_s: float
+    sync_s: float
     stall_s: float
-    """Of a publish, in which the trainer could do nothing else."""
+    """Of a weight sync, in which the trainer could do nothing else."""
     compute_s: float
     wait_s: float
     latency_s: float
     """From a completion's lease to its end, on average."""
-    latency_s_per_token: float
-    """Of those, over their tokens."""
     tokens_per_s: float
     """Generated completion tokens, all of them."""
     trained_tokens: float
@@ -80,15 +78,14 @@ def sum_up(
         trainer_idle=sum(record.wait_s for record in records) / length,
         generator_idle=totals.idle_s / length / engines,
         slots_used=totals.running_s / length / engines / slots,
-        running_mean=totals.decoded / max(1, totals.iterations),
+        running_mean=totals.tokens / max(1, totals.iterations),
         staleness_mean=sum(record.staleness_sum for record in records) / max(1, rollouts),
         staleness_max=int(max(record.staleness_max for record in records)),
-        publish_s=statistics.fmean(record.publish_s for record in records),
+        sync_s=statistics.fmean(record.sync_s for record in records),
         stall_s=statistics.fmean(record.stall_s for record in records),
         compute_s=statistics.fmean(record.compute_s for record in records),
         wait_s=statistics.fmean(record.wait_s for record in records),
         latency_s=totals.latency_s / max(1, totals.finished),
-        latency_s_per_token=totals.latency_s / max(1, totals.finished_tokens),
         tokens_per_s=totals.tokens / length,
         trained_tokens=sum(record.tokens for record in records) / count,
         zero_variance_share=dropped / (dropped + groups),

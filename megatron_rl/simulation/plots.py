@@ -36,7 +36,7 @@ def _draw_steps(names: Sequence[str], outcomes: Sequence[Outcome]) -> bytes:
     bottom = [0.0] * len(names)
     parts = {
         "computes": [outcome.compute_s for outcome in outcomes],
-        "publishes": [outcome.stall_s for outcome in outcomes],
+        "weight syncs": [outcome.stall_s for outcome in outcomes],
         "waits": [outcome.wait_s for outcome in outcomes],
     }
     for label, heights in parts.items():

@@ -148,7 +148,6 @@ def make_rollout(
     *,
     prompt_tokens: int,
     is_cut: bool,
-    first_token_s: float = -1.0,
 ) -> Rollout:
     """A rollout whose arrays take no memory; its text is its place in the group."""
     tokens = spans[-1].end
@@ -161,5 +160,4 @@ def make_rollout(
         spans,
         "length" if is_cut else "stop",
         str(index),
-        first_token_s=first_token_s,
     )

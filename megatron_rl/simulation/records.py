@@ -6,7 +6,6 @@ is opened, are left out.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,13 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.engine_passes import PassRow, passes_path, read_passes
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
-from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
+from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.rollout_files import (
+    RolloutRecord,
+    read_records,
+    rollout_files,
+    without_texts,
+)
 
 WARM_UP = 5
 """Steps left out at the beginning: that is also what a simulation leaves out."""
@@ -34,16 +37,12 @@ class Measured:
     generator_idle: float
     staleness_mean: float
     staleness_max: int
-    publish_s: float
+    sync_s: float
     compute_s: float
     latency_s: float
     """From a completion's lease to its arrival, on average."""
-    latency_s_per_token: float
-    """Of those, over their tokens."""
-    trained_tokens: float
-    """Of a step, prompts included."""
     rest_s: float
-    """Of a step, in which the trainer neither waits, nor computes, nor publishes."""
+    """Of a step, in which the trainer neither waits, nor computes, nor syncs."""
     steps: int
 
 
@@ -54,15 +53,11 @@ class RunRecords:
     config: Config
     steps: list[dict[str, Any]]
     """Rows of the trainer, one a step."""
-    every_step: list[dict[str, Any]]
-    """With those that are left out."""
     rollouts: list[RolloutRecord]
-    """Of training, all of them, with their times."""
+    """Of training, all of them, with their times and without texts."""
     began_at: float
     ended_at: float
     """Unix seconds of the steps that are looked at."""
-    passes: Sequence[PassRow] = ()
-    """Of all engines together, of these steps; empty where engines do not tell."""
 
     def within(self) -> list[RolloutRecord]:
         """Rollouts that arrived during these steps."""
@@ -78,8 +73,8 @@ def read_run(run_dir: Path) -> RunRecords:
     if not (run_dir / "config.toml").exists():
         raise InputError(f"--calibrate {run_dir} holds no run: it has no config.toml")
     config = load_config(run_dir / "config.toml")
-    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
-    steps = [row for row in rows if row.get("source") == "trainer" and "wait/batch_s" in row]
+    rows = stream_rows(run_dir / "metrics.jsonl", holding='"wait/batch_s"')
+    steps = [row for row in rows if row.get("source") == "trainer"]
     last = len(steps) - config.queue.max_staleness - 1
     if last - WARM_UP < LEAST_STEPS:
         raise InputError(
@@ -88,7 +83,7 @@ def read_run(run_dir: Path) -> RunRecords:
         )
     looked_at = steps[WARM_UP:last]
     rollouts = [
-        record
+        without_texts(record)
         for file in rollout_files(run_dir)
         if file.step is not None
         for record in read_records(file.path)
@@ -97,24 +92,7 @@ def read_run(run_dir: Path) -> RunRecords:
     if not rollouts:
         raise InputError(f"{run_dir}/rollouts holds no rollouts with times: give a newer run")
     began_at, ended_at = steps[WARM_UP - 1]["time"], looked_at[-1]["time"]
-    passes = _passes(run_dir, config, began_at, ended_at)
-    return RunRecords(config, looked_at, steps, rollouts, began_at, ended_at, passes)
-
-
-def _passes(run_dir: Path, config: Config, began_at: float, ended_at: float) -> list[PassRow]:
-    if config.generator.tensor_parallel > 1:
-        # The ranks of an engine wait for each other: one's processor time is not the pass's.
-        return []
-    name = config.generator.engine.split(":")[-1]
-    logs = [run_dir / "logs" / f"{name}-{i}.log" for i in range(config.generator.replicas)]
-    return [
-        row
-        for log in logs
-        if passes_path(log).exists()
-        for report in read_passes(passes_path(log))
-        if began_at < report.time <= ended_at
-        for row in report.rows
-    ]
+    return RunRecords(config, looked_at, rollouts, began_at, ended_at)
 
 
 def measure(run: RunRecords) -> Measured:
@@ -126,36 +104,25 @@ def measure(run: RunRecords) -> Measured:
     def total(name: str) -> float:
         return sum(row.get(name, 0.0) for row in steps)
 
-    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "publish/s")))
+    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "weight_sync/s")))
     rollouts = total("queue/rollouts_trained")
     stale = sum(
         row["queue/staleness_versions_mean"] * row["queue/rollouts_trained"] for row in steps
     )
     arrived = run.within()
     latencies = [record.times.done - record.times.leased for record in arrived]
-    trained = [
-        record.prompt_tokens + record.tokens
-        for record in run.rollouts
-        if record.times.trained is not None and _is_looked_at(run, record.times.trained)
-    ]
     return Measured(
         step_s=length / count,
         trainer_idle=total("wait/batch_s") / length,
         generator_idle=_idle_share(run),
         staleness_mean=stale / rollouts,
         staleness_max=int(max(row["queue/staleness_versions_max"] for row in steps)),
-        publish_s=total("publish/s") / count,
+        sync_s=total("weight_sync/s") / count,
         compute_s=total("train/update_s") / count,
         latency_s=float(np.mean(latencies)),
-        latency_s_per_token=sum(latencies) / sum(record.tokens for record in arrived),
-        trained_tokens=sum(trained) / max(1, len(trained)) * rollouts / count,
         rest_s=max(0.0, length - accounted - total("checkpoint/stall_s")) / count,
         steps=count,
     )
-
-
-def _is_looked_at(run: RunRecords, when: float) -> bool:
-    return run.began_at <= when <= run.ended_at
 
 
 def _idle_share(run: RunRecords) -> float:

@@ -1,9 +1,10 @@
-"""The simulated trainer: asks for batches, computes, publishes. As `megatron_rl/trainer/train.py`.
+"""The simulated trainer: asks for batches, computes, syncs weights. As
+`megatron_rl/trainer/train.py`.
 
 Used by the simulation. A step: wait for the batch, passes, optimizer, ask for the next batch,
-publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken
-at once, and the publish is waited for before the next optimizer step. With `Turns` engines rest
-from the batch until the publish has reached them.
+weight sync, say so. With an overlapped weight sync (`WeightSyncModel.is_overlapped`) the next batch
+is taken at once, and the weight sync is waited for before the next optimizer step. With `Turns`
+engines rest from the batch until the weight sync has reached them.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.protocol.metrics import Reduce
-from megatron_rl.protocol.types import NextBatch, Published, RankBatch
+from megatron_rl.protocol.types import NextBatch, RankBatch, WeightsSynced
 from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
-from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.fleet import Fleet, Generator
-from megatron_rl.simulation.machines import PublishModel, TrainerModel, Turns
+from megatron_rl.simulation.machines import TrainerModel, Turns, WeightSyncModel
 from megatron_rl.simulation.queue import PlannedBatches
 
 
@@ -26,13 +27,11 @@ class StepRecord:
     ended_at: float
     wait_s: float
     compute_s: float
-    publish_s: float
+    sync_s: float
     """From its beginning to its end, overlapped or not."""
     stall_s: float
-    """Of the publish, in which the trainer could do nothing else."""
+    """Of the weight sync, in which the trainer could do nothing else."""
     tokens: int
-    microbatches: int
-    """Of each data-parallel rank."""
     staleness_sum: float
     rollouts: int
     staleness_max: float
@@ -51,7 +50,6 @@ class _Step:
     optimizer_at: float = 0.0
     metrics: dict[str, tuple[float, float, Reduce]] = field(default_factory=dict)
     tokens: int = 0
-    microbatches: int = 0
 
 
 class Trainer:
@@ -59,48 +57,36 @@ class Trainer:
 
     def __init__(
         self,
-        agenda: Agenda,
+        clock: EventClock,
         queue: Coordinator,
         fleet: Fleet,
         planned: PlannedBatches,
         *,
         model: TrainerModel,
-        publish: PublishModel,
+        sync: WeightSyncModel,
         turns: Turns | None,
         dp_size: int,
         steps: int,
-        read_s: float,
-        on_change: Callable[[], None],
     ) -> None:
-        """read_s: for a batch that is there already."""
-        self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
-        self._model, self._publish_model, self._turns = model, publish, turns
-        self._dp_size, self._steps, self._read_s = dp_size, steps, read_s
-        self._on_change = on_change
+        self._clock, self._queue, self._fleet, self._planned = clock, queue, fleet, planned
+        self._model, self._sync_model, self._turns = model, sync, turns
+        self._dp_size, self._steps = dp_size, steps
         self.records: list[StepRecord] = []
-        self.is_computing = False
-        self._speed = 1.0
-        self._left_s = 0.0
-        """Of the computation under way, at full speed, at `_left_at`."""
-        self._left_at = 0.0
-        self._stamp = 0
-        self._then: Callable[[], None] = self._end_passes
         self._step = 0
         self._now: _Step = _Step()
         self._is_waiting = self._asked = False
         self._free_at = 0.0
         self._batch: RankBatch | None = None
-        self._publish_ends: float | None = 0.0
-        """Of the last publish; None: not yet."""
+        self._sync_ends: float | None = 0.0
+        """Of the last weight sync; None: not yet."""
         self._joins: Callable[[], None] | None = None
-        self._published = -1
-        self._publish_s = 0.0
+        self._synced = -1
+        self._sync_s = 0.0
         self._admits_until = 0.0
 
     def start(self) -> None:
-        """Publish version 0 and ask for the first batch."""
-        self._fleet.begin_step(self._step)
-        self._begin_publish(0, then=self._wait)
+        """Sync version 0 and ask for the first batch."""
+        self._begin_sync(0, then=self._wait)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -114,9 +100,9 @@ class Trainer:
     def _wait(self) -> None:
         if self._step >= self._steps:
             return
-        self._free_at, self._is_waiting = self._agenda.now, True
+        self._free_at, self._is_waiting = self._clock.now, True
         if self._batch is not None:
-            self._agenda.at(self._agenda.now + self._read_s, self._begin_if_waiting)
+            self._clock.at(self._clock.now, self._begin_if_waiting)
         elif not self._asked:
             self._ask()
 
@@ -124,32 +110,31 @@ class Trainer:
         self._asked = True
         for rank in range(self._dp_size):
             message = NextBatch(self._step, rank, self._dp_size)
-            self._queue.handle(BATCHES, f"trainer-{rank}", message, self._agenda.now)
+            self._queue.handle(BATCHES, f"trainer-{rank}", message, self._clock.now)
 
     def _begin_passes(self) -> None:
-        if self._agenda.now < self._admits_until:
+        if self._clock.now < self._admits_until:
             # It sends weights to a generator that came back.
-            self._agenda.at(self._admits_until, self._begin_if_waiting)
+            self._clock.at(self._admits_until, self._begin_if_waiting)
             return
         assert self._batch is not None
         batch, self._batch = self._batch, None
         plans = self._planned.take()
-        now = self._agenda.now
+        now = self._clock.now
         self._is_waiting, self._asked = False, False
         self._now = _Step(
             wait_s=now - self._free_at,
             began_at=now,
             metrics=batch.metrics,
             tokens=sum(sum(plan.lengths) for plan in plans),
-            microbatches=sum(len(plan.ranks[0]) for plan in plans),
         )
-        compute_s = self._model.compute_s(plans, self._step)
+        compute_s = self._model.compute_s(plans)
         if self._turns is None:
             self._compute(compute_s, self._end_passes)
             return
         for member in self._fleet.live:
             self._fleet.pause(member, member.session)
-        self._agenda.at(
+        self._clock.at(
             now + self._turns.release_s, partial(self._compute, compute_s, self._end_passes)
         )
 
@@ -158,7 +143,7 @@ class Trainer:
             self._begin_passes()
 
     def _end_passes(self) -> None:
-        if self._publish_ends is None:
+        if self._sync_ends is None:
             self._joins = self._begin_optimizer
             return
         self._begin_optimizer()
@@ -167,25 +152,24 @@ class Trainer:
         self._compute(self._model.optimizer_s, self._end_step)
 
     def _end_step(self) -> None:
-        self._now.compute_s = self._agenda.now - self._now.began_at
+        self._now.compute_s = self._clock.now - self._now.began_at
         self._step += 1
-        self._fleet.begin_step(self._step)
         if self._step < self._steps:
             self._ask()
-        if self._publish_model.is_overlapped:
-            self._begin_publish(self._step, then=self._join)
+        if self._sync_model.is_overlapped:
+            self._begin_sync(self._step, then=self._join)
             self._record(stall_s=0.0)
             self._wait()
         else:
-            self._begin_publish(self._step, then=self._end_publish)
+            self._begin_sync(self._step, then=self._end_sync)
 
-    def _end_publish(self) -> None:
-        self._record(stall_s=self._publish_s)
+    def _end_sync(self) -> None:
+        self._record(stall_s=self._sync_s)
         self._wait()
 
     def _join(self) -> None:
         if self.records:
-            self.records[-1].publish_s = self._publish_s
+            self.records[-1].sync_s = self._sync_s
         if self._joins is not None:
             joins, self._joins = self._joins, None
             joins()
@@ -196,13 +180,12 @@ class Trainer:
         dropped = sum(v for name, (v, _, _) in step.metrics.items() if "groups_dropped" in name)
         self.records.append(
             StepRecord(
-                ended_at=self._agenda.now,
+                ended_at=self._clock.now,
                 wait_s=step.wait_s,
                 compute_s=step.compute_s,
-                publish_s=self._publish_s,
+                sync_s=self._sync_s,
                 stall_s=stall_s,
                 tokens=step.tokens,
-                microbatches=step.microbatches,
                 staleness_sum=total,
                 rollouts=int(count),
                 staleness_max=step.metrics["queue/staleness_versions_max"][0],
@@ -213,62 +196,38 @@ class Trainer:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def _begin_publish(self, version: int, then: Callable[[], None]) -> None:
+    def _begin_sync(self, version: int, then: Callable[[], None]) -> None:
         members = self._fleet.live
         if not members:
-            # As the publisher: with no generator left it waits for one.
-            self._agenda.at(self._agenda.now + 1.0, partial(self._begin_publish, version, then))
+            # As the syncer: with no generator left it waits for one.
+            self._clock.at(self._clock.now + 1.0, partial(self._begin_sync, version, then))
             return
-        now = self._agenda.now
-        times, total = self._publish_model.times(len(members))
+        now = self._clock.now
+        times, total = self._sync_model.times(len(members))
         # Before version 0 they have given nothing back.
         reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
         now += reclaim_s
-        self._publish_ends, self._publish_s = None, reclaim_s + total
+        self._sync_ends, self._sync_s = None, reclaim_s + total
         for member, (pause, resume) in zip(members, times, strict=True):
             session = member.session
-            self._agenda.at(now + pause, partial(self._fleet.pause, member, session))
-            self._agenda.at(now + resume, partial(self._fleet.resume, member, session, version))
-        self._agenda.at(now + total, partial(self._published_to_all, version, then))
+            self._clock.at(now + pause, partial(self._fleet.pause, member, session))
+            self._clock.at(now + resume, partial(self._fleet.resume, member, session, version))
+        self._clock.at(now + total, partial(self._synced_to_all, version, then))
 
-    def _published_to_all(self, version: int, then: Callable[[], None]) -> None:
-        self._published, self._publish_ends = version, self._agenda.now
+    def _synced_to_all(self, version: int, then: Callable[[], None]) -> None:
+        self._synced, self._sync_ends = version, self._clock.now
         is_final = version == self._steps
-        self._queue.handle(BATCHES, "trainer-0", Published(version, is_final), self._agenda.now)
+        self._queue.handle(BATCHES, "trainer-0", WeightsSynced(version, is_final), self._clock.now)
         then()
 
     def admit(self, generator: Generator) -> None:
         """A generator came back: it gets weights while the trainer waits for a batch."""
-        if not self._is_waiting or self._published < 0 or self._publish_ends is None:
+        if not self._is_waiting or self._synced < 0 or self._sync_ends is None:
             return
-        begins = max(self._agenda.now, self._admits_until)
-        self._admits_until = begins + self._publish_model.replica_s
-        resume = partial(self._fleet.resume, generator, generator.session, self._published)
-        self._agenda.at(self._admits_until, resume)
-
-    # --- computing --------------------------------------------------------------------------------
-
-    def set_speed(self, speed: float) -> None:
-        """Compute with another share of the full speed from now on."""
-        if self.is_computing:
-            self._left_s -= (self._agenda.now - self._left_at) * self._speed
-        self._speed, self._left_at = speed, self._agenda.now
-        if self.is_computing:
-            self._set_event()
+        begins = max(self._clock.now, self._admits_until)
+        self._admits_until = begins + self._sync_model.replica_s
+        resume = partial(self._fleet.resume, generator, generator.session, self._synced)
+        self._clock.at(self._admits_until, resume)
 
     def _compute(self, seconds: float, then: Callable[[], None]) -> None:
-        self._left_s, self._left_at, self._then = seconds, self._agenda.now, then
-        self.is_computing = True
-        self._set_event()
-        self._on_change()
-
-    def _set_event(self) -> None:
-        self._stamp += 1
-        when = self._left_at + max(0.0, self._left_s) / self._speed
-        self._agenda.at(when, partial(self._end_computing, self._stamp))
-
-    def _end_computing(self, stamp: int) -> None:
-        if stamp == self._stamp:
-            self.is_computing = False
-            self._on_change()
-            self._then()
+        self._clock.at(self._clock.now + seconds, then)

@@ -9,11 +9,8 @@ Lengths and verdicts are drawn independently of each other.
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from megatron_rl.config.errors import InputError
 
 _MOST = 1e6
 _LEAST = 1e-3
@@ -122,29 +119,3 @@ def mean_tokens(lengths: Lengths, cap: int, *, draws: int = 4000, seed: int = 0)
         for i in range(draws)
     ]
     return sum(found) / len(found)
-
-
-def correlation_of(groups: Sequence[Sequence[int]]) -> tuple[float, float, float]:
-    """(median tokens, sigma, correlation) of the log-normal nearest to these groups' lengths.
-
-    The correlation is the one-way analysis of variance of log lengths: (between - within) over
-    (between + (n - 1) within), with mean squares of groups of about n. Raises InputError.
-    """
-    logs = [[math.log(tokens) for tokens in group if tokens > 0] for group in groups]
-    logs = [group for group in logs if len(group) > 1]
-    if len(logs) < 2:
-        raise InputError(
-            f"{len(logs)} groups with two completions or more: give a run with at least 2"
-        )
-    everything = sorted(value for group in logs for value in group)
-    mean = sum(everything) / len(everything)
-    sigma = math.sqrt(sum((value - mean) ** 2 for value in everything) / len(everything))
-    means = [sum(group) / len(group) for group in logs]
-    size = len(everything) / len(logs)
-    between = size * sum((value - mean) ** 2 for value in means) / (len(logs) - 1)
-    within = sum(
-        (value - own) ** 2 for group, own in zip(logs, means, strict=True) for value in group
-    ) / (len(everything) - len(logs))
-    total = between + (size - 1) * within
-    correlation = (between - within) / total if total > 0 else 0.0
-    return math.exp(everything[len(everything) // 2]), sigma, min(1.0, max(0.0, correlation))

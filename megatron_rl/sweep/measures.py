@@ -44,7 +44,12 @@ def check_metric(name: str) -> None:
 
 def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
     """The metrics of a run; None where it has none."""
-    rows = list(stream_rows(run_dir / "metrics.jsonl"))
+    kept = {"source", "time", "train/loss", RESUMED, *names}
+    rows = [
+        {name: row[name] for name in row.keys() & kept}
+        for row in stream_rows(run_dir / "metrics.jsonl")
+        if not row.keys().isdisjoint(kept - {"source", "time"})
+    ]
     summary = read_summary(run_dir)
     return {name: _value(name, summary, rows) for name in names}
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.progress import Report, counted, progress
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, tail
+from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
 from megatron_rl.sweep.folders import FAILURE, State, state_of
 from megatron_rl.sweep.plan import Plan, PlannedRun
 from megatron_rl.sweep.table import say
@@ -97,7 +97,7 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
 
 def last_line(log_path: Path, start: int) -> str:
     """The last line of an error in what was written to a log after `start` bytes."""
-    lines = tail(log_path.read_bytes()[start:].decode(errors="replace"))
+    lines = tail(last_output(log_path, start))
     # How to resume is said after the error.
     lines = [line for line in lines if SAME_COMMAND not in line]
     return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"

@@ -1,8 +1,8 @@
 """Batches from the rollout queue, for all ranks of the trainer.
 
-Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, Published, and SaveState / QueueState
-with the queue. One leader per data-parallel replica (its first rank) talks to the queue and
-broadcasts each answer, in the bytes that came, to all ranks that work on the same sequences
+Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, WeightsSynced, and SaveState /
+QueueState with the queue. One leader per data-parallel replica (its first rank) talks to the queue
+and broadcasts each answer, in the bytes that came, to all ranks that work on the same sequences
 (tensor, context, pipeline). So the queue sees one peer per data-parallel rank.
 
 A message may be lost with a connection: a leader asks again every REASK_S for what it waits for,
@@ -22,10 +22,10 @@ from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
     NextBatch,
-    Published,
     RankBatch,
     SaveState,
     Stop,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.leader import TURN_S, FromLeader
@@ -33,7 +33,7 @@ from megatron_rl.trainer.leader import TURN_S, FromLeader
 _ANSWER = RankBatch | Stop
 REASK_S = 5.0
 STOP_S = 15.0
-"""After the last publish the queue may be gone with its Stop: it is not awaited for longer."""
+"""After the last weight sync the queue may be gone with its Stop: it is not awaited for longer."""
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class BatchClient(Closing):
             if time.monotonic() - started > self._timeout_s:
                 raise DeadlineExceeded(
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
-                    "(train.batch_timeout_s + eval.timeout_s for each set): see logs/queue.log"
+                    "(expert.train.batch_timeout_s + expert.eval.timeout_s for each set): see "
+                    "logs/queue.log"
                 )
         batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
@@ -111,7 +112,7 @@ class BatchClient(Closing):
         """Tell the queue that all generators hold `version`."""
         self._held_version, self._is_final = version, is_final
         if self._dealer is not None and self._dp_rank == 0:
-            self._dealer.send(Published(version, is_final))
+            self._dealer.send(WeightsSynced(version, is_final))
 
     def announce_aside(self, version: int) -> None:
         """As `announce`, by a thread other than the one that calls the other methods."""
@@ -119,8 +120,8 @@ class BatchClient(Closing):
         if self._dealer is not None and self._dp_rank == 0:
             # A socket serves one thread at a time, and `next` may be waiting at the other one.
             if self._aside is None:
-                self._aside = self._connect(f"{self._name}-published")
-            self._aside.send(Published(version, is_final=False))
+                self._aside = self._connect(f"{self._name}-synced")
+            self._aside.send(WeightsSynced(version, is_final=False))
 
     def queue_state(self, step: int, timeout_s: float) -> QueueState | None:
         """The queue's state after batch number `step`, on the first leader; None elsewhere.
@@ -140,7 +141,7 @@ class BatchClient(Closing):
                 self._note_dropped(answer)
         raise DeadlineExceeded(
             f"the queue did not tell its state after step {step} in {timeout_s:.0f} s "
-            "(checkpoint.queue_timeout_s): see logs/queue.log"
+            "(expert.checkpoint.queue_timeout_s): see logs/queue.log"
         )
 
     def _receive(self, step: int, started: float) -> bytearray | None:
@@ -152,8 +153,8 @@ class BatchClient(Closing):
             return None
         now = time.monotonic()
         if self._is_final and now - started > STOP_S:
-            log.warning("all is published, and the queue does not say stop: it may have ended")
-            return wire.join_frames(wire.encode_frames(Stop("all is published")))
+            log.warning("all is synced, and the queue does not say stop: it may have ended")
+            return wire.join_frames(wire.encode_frames(Stop("all is synced")))
         if now - self._asked_at > REASK_S:
             self._ask(self._dealer, step)
         frames = self._dealer.receive_frames(TURN_S)

@@ -47,7 +47,7 @@ class StepGuard:
         self._skipped_in_a_row = 0
 
     def check_mismatch(self, sums: Tensor, *, version: int) -> None:
-        """Raise TrainingStopped above train.max_mismatch; before the update is applied.
+        """Raise TrainingStopped above expert.train.max_mismatch; before the update is applied.
 
         sums: of mismatch_sums, over all ranks. Nothing happens where no token counts.
         """
@@ -55,12 +55,13 @@ class StepGuard:
         if limit and mean > limit:
             raise TrainingStopped(
                 f"at version {version} the logprobs of trainer and generator differ by {mean:.4g} "
-                f"on average, more than train.max_mismatch={limit:g}: they do not run the same "
-                "policy. Look at publishing, dtypes and generator.quantization, or raise the limit"
+                f"on average, more than expert.train.max_mismatch={limit:g}: they do not run the "
+                "same policy. Look at weight sync, dtypes and generator.quantization, or raise the "
+                "limit"
             )
 
     def count(self, result: StepResult, minibatch: MinibatchShare, *, version: int) -> None:
-        """Raise TrainingStopped after train.max_skipped_updates skipped ones in a row.
+        """Raise TrainingStopped after expert.train.max_skipped_updates skipped ones in a row.
 
         Collective over all trainer ranks then: each data-parallel rank's part is written first.
         """
@@ -72,9 +73,9 @@ class StepGuard:
         dist.barrier()
         raise TrainingStopped(
             f"{self._skipped_in_a_row} updates in a row were skipped "
-            f"(train.max_skipped_updates), the last at version {version}: {result.reason}. Its "
-            f"minibatch is in {self._folder}, for megatron_rl.trainer.guard.read_skipped; consider "
-            "a lower optimizer.lr, and the mismatch and gradient norm of the steps before"
+            f"(expert.train.max_skipped_updates), the last at version {version}: {result.reason}. "
+            f"Its minibatch is in {self._folder}, for megatron_rl.trainer.guard.read_skipped; "
+            "consider a lower optimizer.lr, and the mismatch and gradient norm of the steps before"
         )
 
     def _write(self, result: StepResult, minibatch: MinibatchShare, version: int) -> None:

@@ -7,10 +7,10 @@ Everything passes host memory: ranks that wait for their leader leave the GPU to
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 
 TURN_S = 2.0
-"""How long a leader waits between two collectives: well below train.collective_timeout_s."""
+"""How long a leader waits between two collectives: well below expert.train.collective_timeout_s."""
 PIECE_BYTES = 64 << 20
 """A frame is broadcast in pieces of at most this size."""
 

@@ -117,7 +117,7 @@ def step_if_finite(
             return StepResult(math.nan, "the gradient is not finite")
         case _Verdict.EXPLODED:
             optimizer.zero_grad()
-            limit = f"optimizer.skip_grad_norm={skip_norm:g}"
+            limit = f"expert.optimizer.skip_grad_norm={skip_norm:g}"
             return StepResult(norm, f"the gradient norm is {norm:.4g}, above {limit}")
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():

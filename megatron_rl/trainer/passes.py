@@ -70,7 +70,7 @@ class Passes:
     def inputs(self, minibatch: MinibatchShare, known: Sequence[Known] = ()) -> PassInputs:
         """The microbatches as this rank's stage takes them.
 
-        Raises InputError for one that does not fit into train.pad_microbatches.
+        Raises InputError for one that does not fit into expert.train.pad_microbatches.
         """
         # Megatron's interleaved schedule needs a multiple of the stages: placeholders fill it up.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple

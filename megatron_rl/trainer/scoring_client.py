@@ -68,8 +68,8 @@ class ScoringClient(Closing):
             if now >= gives_up_at:
                 raise DeadlineExceeded(
                     f"the scorer gave no answer in {self._answer_within_s:.0f} s "
-                    f"(scorer.answer_within_s), and {len(self._wanted) - len(self._found)} of "
-                    f"{len(self._wanted)} sequences have no logprobs of the reference: see "
+                    f"(expert.scorer.answer_within_s), and {len(self._wanted) - len(self._found)} "
+                    f"of {len(self._wanted)} sequences have no logprobs of the reference: see "
                     "logs/scorer-0.log and logs/scorer-0-sglang.log"
                 )
             if now >= until:

@@ -29,7 +29,7 @@ from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import folder_name
 from megatron_rl.protocol.exports import COLD_START, SFT_BASELINE, candidate_name
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import note_started, run_rank, set_up_logging
 from megatron_rl.protocol.render import open_renderer
@@ -43,7 +43,7 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_profile import StepProfile
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
 # Forward and backward cost 6 FLOP a parameter and token, generation 2.
@@ -171,18 +171,16 @@ def baseline_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
 
     Tokens that went through the trainer count whole, generated ones a third (forward only).
     """
-    rows = without_superseded(read_jsonl(cfg.run.dir / "metrics.jsonl"))
-    rows = [row for row in rows if row["source"] == "trainer"]
-    trained = sum(row.get("train/padded_tokens", 0.0) for row in rows)
     groups = ("queue/groups_trained", "queue/groups_dropped_zero_variance")
     sizes = [stage.train.group_size for stage in resolve_stages(cfg)]
-    generated = sum(
-        sum(row[name] for name in groups)
-        * sizes[int(row.get("queue/stage", 0))]
-        * row["rollout/length_tokens"]
-        for row in rows
-        if "rollout/length_tokens" in row
-    )
+    trained = generated = 0.0
+    for row in stream_rows(cfg.run.dir / "metrics.jsonl", holding='"trainer"'):
+        if row["source"] != "trainer":
+            continue
+        trained += row.get("train/padded_tokens", 0.0)
+        if "rollout/length_tokens" in row:
+            size = sizes[int(row.get("queue/stage", 0))]
+            generated += sum(row[name] for name in groups) * size * row["rollout/length_tokens"]
     if not trained:
         raise InputError(
             f"{cfg.run.dir}/metrics.jsonl has no training step: there is no compute to match"

@@ -23,6 +23,8 @@ class SftExample(msgspec.Struct, frozen=True):
     response: str
     task: str = "math"
     """Whose system prompt it gets, as in reinforcement learning."""
+    is_program: bool = False
+    """Of the task code: the response is a program that reads standard input, not a function."""
 
 
 def read_sft_dataset(path: Path) -> list[SftExample]:
@@ -53,7 +55,9 @@ def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequen
     sequences = []
     for example in examples:
         response = renderer.render_response(example.response)
-        prompt = renderer.render(example.messages, len(response), task=example.task)
+        prompt = renderer.render(
+            example.messages, len(response), task=example.task, is_program=example.is_program
+        )
         sequences.append(
             TrainSequence(
                 token_ids=np.array(prompt + response, np.int32),

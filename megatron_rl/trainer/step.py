@@ -55,7 +55,7 @@ class Totals:
 
     sums: dict[str, float]
     """loss; entropy in nats; tokens; padded_tokens (positions); filling (positions beside these,
-    `train.pad_microbatches`); the objective's own."""
+    `expert.train.pad_microbatches`); the objective's own."""
     mismatch: Tensor  # as mismatch_sums gives it, on the host
     flops: float  # of the model, forward and backward, without recomputation
 

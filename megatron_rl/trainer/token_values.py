@@ -27,7 +27,7 @@ class ValuesOfTokens:
     """Logprobs and what else the objective reads, under the weights that are in place."""
 
     def __init__(self, policy: Policy, objective: Objective, chunk_tokens: int, vocab: int) -> None:
-        """chunk_tokens: train.logprob_chunk_tokens. vocab: token ids that count."""
+        """chunk_tokens: expert.train.logprob_chunk_tokens. vocab: token ids that count."""
         self._policy = policy
         self._objective = objective
         self._chunk_tokens = chunk_tokens

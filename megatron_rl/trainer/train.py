@@ -1,6 +1,6 @@
 """The reinforcement-learning trainer: `torchrun -m megatron_rl.trainer.train --config FILE`.
 
-One process a trainer rank. Takes batches from the rollout queue, updates the policy, and publishes
+One process a trainer rank. Takes batches from the rollout queue, updates the policy, and syncs
 every new version to the generators, which never wait for it.
 """
 
@@ -49,13 +49,13 @@ from megatron_rl.weights.folders.hf_folder import bucketed
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.trainer_layout import named_parameters
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.publisher import Method, WeightPublisher
-from megatron_rl.weights.publish.reshard import Reshard
-from megatron_rl.weights.publish.settings import ExchangeSettings
-from megatron_rl.weights.publish.turns import MemoryTurns
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.reshard import Reshard
+from megatron_rl.weights.sync.settings import ExchangeSettings
+from megatron_rl.weights.sync.syncer import Method, WeightSyncer
+from megatron_rl.weights.sync.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 def train(
     trainer: Trainer,
     batches: BatchClient,
-    weights: WeightPublisher,
+    weights: WeightSyncer,
     checkpoints: Checkpoints,
     metrics: StepMetrics,
     steps: range,
@@ -74,7 +74,7 @@ def train(
     """
     note_started()
     step = steps.start
-    weights.publish(version=step)  # proves the path before any training
+    weights.sync(version=step)  # proves the path before any training
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
@@ -96,7 +96,7 @@ def train(
         if goes_on and weights.overlaps:
             weights.start(step, partial(batches.announce_aside, step))
         else:
-            weights.publish(version=step)
+            weights.sync(version=step)
             batches.announce(step, is_final=step == steps.stop)
         trainer.write_record(batch.step)
         checkpoints.save_if_due(step, trainer)
@@ -135,7 +135,7 @@ def main(cfg: Config) -> None:
             trainer.profile,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
-            with open_publisher(cfg, policy, control) as weights:
+            with open_syncer(cfg, policy, control) as weights:
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
                 metrics.write_start(describe(cfg, policy, weights))
                 with failures_noted():
@@ -144,22 +144,23 @@ def main(cfg: Config) -> None:
 
 
 def open_control(cfg: Config, policy: Policy) -> Control:
-    """The control group of all trainer ranks, for publishes, checkpoints and the wait for batches.
+    """The control group of all trainer ranks, for weight syncs, checkpoints and the wait for
+    batches.
 
     Over gloo each rank has a socket to every other one. Collective.
     """
     # A rank may wait for two transfers of another rank that pass their deadline.
-    publish_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
+    sync_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
     if cfg.generator.release_memory:
-        publish_s += cfg.generator.start_timeout_s
+        sync_s += cfg.generator.start_timeout_s
     # A rank may wait so long for its own writer before it joins the others.
     save_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
-    return Control(policy.backend.host_group(max(publish_s, save_s)))
+    return Control(policy.backend.host_group(max(sync_s, save_s)))
 
 
 @contextmanager
-def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[WeightPublisher]:
-    """Publisher to the generators, which must say hello within weights.join_timeout_s."""
+def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[WeightSyncer]:
+    """Syncer to the generators, which must say hello within expert.weights.join_timeout_s."""
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:
@@ -167,7 +168,7 @@ def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[We
             router = Router(cfg.ports.host, cfg.ports.weights, keys, label=cfg.ports.label)
             link = GeneratorLink(stack.enter_context(router))
         method = open_method(cfg, policy, control=control, link=link)
-        publisher = WeightPublisher(
+        syncer = WeightSyncer(
             method,
             control,
             link,
@@ -177,8 +178,8 @@ def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[We
             overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
             turns=open_turns(cfg, policy, control=control, link=link),
         )
-        publisher.await_generators()
-        yield stack.enter_context(publisher)
+        syncer.await_generators()
+        yield stack.enter_context(syncer)
 
 
 def open_method(
@@ -258,7 +259,7 @@ def open_batches(cfg: Config, replica: FromLeader) -> BatchClient:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         replica=replica,
-        # Batches also wait for all evaluations of the version that was published.
+        # Batches also wait for all evaluations of the version that was synced.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
         label=cfg.ports.label,
@@ -287,7 +288,7 @@ def open_checkpoints(
     return checkpoints
 
 
-def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str, str | int]:
+def describe(cfg: Config, policy: Policy, weights: WeightSyncer) -> dict[str, str | int]:
     """Facts for the first row of the metrics."""
     engines = weights.engines
     return {

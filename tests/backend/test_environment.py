@@ -149,7 +149,7 @@ def test_a_library_that_names_a_part_of_cudnn_loads_in_a_rank(
 
 def test_memory_that_engines_open_is_not_of_such_segments() -> None:
     assert load_config(None, []).has_expandable_segments
-    assert not load_config(None, ["train.expandable_segments=false"]).has_expandable_segments
+    assert not load_config(None, ["expert.train.expandable_segments=false"]).has_expandable_segments
     assert not load_config(None, ["weights.method=ipc"]).has_expandable_segments
 
 

@@ -83,11 +83,11 @@ def test_gradients_are_accumulated_without_apex() -> None:
 
 
 def test_a_fused_router_would_ignore_recorded_choices() -> None:
-    overrides = ['model.fusions=["moe_permute", "moe_router"]', "train.router_replay=true"]
+    overrides = ['expert.model.fusions=["moe_permute", "moe_router"]', "train.router_replay=true"]
     with pytest.raises(ConfigError, match="the fused router takes no recorded choices"):
         load_config(None, overrides)
     load_config(None, [overrides[0]])
-    load_config(None, ['model.fusions=["moe_permute"]', overrides[1]])
+    load_config(None, ['expert.model.fusions=["moe_permute"]', overrides[1]])
 
 
 DEEPEP = ParallelConfig(data=2, expert=2, expert_exchange="deepep")
@@ -124,4 +124,4 @@ def test_tokens_travel_by_all_to_all_unless_deepep_is_there(
 
 def test_deepep_without_expert_ranks_is_refused_at_load() -> None:
     with pytest.raises(ConfigError, match="set parallel.expert above 1"):
-        load_config(None, ["parallel.expert_exchange=deepep"])
+        load_config(None, ["expert.parallel.expert_exchange=deepep"])

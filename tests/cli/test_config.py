@@ -59,7 +59,7 @@ def test_show_tells_origins_of_several_layers(
     assert found["train.steps"] == {"value": 3, "from": str(mine)}
     assert found["run.seed"] == {"value": 4, "from": "command line"}
     assert found["train.group_size"]["from"] == str(shipped()["tiny"])
-    assert "weights.deadline_s" not in found
+    assert "expert.weights.deadline_s" not in found
 
 
 def test_diff_finds_exactly_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

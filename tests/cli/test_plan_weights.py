@@ -11,7 +11,7 @@ from megatron_rl.cli import main as cli
 from megatron_rl.cli.plan_weights import Forecast, forecast
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.plan.publish import Publish
+from megatron_rl.plan.weight_sync import WeightSyncCost
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
 
 SIZES = {
@@ -21,7 +21,7 @@ SIZES = {
 }  # fmt: skip
 LAYOUT = (
     "model.dtype=float32", "parallel.pipeline=2", "generator.tensor_parallel=2",
-    "generator.replicas=2", "weights.bucket_bytes=1048576",
+    "generator.replicas=2", "expert.weights.bucket_bytes=1048576",
 )  # fmt: skip
 
 
@@ -60,11 +60,11 @@ def test_replicas_of_the_trainer_serve_an_engine_each(config_path: Path) -> None
     # A third engine goes to copy 0.
     three = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2", "generator.replicas=3"]))
     assert three.sent == (10496, 5248, 10624, 5312) and three.cost.turns == 2
-    small = forecast(load_config(config_path, [*LAYOUT, "weights.bucket_bytes=2048"]))
+    small = forecast(load_config(config_path, [*LAYOUT, "expert.weights.bucket_bytes=2048"]))
     assert small.rounds in {4, 5, 6} and small.peak_bytes <= 2 * 2048
 
 
-def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
+def test_a_weight_sync_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
     sizes = {
         "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -94,7 +94,7 @@ def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> N
 def test_engines_that_pass_weights_on_take_work_off_the_trainer(config_path: Path) -> None:
     layout = [*LAYOUT, "parallel.data=2", "generator.replicas=14"]
     alone = forecast(load_config(config_path, layout))
-    relayed = forecast(load_config(config_path, [*layout, "weights.relay=true"]))
+    relayed = forecast(load_config(config_path, [*layout, "expert.weights.relay=true"]))
     # Seven for each of two copies, which serve the places 1, 2 and 4 themselves.
     assert (alone.direct, alone.cost.turns) == (14, 7)
     assert (relayed.direct, relayed.cost.turns) == (6, 3)
@@ -111,7 +111,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_by_way_of_host_memory_the_command_says_who_waits(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    by_host = ["weights.method=host", "weights.overlap=true", "parallel.data=2"]
+    by_host = ["weights.method=host", "expert.weights.overlap=true", "parallel.data=2"]
     code, text = run(capsys, str(config_path), *LAYOUT, *by_host, "generator.replicas=3")
     words = " ".join(text.replace("│", " ").split())
     assert code == 0 and "2, serving 2 engines each at once" in words
@@ -127,7 +127,7 @@ def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixtur
                   "0.01 times", "trainer rank 1 sends 0.011 MB"):  # fmt: skip
         assert words in text
     assert "warning" not in text and "engines that engines serve" not in text
-    more = ["generator.replicas=3", "weights.relay=true"]
+    more = ["generator.replicas=3", "expert.weights.relay=true"]
     code, text = run(capsys, str(config_path), *LAYOUT, *more)
     [row] = [line for line in text.splitlines() if "engines that engines serve" in line]
     assert code == 0 and row.split()[-2] == "1"
@@ -139,7 +139,7 @@ def test_senders_that_differ_by_more_than_a_bucket_are_a_warning(
     # Five layers' worth of difference: the vocabulary is on the outer stages only.
     sizes = SIZES | {"num_hidden_layers": 4, "vocab_size": 4000}
     (config_path.parent / "model" / "config.json").write_text(json.dumps(sizes))
-    small = ["parallel.pipeline=4", "weights.bucket_bytes=4096"]
+    small = ["parallel.pipeline=4", "expert.weights.bucket_bytes=4096"]
     code, text = run(capsys, str(config_path), *LAYOUT, *small)
     assert code == 0 and "warning: trainer ranks differ by" in text
 
@@ -150,7 +150,10 @@ def test_senders_that_differ_by_more_than_a_bucket_are_a_warning(
         ("generator.tensor_parallel=3", "generator.tensor_parallel = 3 is not possible"),
         ("parallel.tensor=4", "parallel.tensor = 4 does not divide"),
         ("parallel.expert=2", "the model has no experts"),
-        ("weights.bucket_bytes=90", "weights.bucket_bytes = 90 is not possible: a bucket"),
+        (
+            "expert.weights.bucket_bytes=90",
+            "expert.weights.bucket_bytes = 90 is not possible: a bucket",
+        ),
         ("model.path=nowhere", "no folder .*nowhere"),
     ],
 )
@@ -172,5 +175,5 @@ def test_it_needs_no_framework_but_torch() -> None:
 
 
 def test_a_forecast_knows_how_much_senders_differ() -> None:
-    cost = Publish(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
+    cost = WeightSyncCost(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
     assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, 1, cost).spread_bytes == 6

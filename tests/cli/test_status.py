@@ -29,11 +29,11 @@ def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     # Between steps 10, 10, 40 and 10 s: one slow step does not count.
     times = [100.0, 110.0, 120.0, 160.0, 170.0]
     rows = [step(n, at, queue__groups_dropped_zero_variance=n) for n, at in enumerate(times, 1)]
-    rows.append({"time": 172.0, "source": "generator-0", "step": 5, "generator/busy_s": 1.0})
+    rows.append({"time": 172.0, "source": "queue", "step": 5, "queue/loop_stalled_s": 1.0})
     rows.append({"time": 50.0, "source": "sft", "step": 9, "train/loss": 1.0})
     status = of_rows(rows, CONFIG, state="running", now=180.0)
     assert (status.step, status.steps, status.step_s, status.left_s) == (5, 10, 10.0, 50.0)
-    assert status.silent_s == {"trainer": 10.0, "generator-0": 8.0}
+    assert status.silent_s == {"trainer": 10.0, "queue": 8.0}
     assert status.dropped == {"zero_variance": 15} and status.warnings == []
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
 
@@ -106,7 +106,23 @@ def test_a_run_that_a_signal_ended_says_so(tmp_path: Path, number: int, words: s
     with pytest.raises(Interrupted), locked(run):
         raise Interrupted(128 + number)
     found = read_status(run, time.time())
-    assert found.state == "stopped" and found.error.startswith(f"stopped by {words}; the same")
+    assert (found.state, found.error) == ("stopped", f"stopped by {words}")
+
+
+def test_a_stopped_run_says_what_the_same_command_would_do(tmp_path: Path) -> None:
+    run = leave(tmp_path / "run", [step(3, at=1000.0)])
+    anew = "Nothing is saved: no checkpoint is complete yet (checkpoint.every_steps=2). "
+    said = describe(read_status(run, time.time()))
+    assert said[-1] == f"{anew}The same command begins the run anew."
+    checkpoint = run / "checkpoints" / "step_000002"
+    partial = checkpoint.with_name("step.partial")
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"0")
+    seal(partial, 2, {"weights": record_file(partial / "weights")})
+    said = describe(read_status(run, time.time()))
+    assert said[-1] == (f"The same command resumes the run after step 2 of 10, from {checkpoint}.")
+    with locked(run):
+        assert read_status(run, time.time()).rerun == ""
 
 
 def test_a_disk_that_becomes_full_is_warned_about_before(
@@ -136,6 +152,14 @@ def test_a_disk_that_becomes_full_is_warned_about_before(
             view.refresh({})
         assert (said in output.getvalue()) is not is_enough
         monkeypatch.undo()
+    thinned = load_config(run / "config.toml", ["queue.keep_tokens_of_steps=2"])
+    (run / "config.toml").write_text(dump_toml(thinned))
+    # From now on a step adds its 100 bytes of text, and old token files go.
+    for free, is_enough in ((2_100, True), (2_000, False)):
+        usage = shutil.disk_usage(run)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        warnings = str(read_status(run, time.time()).warnings)
+        assert ("5 more steps of 1e-07 GB" in warnings) is not is_enough
 
 
 def test_a_folder_without_a_run_is_refused(

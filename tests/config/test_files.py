@@ -46,11 +46,17 @@ def test_unknown_key_names_the_nearest_one(
             "[train]\nminibatches = 3\nprompts_per_batch = 2",
             "groups never split across minibatches",
         ),
-        ("[generator]\nrequest_timeout_s = 500", r"set queue.lease_timeout_s to 600, or lower"),
-        ("[queue]\nscore_timeout_s = 500", r"set queue.score_timeout_s to 900"),
-        ("[verifier]\nanswer_within_s = 300", r"verifier\.code: .*raise the later ones"),
-        ("[verifier.answers]\ntimeout_s = 200", r"verifier\.answers: timeout_s=200, max_elapsed_s"),
-        ("[reward]\ntest_s = 10", r"verifier.code.timeout_s=200 is less than the 425 s"),
+        (
+            "[expert]\ngenerator.request_timeout_s = 500\nqueue.lease_timeout_s = 400",
+            r"set expert.queue.lease_timeout_s to 600, or lower",
+        ),
+        ("[expert.queue]\nscore_timeout_s = 500", r"set expert.queue.score_timeout_s to 900"),
+        ("[expert.verifier]\nanswer_within_s = 300", r"verifier\.code: .*raise the later ones"),
+        (
+            "[expert.verifier.answers]\ntimeout_s = 200",
+            r"verifier\.answers: timeout_s=200, max_elapsed_s",
+        ),
+        ("[reward]\ntest_s = 10", r"expert.verifier.code.timeout_s=200 is less than the 425 s"),
         ("[train", r"is no valid TOML"),
     ],
 )

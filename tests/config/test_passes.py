@@ -4,8 +4,10 @@ import pytest
 
 from megatron_rl.config.files import ConfigError, load_config
 
-PADDED = "train.pad_microbatches=true train.microbatch_tokens=8192 generator.context_tokens=8192"
-OVERLAP = f"{PADDED} parallel.overlap_tensor=true parallel.sequence=true parallel.tensor=4"
+PADDED = (
+    "expert.train.pad_microbatches=true train.microbatch_tokens=8192 generator.context_tokens=8192"
+)
+OVERLAP = f"{PADDED} expert.parallel.overlap_tensor=true parallel.sequence=true parallel.tensor=4"
 
 
 @pytest.mark.parametrize(
@@ -17,8 +19,14 @@ OVERLAP = f"{PADDED} parallel.overlap_tensor=true parallel.sequence=true paralle
         (f"{OVERLAP} parallel.sequence=false", "sequence=false has nothing to overlap: set"),
         (f"{OVERLAP} parallel.tensor=3", "know 2, 4 and 8 ranks; nearest possible: 2, or"),
         (f"{OVERLAP} parallel.tensor=16", "nearest possible: 8, or"),
-        (f"{OVERLAP} train.pad_microbatches=false", "set train.pad_microbatches=true"),
-        (f"{OVERLAP} model.layers=local", "needs model.layers='transformer_engine' or 'auto'"),
+        (
+            f"{OVERLAP} expert.train.pad_microbatches=false",
+            "set expert.train.pad_microbatches=true",
+        ),
+        (
+            f"{OVERLAP} expert.model.layers=local",
+            "needs expert.model.layers='transformer_engine' or 'auto'",
+        ),
         (f"{OVERLAP} model.dtype=float32", "needs model.dtype='bfloat16'"),
         (f"{OVERLAP} model.fp8=blockwise", "nearest possible: model.fp8='tensorwise', or"),
     ],
@@ -33,7 +41,7 @@ def test_what_cannot_be_together_is_refused(overrides: str, message: str) -> Non
     [
         PADDED,
         OVERLAP,
-        f"{OVERLAP} model.fp8=tensorwise model.fp8_bf16_edge_layers=1 parallel.pipeline=2",
+        f"{OVERLAP} model.fp8=tensorwise expert.model.fp8_bf16_edge_layers=1 parallel.pipeline=2",
         f"{OVERLAP} model.fp8=delayed parallel.expert=2",
         # Without reinforcement learning no sequence has generator.context_tokens.
         f"{PADDED} train.microbatch_tokens=512 train.steps=0",

@@ -92,4 +92,4 @@ def test_every_new_name_is_a_key() -> None:
         stem = new.replace("stages.*.", "stages.0.").replace(
             "reward.tasks.*.", "reward.tasks.NAME."
         )
-        assert stem in known, stem
+        assert stem in known or f"expert.{stem}" in known, stem

@@ -20,7 +20,7 @@ ENGINE = "algorithm.reference.source=engine"
             [*SAMPLED, "generator.context_tokens=4096", "scorer.kv_tokens=4096"],
             "scorer.kv_tokens=4096 does not hold one sequence of generator.context_tokens=4096",
         ),
-        ([*SAMPLED, "scorer.answer_within_s=500"], "answer_within_s=500 is not above"),
+        ([*SAMPLED, "expert.scorer.answer_within_s=500"], "answer_within_s=500 is not above"),
         (["algorithm.preset=grpo", "model.megatron_path=m"], "megatron_path=.*/m: make a fol"),
     ],
 )
@@ -43,8 +43,8 @@ def test_without_a_reference_there_is_no_scorer() -> None:
 
 def test_fp8_parameters_which_cannot_be_swapped_have_a_reference_in_an_engine() -> None:
     given = [
-        "model.fp8=tensorwise", "model.fp8_parameters=true", "parallel.distributed_optimizer=true",
-        "algorithm.preset=grpo",
+        "model.fp8=tensorwise", "expert.model.fp8_parameters=true",
+        "parallel.distributed_optimizer=true", "algorithm.preset=grpo",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="scales that cannot be swapped"):
         load_config(None, given)

@@ -11,10 +11,13 @@ SHARDED = "parallel.distributed_optimizer=true"
     ("overrides", "message"),
     [
         ("parallel.virtual_stages=2", "needs several stages.*nearest possible: 1"),
-        (f"{SHARDED} parallel.overlap_parameters=true", "parallel.overlap_gradients=true: set"),
+        (
+            f"{SHARDED} expert.parallel.overlap_parameters=true",
+            "parallel.overlap_gradients=true: set",
+        ),
         ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
         (
-            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.megatron_path=m",
+            f"{SHARDED} model.fp8=blockwise expert.model.fp8_parameters=true model.megatron_path=m",
             "model.megatron_path does not fill",
         ),
         ("train.profile_steps=[3,2]", r"train.profile_steps=\[3, 2\].*set \[2, 3\]"),
@@ -24,18 +27,25 @@ SHARDED = "parallel.distributed_optimizer=true"
             "model.head_dtype=float32 generator.engine=hf",
             "head_dtype='float32' with generator.engine='hf', which rounds logits to model.dtype",
         ),
-        ("model.fp8=blockwise model.layers=local", "'blockwise' needs model.layers="),
+        ("model.fp8=blockwise expert.model.layers=local", "'blockwise' needs expert.model.layers="),
         ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
-        ("model.fp8_parameters=true", "need FP8, and model.fp8='none'"),
-        ("model.fp8_bf16_edge_layers=1", "need FP8, and model.fp8='none'"),
-        ("model.fp8=delayed model.fp8_bf16_edge_layers=2", "edge_layers=2 .* possible: 0, or"),
+        ("expert.model.fp8_parameters=true", "need FP8, and model.fp8='none'"),
+        ("expert.model.fp8_bf16_edge_layers=1", "need FP8, and model.fp8='none'"),
         (
-            f"{SHARDED} model.fp8=delayed model.fp8_parameters=true",
+            "model.fp8=delayed expert.model.fp8_bf16_edge_layers=2",
+            "edge_layers=2 .* possible: 0, or",
+        ),
+        (
+            f"{SHARDED} model.fp8=delayed expert.model.fp8_parameters=true",
             "no scales for loaded weights; nearest possible: model.fp8='tensorwise'",
         ),
-        ("model.fp8=blockwise model.fp8_parameters=true", "needs parallel.distributed_optimizer"),
         (
-            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true optimizer.offload=true",
+            "model.fp8=blockwise expert.model.fp8_parameters=true",
+            "needs parallel.distributed_optimizer",
+        ),
+        (
+            f"{SHARDED} model.fp8=blockwise expert.model.fp8_parameters=true "
+            "optimizer.offload=true",
             "exclude each other",
         ),
     ],
@@ -51,9 +61,10 @@ def test_settings_that_exclude_each_other_are_refused(overrides: str, message: s
         "parallel.virtual_stages=2 parallel.pipeline=2",
         "model.head_dtype=float32",
         "model.head_dtype=float32 model.dtype=float32 generator.engine=hf",
-        f"{SHARDED} parallel.overlap_gradients=true parallel.overlap_parameters=true",
+        f"{SHARDED} parallel.overlap_gradients=true expert.parallel.overlap_parameters=true",
         f"{SHARDED} optimizer.offload=true",
-        f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.fp8_bf16_edge_layers=1",
+        f"{SHARDED} model.fp8=blockwise expert.model.fp8_parameters=true "
+        "expert.model.fp8_bf16_edge_layers=1",
     ],
 )
 def test_settings_that_agree_are_taken(overrides: str) -> None:

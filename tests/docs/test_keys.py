@@ -127,4 +127,4 @@ def test_the_checks_find_what_does_not_exist() -> None:
     assert not is_known("queue.nothing")
     assert list(leaves(tomllib.loads("[[prompts]]\npaths='x'"))) == ["prompts.0.paths"]
     assert not is_known("prompts.0.paths")
-    assert is_known("shaping.temperature") and not is_known("shaping.temperatures")
+    assert is_known("policy_loss.eps_low") and not is_known("policy_loss.eps_lower")

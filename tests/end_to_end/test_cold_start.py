@@ -104,7 +104,7 @@ def test_training_begins_with_the_best_model_of_the_cold_start(
         for name in ("cold_start", "cold_start_step_21", "cold_start_step_24")
     ]
     assert weights[0] == weights[1 if best == 21 else 2] and weights[1] != weights[2]
-    # The very weights that the trainer loads and publishes.
+    # The very weights that the trainer loads and syncs.
     log = (run_dir / "logs" / "launch.log").read_text()
     assert f"megatron_rl.trainer.train --config {run_dir}/config.toml" in log
     assert f"model.path={json.dumps(str(run_dir / 'hf' / 'cold_start'))}" in log
@@ -223,7 +223,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     run_dir = tmp_path / "run"
     prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
                f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.baseline=true",
-               "nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
+               "expert.nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0, output

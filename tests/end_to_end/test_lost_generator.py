@@ -108,7 +108,11 @@ def test_evaluation_survives_the_death_of_its_generator(
     folder: Path, tmp_path: Path, engine: str, processes: int
 ) -> None:
     log = tmp_path / "run/logs/generator-0-model.out"
-    changed = [f"eval.prompts={HELD_OUT}", "eval.timeout_s=200", f"generator.engine={engine}"]
+    changed = [
+        f"eval.prompts={HELD_OUT}",
+        "expert.eval.timeout_s=200",
+        f"generator.engine={engine}",
+    ]
     with launched(folder, "eval", tmp_path / "run", *changed) as run:
         wait_until(lambda: contains(tmp_path / "run/logs/queue.log", "starts"), run)
         time.sleep(0.5)
@@ -163,8 +167,9 @@ def test_training_survives_ten_deaths_of_its_verifier_and_ten_of_its_generators(
 ) -> None:
     run_dir = tmp_path / "run"
     # The window keeps the pauses short, and lets no generator be given up.
-    given = [f"train.steps={MANY_STEPS}", "generator.replicas=2", "generator.max_restarts=10",
-             "generator.restart_window_s=5", "verifier.restart_window_s=5"]  # fmt: skip
+    given = [f"train.steps={MANY_STEPS}", "generator.replicas=2",
+             "expert.generator.max_restarts=10", "expert.generator.restart_window_s=5",
+             "expert.verifier.restart_window_s=5"]  # fmt: skip
     with launched(folder, "run", run_dir, *given) as run:
         wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
         for number in range(KILLS):

@@ -29,7 +29,7 @@ STEPS = 8
 TURNS = [
     "generator.engine=sglang", "generator.colocate=true", "generator.release_memory=true",
     "weights.method=ipc", "weights.kv_cache=recompute", f"train.steps={STEPS}",
-    "sampling.max_new_tokens=48", "train.max_mismatch=0.01",
+    "sampling.max_new_tokens=48", "expert.train.max_mismatch=0.01",
 ]  # fmt: skip
 
 
@@ -56,9 +56,9 @@ def test_a_run_in_turns_loses_nothing_though_its_generator_dies(
         output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     assert len(restarts(run_dir)) == 1
-    published = rows_of(run_dir, "publish/release_s")
-    assert [row["publish/release_s"] > 0 for row in published] == [False] + STEPS * [True]
-    assert all(row["publish/reclaim_s"] > 0 for row in published)
+    synced = rows_of(run_dir, "weight_sync/release_s")
+    assert [row["weight_sync/release_s"] > 0 for row in synced] == [False] + STEPS * [True]
+    assert all(row["weight_sync/reclaim_s"] > 0 for row in synced)
     trained = records(run_dir, "step_*.jsonl")
     assert len(trained) == STEPS * GROUPS * GROUP_SIZE
     assert len({(each["group"], each["index"]) for each in trained}) == len(trained)

@@ -122,7 +122,7 @@ SHORT = ["sft.steps=0", "eval.prompts=0", "train.steps=30", "algorithm.preset=gr
 def test_a_scorer_that_dies_is_started_again_or_ends_the_run(
     folder: Path, tmp_path: Path, max_restarts: int
 ) -> None:
-    given = [*SHORT, f"scorer.max_restarts={max_restarts}"]
+    given = [*SHORT, f"expert.scorer.max_restarts={max_restarts}"]
     command = arguments(folder, "unused", *given)
     command[command.index("--run-dir") + 1] = str(tmp_path / "run")
     with commands.launched(*command) as run:

@@ -136,7 +136,7 @@ def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
     assert max(row["step"] for row in rows if "train/loss" in row) == STEPS
     outputs = {path.name for path in (run_dir / "logs").glob("*.out")}
     assert outputs == {"queue.out", "trainer.out", "generator-0.out", "generator-1.out",
-                       "verifier-0.out", "verifier-1.out", "verifier-2.out"}  # fmt: skip
+                       "verifier.out", "verifier-1.out", "verifier-2.out"}  # fmt: skip
     assert (run_dir / "hf" / "final" / "config.json").exists()
 
 

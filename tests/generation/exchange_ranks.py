@@ -1,4 +1,4 @@
-"""What trainer ranks under test do: load a model, change it, publish it as the product does.
+"""What trainer ranks under test do: load a model, change it, weight sync it as the product does.
 
 The functions run inside `run_ranks`.
 """
@@ -16,10 +16,10 @@ import torch
 
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.train import open_control, open_publisher
+from megatron_rl.trainer.train import open_control, open_syncer
 from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.folders.export import save_hf
-from megatron_rl.weights.publish.publisher import WeightPublisher
+from megatron_rl.weights.sync.syncer import WeightSyncer
 
 ADMIT_S = 100.0
 ORIGINAL, ORIGINAL_SEND = parcels.pack, sender.send
@@ -27,18 +27,18 @@ ORIGINAL, ORIGINAL_SEND = parcels.pack, sender.send
 
 @dataclass(frozen=True)
 class Blow:
-    """A signal that trainer rank 0 sends during the publish of a version."""
+    """A signal that trainer rank 0 sends during the weight sync of a version."""
 
     version: int
     pids: tuple[int, ...]
     number: int = signal.SIGKILL
     after_parcels: int = 0
-    """It is sent before this many parcels are sent; 0: before the publish."""
+    """It is sent before this many parcels are sent; 0: before the weight sync."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the ranks publish and what happens meanwhile."""
+    """What the ranks sync and what happens meanwhile."""
 
     exports: tuple[Path, ...]
     """Version k is saved to exports[k]."""
@@ -53,8 +53,8 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Published:
-    """What one publish was like."""
+class WeightsSynced:
+    """What one weight sync was like."""
 
     metrics: dict[str, float]
     seconds: float
@@ -62,20 +62,20 @@ class Published:
     """How many this rank packed."""
 
 
-def publish_script(cfg: Config, script: Script) -> list[Published]:
-    """Publish all versions; on every rank, what each was like."""
+def sync_script(cfg: Config, script: Script) -> list[WeightsSynced]:
+    """Sync all versions; on every rank, what each was like."""
     torch.set_num_threads(1)
     found = []
     with (
         open_policy(cfg) as policy,
-        open_publisher(cfg, policy, open_control(cfg, policy)) as weights,
+        open_syncer(cfg, policy, open_control(cfg, policy)) as weights,
     ):
         for version, export in enumerate(script.exports):
             change(policy, 1.01 + script.salt)
             save_hf(export, policy.chunks, policy.shape, source=cfg.model.path)
             packed: list[float] = []
             parcels.pack = instrumented(script, version, packed)
-            one = timed(weights, lambda version=version: weights.publish(version))
+            one = timed(weights, lambda version=version: weights.sync(version))
             found.append(replace(one, parcels=len(packed)))
         if script.admits_until:
             found.append(timed(weights, lambda: admit(cfg, weights, script.admits_until)))
@@ -89,11 +89,11 @@ def change(policy: Policy, factor: float) -> None:
                 parameter.mul_(factor)
 
 
-def timed(weights: WeightPublisher, work: Callable[[], None]) -> Published:
+def timed(weights: WeightSyncer, work: Callable[[], None]) -> WeightsSynced:
     started = time.monotonic()
     work()
     metrics = {metric.name: metric.value for metric in weights.metrics}
-    return Published(metrics, time.monotonic() - started)
+    return WeightsSynced(metrics, time.monotonic() - started)
 
 
 def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
@@ -130,7 +130,7 @@ def strike(blow: Blow) -> None:
         os.kill(pid, blow.number)
 
 
-def admit(cfg: Config, weights: WeightPublisher, wanted: int) -> None:
+def admit(cfg: Config, weights: WeightSyncer, wanted: int) -> None:
     """Admit as the trainer does while it waits for a batch, until enough hold the version."""
     ends_at = time.monotonic() + ADMIT_S
     count = 0

@@ -1,4 +1,4 @@
-"""Real generator processes that trainer ranks under test publish to, and what they hold."""
+"""Real generator processes that trainer ranks under test weight sync to, and what they hold."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ from megatron_rl.weights.layout.slices import as_matrix, local_part
 from megatron_rl.weights.layout.tensor_shards import Share
 from tests.distributed import run_ranks
 from tests.generation import inspected_engine
-from tests.generation.exchange_ranks import Published, Script, publish_script
+from tests.generation.exchange_ranks import Script, WeightsSynced, sync_script
 from tests.generation.layout_models import write_model
 from tests.generation.tiny_model import logprobs, write_tokenizer
 
@@ -269,17 +269,17 @@ def kept_fleets(make_folder: Callable[[str], Path]) -> Iterator[Callable[..., Fl
         yield find
 
 
-def publish(
+def sync(
     fleet: Fleet, layout: ParallelConfig, script: Script, **changes: Any
-) -> list[Published]:
-    """What trainer rank 0 says of its publishes; changes: of the section `weights`."""
+) -> list[WeightsSynced]:
+    """What trainer rank 0 says of its weight syncs; changes: of the section `weights`."""
     weights = fleet.config.weights.model_copy(update=changes)
     cfg = fleet.config.model_copy(update={"parallel": layout, "weights": weights})
-    return run_ranks(publish_script, layout.world_size, cfg, script, timeout_s=200)[0]
+    return run_ranks(sync_script, layout.world_size, cfg, script, timeout_s=200)[0]
 
 
-def check_drop(published: Published, at_most_s: float) -> None:
+def check_drop(synced: WeightsSynced, at_most_s: float) -> None:
     """One of two generators was dropped, or before, and that took no longer."""
-    assert published.metrics["publish/dropped_generators"] == 1
-    assert published.metrics["publish/generators"] == 1
-    assert published.seconds < at_most_s, published
+    assert synced.metrics["weight_sync/dropped_generators"] == 1
+    assert synced.metrics["weight_sync/generators"] == 1
+    assert synced.seconds < at_most_s, synced

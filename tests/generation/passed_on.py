@@ -15,7 +15,7 @@ from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.receiver import Receiver, Report
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.publish.reshard import receiver_slices
+from megatron_rl.weights.sync.reshard import receiver_slices
 from tests.generation.precision import DTYPE
 from tests.ports import free_port
 from tests.weights.made_up import allocate

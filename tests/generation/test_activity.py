@@ -1,8 +1,7 @@
 """Seconds idle and busy, by a clock that the test moves."""
 
-import pytest
-
 from generation.activity import Activity
+from megatron_rl.protocol.generator_messages import EngineActivity
 
 
 def test_idle_counts_from_the_first_version_and_only_without_work() -> None:
@@ -12,17 +11,10 @@ def test_idle_counts_from_the_first_version_and_only_without_work() -> None:
     activity.change(13.0, 2)
     activity.change(14.0, -1, tokens=30)
     activity.change(15.5, -1, tokens=12)
-    values = {metric.name: metric.value for metric in activity.report(16.0)}
-    assert values == pytest.approx(
-        {
-            "generator/idle_s": 3.5,
-            "generator/busy_s": 2.5,
-            "generator/tokens": 42,
-            "generator/running": 0,
-        }
-    )
-    assert {metric.value for metric in activity.report(16.0)} == {0}
+    assert activity.report(16.0) == EngineActivity(3.5, 2.5, 42, 0)
+    # Sums since the start, so that a heartbeat that is lost loses nothing.
+    assert activity.report(17.0) == EngineActivity(4.5, 2.5, 42, 0)
 
 
 def test_nothing_counts_before_the_engine_could_serve() -> None:
-    assert {metric.value for metric in Activity().report(99.0)} == {0}
+    assert Activity().report(99.0) == EngineActivity()

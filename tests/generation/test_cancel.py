@@ -91,7 +91,7 @@ def test_cancelled_lease_ends_in_the_engine_and_nothing_of_it_is_sent(
 
 
 @pytest.mark.parametrize("engine_name", ["sglang", "hf"])
-def test_request_that_a_publish_holds_up_fails_in_its_time(
+def test_request_that_a_weight_sync_holds_up_fails_in_its_time(
     engine_name: str, tmp_path: Path
 ) -> None:
     async def generate() -> None:
@@ -100,5 +100,5 @@ def test_request_that_a_publish_holds_up_fails_in_its_time(
         async with aclosing(engine.generate([5, 6], Sampling(4, 1.0), [0])) as answers:
             await asyncio.wait_for(anext(answers), WAIT_S)
 
-    with pytest.raises(EngineError, match="a publish kept a request waiting"):
+    with pytest.raises(EngineError, match="a weight sync kept a request waiting"):
         asyncio.run(generate())

@@ -5,11 +5,13 @@ with CUDA SGLang is the only one, in bfloat16 (`precision.py`).
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -28,8 +30,8 @@ from tests.generation.precision import (
     load_reference,
     on_the_cpu,
 )
-from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.sampling_checks import check_stop, check_truncation
+from tests.generation.syncer import BroadcastSyncer, SliceSyncer, TrainerProcess
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import EOS_ID, logprobs, make_model, mixed_logprobs
 from tests.generation.vllm_installed import NEEDS_VLLM
@@ -72,6 +74,7 @@ def new_model(models_dir: Path) -> LlamaForCausalLM:
     scope="module",
     params=[
         "sglang",
+        pytest.param("sglang unpatched", marks=[on_the_cpu, pytest.mark.exhaustive]),
         pytest.param("hf", marks=on_the_cpu),
         pytest.param("vllm", marks=[on_the_cpu, NEEDS_VLLM]),
     ],
@@ -82,19 +85,20 @@ def driver(
     models_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Driver]:
-    # The trainer's process is there before, so that it is not taken for one of the engine's.
+    # The trainer's process is not one of the engine's.
     log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     loop = asyncio.new_event_loop()
     before = set(psutil.Process().children(recursive=True))
-    # vLLM finds no strings.
     setup = make_setup(models_dir, log_path, stops_at_text=request.param != "vllm")
-    engine = load_engine(request.param)(setup)
+    engine = load_engine(request.param.partition(" ")[0])(setup)
+    wanted = {"MEGATRON_RL_SGLANG_PATCHES": "needed" if " " in request.param else ""}
 
     def started() -> list[psutil.Process]:
         return list(set(psutil.Process().children(recursive=True)) - before)
 
     try:
-        loop.run_until_complete(engine.start())
+        with patch.dict(os.environ, wanted):
+            loop.run_until_complete(engine.start())
         yield Driver(engine, loop, setup.port, started())
     finally:
         processes = started()
@@ -106,14 +110,14 @@ def driver(
 @pytest.fixture
 def old_weights(
     driver: Driver, trainer: TrainerProcess, models_dir: Path, old_model: LlamaForCausalLM
-) -> Iterator[SlicePublisher]:
-    """A publisher; after the test the engine holds the old weights again, under a newer version."""
+) -> Iterator[SliceSyncer]:
+    """A syncer; after the test the engine holds the old weights again, under a newer version."""
     shape = read_shape(models_dir / "old")
-    publisher = SlicePublisher(driver.engine, trainer, shape, f"group_{driver.engine.version}")
-    driver.run(publisher.open())
-    yield publisher
-    driver.run(publisher.publish(old_model, driver.engine.version + 1))
-    driver.run(publisher.close())
+    syncer = SliceSyncer(driver.engine, trainer, shape, f"group_{driver.engine.version}")
+    driver.run(syncer.open())
+    yield syncer
+    driver.run(syncer.sync(old_model, driver.engine.version + 1))
+    driver.run(syncer.close())
 
 
 def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM) -> None:
@@ -234,19 +238,19 @@ def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("passes_on", [False, pytest.param(True, marks=on_the_cpu)])
-def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
+def test_weight_sync_in_flight_switches_weights_at_the_recorded_boundary(
     driver: Driver,
-    old_weights: SlicePublisher,
+    old_weights: SliceSyncer,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
     passes_on: bool,
 ) -> None:
     """Also where the engine passes them on: whoever takes them compares each parameter."""
     version = driver.engine.version
-    publish = old_weights.publish(new_model, version + 1, passes_on=passes_on)
-    found = driver.run(driver.collect_amid(publish, PROMPT, Sampling(400, 1.0), 24))
+    sync = old_weights.sync(new_model, version + 1, passes_on=passes_on)
+    found = driver.run(driver.collect_amid(sync, PROMPT, Sampling(400, 1.0), 24))
     spanning = [completion for completion in found if len(completion.spans) == 2]
-    assert spanning, "no completion was in flight during the publish"
+    assert spanning, "no completion was in flight during the weight sync"
     for completion in spanning:
         assert [span.version for span in completion.spans] == [version, version + 1]
         expected = mixed_logprobs(
@@ -255,22 +259,22 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
         assert_near(completion.logprobs, expected, exact=LONG)
 
 
-def test_after_a_publish_no_request_reuses_the_older_prefix(
-    driver: Driver, old_weights: SlicePublisher, new_model: LlamaForCausalLM
+def test_after_a_weight_sync_no_request_reuses_the_older_prefix(
+    driver: Driver, old_weights: SliceSyncer, new_model: LlamaForCausalLM
 ) -> None:
     long_prompt = [3 + i % 60 for i in range(64)]
     driver.run(driver.collect(long_prompt, Sampling(4, 1.0), [0, 1]))
     version = driver.engine.version + 1
-    driver.run(old_weights.publish(new_model, version))
+    driver.run(old_weights.sync(new_model, version))
     for completion in driver.run(driver.collect(long_prompt, Sampling(16, 1.0), [0, 1, 2])):
         assert {span.version for span in completion.spans} == {version}
         expected = logprobs(new_model, long_prompt, completion.token_ids)
         assert_near(completion.logprobs, expected)
 
 
-def test_requests_racing_with_a_publish_are_exact(
+def test_requests_racing_with_a_weight_sync_are_exact(
     driver: Driver,
-    old_weights: SlicePublisher,
+    old_weights: SliceSyncer,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
 ) -> None:
@@ -279,12 +283,12 @@ def test_requests_racing_with_a_publish_are_exact(
 
     async def race() -> list[Completion]:
         await driver.collect(prompt, Sampling(1, 1.0), [0])
-        publish = asyncio.create_task(old_weights.publish(new_model, version + 1))
+        sync = asyncio.create_task(old_weights.sync(new_model, version + 1))
         found = []
         for _ in range(6):
             found.append(asyncio.create_task(driver.collect(prompt, Sampling(12, 1.0), [0, 1, 2])))
             await asyncio.sleep(0.01)
-        await publish
+        await sync
         return [completion for group in await asyncio.gather(*found) for completion in group]
 
     for completion in driver.run(race()):
@@ -322,20 +326,20 @@ def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> No
 
 def test_a_broadcast_replaces_the_weights(
     driver: Driver,
-    old_weights: SlicePublisher,
+    old_weights: SliceSyncer,
     trainer: TrainerProcess,
     new_model: LlamaForCausalLM,
 ) -> None:
     version = driver.engine.version + 1
-    publisher = BroadcastPublisher(driver.engine, trainer, f"broadcast_{version}")
-    driver.run(publisher.open())
-    driver.run(publisher.publish(new_model, version))
-    driver.run(publisher.close())
+    syncer = BroadcastSyncer(driver.engine, trainer, f"broadcast_{version}")
+    driver.run(syncer.open())
+    driver.run(syncer.sync(new_model, version))
+    driver.run(syncer.close())
     check_holds(driver, new_model, version)
 
 
 def test_a_folder_replaces_the_weights_and_a_missing_one_does_no_harm(
-    driver: Driver, old_weights: SlicePublisher, models_dir: Path, new_model: LlamaForCausalLM
+    driver: Driver, old_weights: SliceSyncer, models_dir: Path, new_model: LlamaForCausalLM
 ) -> None:
     version = driver.engine.version + 1
 
@@ -359,7 +363,7 @@ def check_holds(driver: Driver, model: LlamaForCausalLM, version: int) -> None:
 
 def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
     driver: Driver,
-    old_weights: SlicePublisher,
+    old_weights: SliceSyncer,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
     monkeypatch: pytest.MonkeyPatch,
@@ -370,11 +374,11 @@ def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
     monkeypatch.setattr(driver.engine, "_setup", setup)
     version = driver.engine.version
     prompt = [3 + i % 50 for i in range(40)]
-    publish = old_weights.publish(new_model, version + 1)
+    sync = old_weights.sync(new_model, version + 1)
     # More than run at once, so that some wait in the server.
-    found = driver.run(driver.collect_amid(publish, prompt, Sampling(150, 1.0), 60))
+    found = driver.run(driver.collect_amid(sync, prompt, Sampling(150, 1.0), 60))
     spanning = [completion for completion in found if len(completion.spans) == 2]
-    assert spanning, "no completion was in flight during the publish"
+    assert spanning, "no completion was in flight during the weight sync"
     for completion in found:
         cut = completion.spans[0].end if completion.spans[0].version == version else 0
         tokens = completion.token_ids
@@ -384,9 +388,9 @@ def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
 
 
 def test_the_hf_engine_refuses_to_recompute(models_dir: Path, tmp_path: Path) -> None:
-    setup = make_setup(models_dir, tmp_path / "hf.log", recomputes_kv_cache=True)
+    engine = load_engine("hf")(make_setup(models_dir, tmp_path / "hf", recomputes_kv_cache=True))
     with pytest.raises(EngineError, match="weights.kv_cache"):
-        asyncio.run(load_engine("hf")(setup).start())
+        asyncio.run(engine.start())
 
 
 def test_a_bucket_nobody_sends_is_an_engine_error(driver: Driver) -> None:

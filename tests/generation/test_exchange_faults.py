@@ -1,4 +1,4 @@
-"""Generators that fail and come back amid publishes; trainer ranks and generators are real.
+"""Generators that fail and come back amid weight syncs; trainer ranks and generators are real.
 
 Tests share the generators while all of them are alive; the one that leaves a dead one is the last.
 """
@@ -17,7 +17,7 @@ from tests.generation.fleet import (
     Fleet,
     check_drop,
     kept_fleets,
-    publish,
+    sync,
 )
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.exhaustive]
@@ -49,8 +49,8 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
     blow = Blow(1, (fleet.pid(0),), after_parcels=after_parcels)
     script = Script(folders, salt=after_parcels / 10_000, blows=(blow,), admits_until=2)
     with fleet.restarting(0):
-        first, killed, _ = publish(fleet, TENSOR, script)
-    assert first.metrics["publish/generators"] == 2
+        first, killed, _ = sync(fleet, TENSOR, script)
+    assert first.metrics["weight_sync/generators"] == 2
     check_drop(killed, fleet.config.weights.deadline_s + MARGIN_S)
     fleet.check_parameters(folders[1])
     for index in range(2):
@@ -66,7 +66,7 @@ def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_r
     kill = Blow(2, (fleet.pid(0),))
     script = Script(folders, salt=0.005, blows=(stop, kill), admits_until=2)
     with fleet.restarting(0):
-        _, stopped, after, _ = publish(fleet, TENSOR, script)
+        _, stopped, after, _ = sync(fleet, TENSOR, script)
     assert stopped.seconds > deadline_s - 1
     check_drop(stopped, deadline_s + MARGIN_S)
     check_drop(after, deadline_s / 2)
@@ -82,18 +82,18 @@ def test_a_rank_that_was_stopped_and_goes_on_is_served_without_a_restart(
     stop = Blow(1, pids, signal.SIGSTOP, after_parcels=MID_TRANSFER)
     go_on = Blow(2, pids, signal.SIGCONT)
     script = Script(folders, salt=0.006, blows=(stop, go_on), admits_until=2)
-    publish(fleet, TENSOR, script)
+    sync(fleet, TENSOR, script)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
 
 
-def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_publish(
+def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_weight_sync(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     folders = exports(tmp_path, 3)
     # Before the first parcel of version 2.
     blow = Blow(2, (fleet.pid(0),))
-    _, killed, after = publish(fleet, TENSOR, Script(folders, salt=0.007, blows=(blow,)))
-    assert killed.metrics["publish/generators"] == 2
+    _, killed, after = sync(fleet, TENSOR, Script(folders, salt=0.007, blows=(blow,)))
+    assert killed.metrics["weight_sync/generators"] == 2
     check_drop(after, fleet.config.weights.deadline_s + MARGIN_S)
     fleet.check_logprobs(1, folders[2], version=2)

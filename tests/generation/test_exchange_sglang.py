@@ -1,4 +1,5 @@
-"""Trainer ranks of many layouts publish to SGLang servers of many layouts; all processes are real.
+"""Trainer ranks of many layouts weight sync to SGLang servers of many layouts; all processes are
+real.
 
 Tests are ordered by the server that they need, because starting one takes most of the time. The
 tests of two generators and of failures use the last one of the matrix, and end it.
@@ -21,7 +22,7 @@ from tests.generation.fleet import (
     Fleet,
     check_drop,
     kept_fleets,
-    publish,
+    sync,
 )
 from tests.generation.inspected_engine import pauses_path
 
@@ -76,11 +77,11 @@ def test_every_engine_parameter_equals_the_export_bit_for_bit(
 ) -> None:
     one = fleet(kind, tensor_parallel)
     layouts = MIXTURE if kind == "qwen3-moe" else DENSE
-    # Each layout has weights of its own: a publish that does nothing leaves the former ones.
+    # Each layout has weights of its own: a weight sync that does nothing leaves the former ones.
     script = Script((tmp_path / "0",), salt=0.01 * (1 + list(layouts).index(layout)))
-    (published,) = publish(one, layouts[layout], script)
-    assert published.metrics["publish/generators"] == replicas(kind)
-    assert published.metrics["publish/damaged_parcels"] == 0
+    (synced,) = sync(one, layouts[layout], script)
+    assert synced.metrics["weight_sync/generators"] == replicas(kind)
+    assert synced.metrics["weight_sync/damaged_parcels"] == 0
     one.check_parameters(tmp_path / "0")
     for index in range(replicas(kind)):
         one.check_logprobs(index, tmp_path / "0", version=0)
@@ -91,12 +92,12 @@ def test_servers_pass_a_version_on_to_each_other(tmp_path: Path) -> None:
     servers = {"tensor_parallel": 1, "replicas": 3, "sglang_servers": 3}
     exports = (tmp_path / "0", tmp_path / "1")
     with Fleet(tmp_path / "fleet", "llama-tied", **servers) as one:
-        found = publish(one, TENSOR, Script(exports, salt=0.1), relay=True)
-        for published in found:
-            assert published.metrics["publish/generators"] == 3
-            assert published.metrics["publish/relayed"] == 1
-            assert published.metrics["publish/passed_over"] == 0
-            assert published.metrics["publish/damaged_parcels"] == 0
+        found = sync(one, TENSOR, Script(exports, salt=0.1), relay=True)
+        for synced in found:
+            assert synced.metrics["weight_sync/generators"] == 3
+            assert synced.metrics["weight_sync/relayed"] == 1
+            assert synced.metrics["weight_sync/passed_over"] == 0
+            assert synced.metrics["weight_sync/damaged_parcels"] == 0
         for index in range(3):
             one.check_logprobs(index, exports[-1], version=1)
 
@@ -106,12 +107,12 @@ def test_other_methods_reach_engines_of_different_layouts(
     fleet: Callable[[str, int], Fleet], method: str, tmp_path: Path
 ) -> None:
     one = fleet("llama-tied", 2)
-    # The second publisher counts versions anew.
+    # The second syncer counts versions anew.
     for turn, versions in enumerate((3, 2)):
         folders = tuple(tmp_path / f"{turn}-{version}" for version in range(versions))
         salt = 0.05 * turn + len(method) / 100
-        found = publish(one, TENSOR, Script(folders, salt=salt), method=method)
-        assert all(each.metrics["publish/generators"] == 2 for each in found)
+        found = sync(one, TENSOR, Script(folders, salt=salt), method=method)
+        assert all(each.metrics["weight_sync/generators"] == 2 for each in found)
         if method in ("host", "ipc"):
             one.check_parameters(folders[-1])
         for index in range(2):
@@ -124,17 +125,17 @@ def test_one_generator_goes_on_while_another_takes_its_transfer(
     one = fleet("llama-tied", 2)
     is_over = threading.Event()
     slow = Script((tmp_path / "1",), salt=0.2, parcel_s=0.05, slow_group=4)
-    publish(one, TENSOR, Script((tmp_path / "0",), salt=0.1))
+    sync(one, TENSOR, Script((tmp_path / "0",), salt=0.1))
     # Both transfers begin at once; that to the hf generator is over at once. Two trainer ranks and
     # two of SGLang make a group of four.
     serving = threading.Thread(target=one.serve_for, args=(is_over,))
     serving.start()
     try:
-        (published,) = publish(one, TENSOR, slow)
+        (synced,) = sync(one, TENSOR, slow)
     finally:
         is_over.set()
         serving.join()
-    assert published.metrics["publish/generators"] == 2
+    assert synced.metrics["weight_sync/generators"] == 2
     notes = pauses_path(one.config.run.dir / "logs").read_text()
     pause = json.loads(notes.splitlines()[-1])
     amid = [peer for at, peer, _ in one.arrivals if pause["from"] + 0.2 < at < pause["to"] - 0.2]
@@ -153,14 +154,14 @@ def test_a_refused_order_and_a_kill_amid_a_transfer_end_at_once(
     # SGLang was not told to begin an update, so it answers the loader's call by an error.
     skip = one.config.run.dir / "logs" / "skip-begin"
     skip.touch()
-    (refused,) = publish(one, TENSOR, Script((tmp_path / "0",), salt=0.3))
+    (refused,) = sync(one, TENSOR, Script((tmp_path / "0",), salt=0.3))
     check_drop(refused, at_most_s)
     one.check_logprobs(1, tmp_path / "0", version=0)
     skip.unlink()
     folders = tuple(tmp_path / name for name in ("whole", "killed", "after"))
     blow = Blow(1, (one.pid(0),), after_parcels=MID_TRANSFER)
-    whole, killed, after = publish(one, TENSOR, Script(folders, salt=0.01, blows=(blow,)))
-    assert whole.metrics["publish/generators"] == 2
+    whole, killed, after = sync(one, TENSOR, Script(folders, salt=0.01, blows=(blow,)))
+    assert whole.metrics["weight_sync/generators"] == 2
     check_drop(killed, at_most_s)
     check_drop(after, at_most_s)
     one.check_logprobs(1, folders[2], version=2)

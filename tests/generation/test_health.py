@@ -5,16 +5,25 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from generation.async_dealer import AsyncDealer
 from generation.child import ServerChild
-from generation.engine import EngineError, EngineTimeout
+from generation.engine import Completion, EngineError, EngineTimeout
 from generation.health import EngineHealth
 from generation.weight_client import WeightClient
-from megatron_rl.protocol.types import Pause, Resume
+from generation.worker import GeneratorWorker
+from megatron_rl.config.tree import RenderConfig
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.types import Cancel, Failed, Pause, Receive, Resume
+from megatron_rl.protocol.wire import Router
+from tests.generation.test_cancel import lease, wait_until
+from tests.generation.tiny_model import write_tokenizer
+from tests.ports import free_port
 
 
 def seconds_until_fault(health: EngineHealth, *, until: int, **state: Any) -> int | None:
@@ -89,7 +98,7 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
 ) -> None:
     client = WeightClient(Sent(), Stub(list(errors)), on_version=lambda: None)
 
-    async def publishes() -> None:
+    async def sync_twice() -> None:
         for error in errors:
             await client._answer(Pause())
             assert client.is_paused
@@ -98,10 +107,53 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
                 assert not client.is_paused
 
     if survives:
-        asyncio.run(publishes())
+        asyncio.run(sync_twice())
         return
     with pytest.raises(EngineError, match="the engine hangs: it left 2 calls"):
-        asyncio.run(publishes())
+        asyncio.run(sync_twice())
+
+
+def test_new_weights_are_refused_while_the_engine_runs() -> None:
+    sent, engine = Sent(), Stub([])
+    client = WeightClient(sent, engine, on_version=lambda: None)
+    asyncio.run(client._answer(Receive("127.0.0.1", 1, "g", "gloo", 1, 2, 1, 5, 1.0)))
+    assert [(type(one), one.doing) for one in sent] == [(Failed, "Receive")]
+    assert engine.version == -1
+
+
+class HungEngine(Stub):
+    """It takes completions and never ends one."""
+
+    async def generate(self, *args: Any) -> AsyncIterator[Completion]:
+        await asyncio.sleep(3600)
+        yield Completion(0, [], [], [], "stop")
+
+
+def test_cancels_do_not_put_off_the_verdict_that_an_engine_hangs(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    checks = {"exact": "none"}
+    renderer = Renderer(RenderConfig(), tmp_path, context_tokens=512, format_checks=checks)
+
+    async def cancel_again_and_again(port: int) -> str:
+        with Router("127.0.0.1", port) as router, AsyncDealer(f"127.0.0.1:{port}", "g") as queue:
+            worker = GeneratorWorker(HungEngine([]), renderer, queue, 4, request_timeout_s=300.0)
+            worker.announce()
+            assert await asyncio.to_thread(router.receive, 10.0) is not None
+            serving = asyncio.create_task(worker._receive())
+            fault = ""
+            for number in range(60):
+                router.send("g", lease(number, 1, max_new_tokens=3))
+                router.send("g", Cancel(number - 1))
+                await wait_until(lambda n=number: set(worker._owed) == {n})
+                # One lease is open at each look, every 10 s: five quarters of 300 s are 375 s.
+                running = len(worker._owed)
+                fault = worker._health.look(10.0 * number, running=running, is_paused=False)
+                if fault:
+                    break
+            serving.cancel()
+            return f"{number}: {fault}"
+
+    assert asyncio.run(cancel_again_and_again(free_port())).startswith("38: the engine hangs")
 
 
 SERVER = """

@@ -1,4 +1,4 @@
-"""SGLang's overlap scheduler beside publishes: where the recorded versions of tokens are exact.
+"""SGLang's overlap scheduler beside weight syncs: where the recorded versions of tokens are exact.
 
 One server with it on serves both tests; `weights.kv_cache` decides how it is paused.
 """
@@ -17,7 +17,7 @@ from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import assert_near, is_near
-from tests.generation.publisher import SlicePublisher, TrainerProcess
+from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.tiny_model import logprobs, mixed_logprobs
 
 PROMPT = [3 + i % 50 for i in range(40)]
@@ -42,18 +42,18 @@ def driver(
         trainer.close()
 
 
-def publish_amid(
+def sync_amid(
     driver: tuple[Driver, TrainerProcess], models: Path, model: LlamaForCausalLM, name: str
 ) -> list[Completion]:
-    """Completions that a publish met, each of two versions."""
+    """Completions that a weight sync met, each of two versions."""
     served, trainer = driver
-    publisher = SlicePublisher(served.engine, trainer, read_shape(models / "old"), name)
-    served.run(publisher.open())
-    publish = publisher.publish(model, served.engine.version + 1)
-    found = served.run(served.collect_amid(publish, PROMPT, Sampling(150, 1.0), 40))
-    served.run(publisher.close())
+    syncer = SliceSyncer(served.engine, trainer, read_shape(models / "old"), name)
+    served.run(syncer.open())
+    sync = syncer.sync(model, served.engine.version + 1)
+    found = served.run(served.collect_amid(sync, PROMPT, Sampling(150, 1.0), 40))
+    served.run(syncer.close())
     spanning = [completion for completion in found if len(completion.spans) == 2]
-    assert spanning, "no completion was in flight during the publish"
+    assert spanning, "no completion was in flight during the weight sync"
     return spanning
 
 
@@ -65,7 +65,7 @@ def test_keys_and_values_that_are_kept_leave_the_boundary_one_token_early(
 ) -> None:
     """Why it is off then: SGLang takes the token that is in flight for one of the new weights."""
     late = 0
-    for completion in publish_amid(driver, models_dir, new_model, "kept"):
+    for completion in sync_amid(driver, models_dir, new_model, "kept"):
         found, end = torch.tensor(completion.logprobs), completion.spans[0].end
         at, after = (
             mixed_logprobs(old_model, new_model, PROMPT, completion.token_ids, cut=cut)
@@ -74,10 +74,10 @@ def test_keys_and_values_that_are_kept_leave_the_boundary_one_token_early(
         assert is_near(found, at, exact=EXACT) or is_near(found, after, exact=EXACT)
         late += not is_near(found, at, exact=EXACT)
     assert late
-    publish_amid(driver, models_dir, old_model, "back")
+    sync_amid(driver, models_dir, old_model, "back")
 
 
-def test_versions_are_exact_when_a_publish_drops_keys_and_values(
+def test_versions_are_exact_when_a_weight_sync_drops_keys_and_values(
     driver: tuple[Driver, TrainerProcess],
     models_dir: Path,
     old_model: LlamaForCausalLM,
@@ -86,7 +86,7 @@ def test_versions_are_exact_when_a_publish_drops_keys_and_values(
 ) -> None:
     engine = driver[0].engine
     monkeypatch.setattr(engine, "_setup", replace(engine._setup, recomputes_kv_cache=True))
-    for completion in publish_amid(driver, models_dir, new_model, "dropped"):
+    for completion in sync_amid(driver, models_dir, new_model, "dropped"):
         cut, tokens = completion.spans[0].end, completion.token_ids
         older, newer = (logprobs(model, PROMPT, tokens) for model in (old_model, new_model))
         found = torch.tensor(completion.logprobs)

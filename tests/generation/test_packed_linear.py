@@ -13,8 +13,8 @@ from generation.engine import load_engine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
-from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.site_modules import import_shim
+from tests.generation.syncer import BroadcastSyncer, SliceSyncer, TrainerProcess
 from tests.generation.tiny_model import logprobs, make_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -126,14 +126,14 @@ def test_each_way_of_updating_an_engine_reaches_its_products(
     try:
         loop.run_until_complete(driver.engine.start())
         check(old)
-        slices = SlicePublisher(driver.engine, trainer, read_shape(Path(old_folder)), "slices")
+        slices = SliceSyncer(driver.engine, trainer, read_shape(Path(old_folder)), "slices")
         driver.run(slices.open())
-        driver.run(slices.publish(new, 1))
+        driver.run(slices.sync(new, 1))
         check(new)
         driver.run(slices.close())
-        broadcast = BroadcastPublisher(driver.engine, trainer, "broadcast")
+        broadcast = BroadcastSyncer(driver.engine, trainer, "broadcast")
         driver.run(broadcast.open())
-        driver.run(broadcast.publish(old, 2))
+        driver.run(broadcast.sync(old, 2))
         check(old)
         driver.run(broadcast.close())
         driver.run(load(new_folder, 3))

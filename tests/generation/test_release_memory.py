@@ -20,7 +20,7 @@ from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import IS_EXACT, PATIENCE, assert_near, on_the_cpu
-from tests.generation.publisher import SlicePublisher, TrainerProcess
+from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.test_sglang_http import HttpEngine
 from tests.generation.tiny_model import logprobs
 
@@ -52,9 +52,9 @@ def driver(
 
 
 @pytest.fixture(scope="module")
-def publisher(driver: Driver, models_dir: Path) -> Iterator[SlicePublisher]:
+def syncer(driver: Driver, models_dir: Path) -> Iterator[SliceSyncer]:
     trainer = TrainerProcess()
-    found = SlicePublisher(driver.engine, trainer, read_shape(models_dir / "old"), "released")
+    found = SliceSyncer(driver.engine, trainer, read_shape(models_dir / "old"), "released")
     driver.run(found.open())
     yield found
     driver.run(found.close())
@@ -78,9 +78,9 @@ async def all_prompts(driver: Driver, arrived: list[int]) -> list[Completion]:
 
 
 async def take_turns(
-    driver: Driver, publisher: SlicePublisher, model: LlamaForCausalLM
+    driver: Driver, syncer: SliceSyncer, model: LlamaForCausalLM
 ) -> list[Completion]:
-    """Completions, all of which a turn of the trainer met: release, hold, publish the model."""
+    """Completions, all of which a turn of the trainer met: release, hold, weight sync the model."""
     engine, arrived = releasing(driver), list[int]()
     asked = asyncio.create_task(all_prompts(driver, arrived))
     await asyncio.sleep(0)
@@ -93,16 +93,16 @@ async def take_turns(
     await engine.reclaim()
     await asyncio.sleep(0.1)
     assert len(arrived) == before, "completions went on before their weights were there"
-    await publisher.publish(model, driver.engine.version + 1)
+    await syncer.sync(model, driver.engine.version + 1)
     return await asked
 
 
 def test_completions_go_on_as_if_the_memory_had_been_kept(
-    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+    driver: Driver, syncer: SliceSyncer, old_model: LlamaForCausalLM
 ) -> None:
     undisturbed = driver.run(all_prompts(driver, []))
     version = driver.engine.version
-    found = driver.run(take_turns(driver, publisher, old_model))
+    found = driver.run(take_turns(driver, syncer, old_model))
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight"
     for prompt, before, after in zip(PROMPTS, undisturbed, found, strict=True):
@@ -114,12 +114,12 @@ def test_completions_go_on_as_if_the_memory_had_been_kept(
 
 def test_tokens_after_the_turn_are_those_of_the_new_weights_alone(
     driver: Driver,
-    publisher: SlicePublisher,
+    syncer: SliceSyncer,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
 ) -> None:
     version = driver.engine.version
-    found = driver.run(take_turns(driver, publisher, new_model))
+    found = driver.run(take_turns(driver, syncer, new_model))
     assert any(len(completion.spans) == 2 for completion in found)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         first, tokens = completion.spans[0], completion.token_ids
@@ -127,11 +127,11 @@ def test_tokens_after_the_turn_are_those_of_the_new_weights_alone(
         old, new = (logprobs(model, prompt, tokens) for model in (old_model, new_model))
         assert_near(completion.logprobs[:cut], old[:cut], exact=1e-4)
         assert_near(completion.logprobs[cut:], new[cut:], exact=1e-4)
-    driver.run(publisher.publish(old_model, driver.engine.version + 1))
+    driver.run(syncer.sync(old_model, driver.engine.version + 1))
 
 
 def test_a_request_that_comes_meanwhile_waits_and_is_of_the_new_version(
-    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+    driver: Driver, syncer: SliceSyncer, old_model: LlamaForCausalLM
 ) -> None:
     engine, version = releasing(driver), driver.engine.version + 1
 
@@ -141,7 +141,7 @@ def test_a_request_that_comes_meanwhile_waits_and_is_of_the_new_version(
         await asyncio.sleep(HELD_S)
         assert not asked.done()
         await engine.reclaim()
-        await publisher.publish(old_model, version)
+        await syncer.sync(old_model, version)
         return await asked
 
     for completion in driver.run(ask_meanwhile()):
@@ -150,7 +150,7 @@ def test_a_request_that_comes_meanwhile_waits_and_is_of_the_new_version(
 
 def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others(
     driver: Driver,
-    publisher: SlicePublisher,
+    syncer: SliceSyncer,
     old_model: LlamaForCausalLM,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,20 +167,20 @@ def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others
         waiting = asyncio.create_task(driver.collect(PROMPTS[3], GREEDY, [0]))
         failed = await asyncio.gather(begun, waiting, return_exceptions=True)
         await engine.reclaim()
-        await publisher.publish(old_model, driver.engine.version + 1)
+        await syncer.sync(old_model, driver.engine.version + 1)
         return failed, await kept
 
     (begun, waiting), [kept] = driver.run(give_up())
     monkeypatch.undo()
     for error in (begun, waiting):
-        assert isinstance(error, EngineError) and "generator.request_timeout_s" in str(error)
+        assert isinstance(error, EngineError) and "expert.generator.request_timeout_s" in str(error)
     assert len(kept.token_ids) == len(kept.logprobs) > 0
     [again] = driver.run(driver.collect(PROMPTS[1], GREEDY, [0]))
     assert not IS_EXACT or kept.token_ids == again.token_ids
 
 
-def test_a_publisher_that_knows_nothing_of_the_release_can_publish(
-    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+def test_a_syncer_that_knows_nothing_of_the_release_can_sync(
+    driver: Driver, syncer: SliceSyncer, old_model: LlamaForCausalLM
 ) -> None:
     """As of a trainer that was started again; orders that come twice do nothing."""
     engine, version = releasing(driver), driver.engine.version + 1
@@ -190,7 +190,7 @@ def test_a_publisher_that_knows_nothing_of_the_release_can_publish(
             await engine.release()
         for _ in range(2):
             await engine.reclaim()
-        await publisher.publish(old_model, version)
+        await syncer.sync(old_model, version)
         await engine.reclaim()
         [completion] = await driver.collect(PROMPTS[0], GREEDY, [0])
         return completion

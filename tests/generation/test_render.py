@@ -1,6 +1,7 @@
 """Prompts and completions through the tiny tokenizer, one character a token."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling, VersionSpan
+from megatron_rl.trainer.sft_dataset import SftExample, tokenize
 from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
 
 FIRST = 3  # id of the first character, after the special tokens
@@ -72,6 +74,43 @@ def test_a_demonstration_stands_between_system_prompt_and_prompt(models_dir: Pat
     assert renderer.render(own, 8, task="sums") == ids("system:mine=>user:1=>")
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_program"),
+    [
+        ({"cases": [{"stdin": "1 2", "stdout": "3"}]}, True),
+        ({"cases": [{"stdin": "1\n2", "stdout": "3"}], "entry_point": "add"}, False),
+        ({"unit_tests": "assert add(1, 2) == 3", "entry_point": "add"}, False),
+        ({"source_dataset": "chain_sum", "cases": 3}, False),
+        (None, False),
+    ],
+)
+def test_the_example_exchange_is_of_the_kind_of_the_prompts_tests(
+    models_dir: Path, entry: dict[str, Any] | None, is_program: bool
+) -> None:
+    question = ChatMessage("user", "1")
+    prompt = Prompt("p", "code", [question], "", entry=json.dumps(entry) if entry else "")
+    shows = {"think_code": {"question": "def", "reply": "a function"},
+             "think_code_program": {"question": "read", "reply": "a program"}}  # fmt: skip
+    config = RenderConfig(system_prompts={"think_code": ""}, demonstrations=shows)
+    renderer = Renderer(
+        config, models_dir / "old", 64, format_checks={"code": "think_code", "sums": "box"}
+    )
+    expected = ids(
+        "user:read=>assistant:a program=>user:1=>"
+        if is_program
+        else "user:def=>assistant:a function=>user:1=>"
+    )
+    # As a generator, supervised fine-tuning and the search for prompts without room see it.
+    worker = GeneratorWorker(OneToken(), renderer, Sent(), capacity=1)
+    assert worker._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
+    example = SftExample([question], "2", "code", prompt.is_program)
+    (sequence,) = tokenize([example], renderer)
+    assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
+    conversation = Conversation(prompt.task, prompt.messages, prompt.is_program)
+    assert renderer.find_refusals([conversation], 64 - len(expected)) == {}
+    assert list(renderer.find_refusals([conversation], 65 - len(expected))) == [0]
+
+
 def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
     template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
     renderer = make(models_dir, 40, chat_template=template + TEMPLATE)
@@ -86,7 +125,7 @@ def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
         )
     ]
     expected = {}
-    for index, (task, messages) in enumerate(conversations):
+    for index, (task, messages, _) in enumerate(conversations):
         try:
             renderer.render(messages, 8, task=task)
         except RenderError as error:

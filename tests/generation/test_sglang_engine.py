@@ -155,8 +155,9 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
 
 
 def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
-    given = ["generator.replicas=3", "weights.deadline_s=100", "weights.join_timeout_s=300",
-             "train.batch_timeout_s=600", "checkpoint.write_timeout_s=1800"]  # fmt: skip
+    given = ["generator.replicas=3", "expert.weights.deadline_s=100",
+             "expert.weights.join_timeout_s=300", "expert.train.batch_timeout_s=600",
+             "expert.checkpoint.write_timeout_s=1800"]  # fmt: skip
     setup = engine_setup(load_config(None, given), 0, ())
     flags = [flag for flag in server_command(setup, LOADER) if "watchdog" in flag]
     from sglang.srt.server_args import ServerArgs
@@ -165,7 +166,7 @@ def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
     ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(["--model-path=/m", *flags])
     # Three transfers, a missing generator, a batch and a checkpoint; nine times, since eight
-    # publishes may pass a generator by.
+    # weight syncs may pass a generator by.
     assert parsed.watchdog_timeout == 9 * (3 * 100 + 300 + 600 + 1800)
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of SGLang's server around a publish, as a server on a socket hears it."""
+"""What the engine asks of SGLang's server around a weight sync, as a server hears it."""
 
 import asyncio
 import importlib.util

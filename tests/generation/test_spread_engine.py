@@ -15,7 +15,7 @@ from generation.meeting import call_path
 from generation.sglang_nodes import SpreadSGLangEngine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
-from tests.generation.publisher import SlicePublisher, TrainerProcess
+from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.test_engine_contract import make_setup
 from tests.generation.tiny_model import logprobs
 from tests.ports import free_port
@@ -30,7 +30,7 @@ LIMIT_S = 300
 def test_two_nodes_serve_take_weights_and_end_together(
     models_dir: Path, tmp_path: Path, new_model: LlamaForCausalLM
 ) -> None:
-    """Both nodes take their slices of a publish; when one dies, the leader says so."""
+    """Both nodes take their slices of a weight sync; when one dies, the leader says so."""
     setup = make_setup(
         models_dir, tmp_path / "logs" / "sglang-0.log", tensor_parallel=2, context_tokens=200
     )
@@ -44,10 +44,10 @@ def test_two_nodes_serve_take_weights_and_end_together(
         following = asyncio.ensure_future(follower.follow(second, call, 1, 2))
         try:
             await engine.start()
-            publisher = SlicePublisher(engine, trainer, read_shape(models_dir / "old"), "spread")
-            await publisher.open()
-            await publisher.publish(new_model, 1)
-            await publisher.close()
+            syncer = SliceSyncer(engine, trainer, read_shape(models_dir / "old"), "spread")
+            await syncer.open()
+            await syncer.sync(new_model, 1)
+            await syncer.close()
             sampling = Sampling(max_new_tokens=16, temperature=1.0, top_p=1.0, seed=0)
             found = [one async for one in engine.generate(PROMPT, sampling, [0, 1, 2, 3])]
             assert {span.version for one in found for span in one.spans} == {1}

@@ -130,7 +130,7 @@ def check_pause(driver: Driver, folder: Path) -> None:
     driver.run(engine.pause())
     setup = engine._setup
     engine._setup = replace(setup, request_timeout_s=0.3)
-    with pytest.raises(EngineError, match="generator.request_timeout_s"):
+    with pytest.raises(EngineError, match="expert.generator.request_timeout_s"):
         driver.run(driver.collect(PROMPT, Sampling(4, 1.0), [0]))
     engine._setup = setup
     driver.run(engine.resume(3))

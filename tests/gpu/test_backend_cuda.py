@@ -91,8 +91,10 @@ def test_backend_selects_cuda_nccl_and_the_engine() -> None:
 @needs_engine
 def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
-    engine = run_ranks(losses, 1, [*common, "model.layers=transformer_engine"], timeout_s=300)[0]
-    local = run_ranks(losses, 1, [*common, "model.layers=local"], timeout_s=300)[0]
+    engine = run_ranks(
+        losses, 1, [*common, "expert.model.layers=transformer_engine"], timeout_s=300
+    )[0]
+    local = run_ranks(losses, 1, [*common, "expert.model.layers=local"], timeout_s=300)[0]
     assert engine == pytest.approx(local, rel=1e-2)
     assert engine[-1] < engine[0]
 
@@ -104,9 +106,9 @@ def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None
         "model.fp8=delayed",
         "model.fp8=tensorwise",
         "model.fp8=blockwise",
-        "model.fp8=blockwise model.fp8_bf16_edge_layers=1",
-        f"model.fp8=tensorwise model.fp8_parameters=true {SHARDED}",
-        f"model.fp8=blockwise model.fp8_parameters=true {SHARDED}",
+        "model.fp8=blockwise expert.model.fp8_bf16_edge_layers=1",
+        f"model.fp8=tensorwise expert.model.fp8_parameters=true {SHARDED}",
+        f"model.fp8=blockwise expert.model.fp8_parameters=true {SHARDED}",
     ],
 )
 def test_fp8_learns_near_bf16(model_folder: Path, recipe: str) -> None:
@@ -194,8 +196,8 @@ def test_a_teacher_is_on_the_device_for_its_pass_alone_and_draws_the_policy(
     [
         "parallel.tensor=2 parallel.sequence=true",
         "parallel.pipeline=2 parallel.virtual_stages=2",
-        pytest.param("parallel.context=2 parallel.context_exchange=p2p", marks=needs_engine),
-        "parallel.context=2 model.layers=local",
+        pytest.param("parallel.context=2 expert.parallel.context_exchange=p2p", marks=needs_engine),
+        "parallel.context=2 expert.model.layers=local",
     ],
 )
 def test_two_gpus_learn_like_one(model_folder: Path, layout: str) -> None:

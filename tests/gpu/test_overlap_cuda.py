@@ -1,7 +1,7 @@
-"""Publishes beside a trainer that computes on a GPU; rows of docs/gpu-evidence.md.
+"""Weight syncs beside a trainer that computes on a GPU; rows of docs/gpu-evidence.md.
 
-The publisher, weight clients and engine ranks are the product's; all processes share one GPU.
-`publish` compares every element that a generator serves with the version's.
+The syncer, weight clients and engine ranks are the product's; all processes share one GPU.
+`sync` compares every element that a generator serves with the version's.
 """
 
 import time
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.weights.exchange.memory.streams import SideStreams, synchronize
-from tests.weights.plays import publish, versions
+from tests.weights.plays import sync, versions
 from tests.weights.scripted_generators import Generator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("method", ["host", "ipc"])
 def test_versions_travel_while_the_trainer_computes(tmp_path: Path, method: str) -> None:
     generators = [Generator(name, device="cuda") for name in "ab"]
-    script = "publish 0, start 1, compute 1, join 0, spoil 9, start 2, compute 1, join 0"
+    script = "sync 0, start 1, compute 1, join 0, spoil 9, start 2, compute 1, join 0"
     # Memory of another device cannot be opened: under ipc the trainer is one rank on this GPU.
     layout = {"tensor": 2} if method == "host" else {}
-    steps, notes = publish(
+    steps, notes = sync(
         tmp_path, generators, script, method=method, device="cuda", deadline_s=30, **layout
     )
     assert all(step.failed == {} for step in steps)

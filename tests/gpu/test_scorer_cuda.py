@@ -38,8 +38,8 @@ def test_a_teacher_in_bf16_scores_near_transformers(tmp_path: Path) -> None:
             f"model.path={policy}", f"run.dir={tmp_path}", "model.dtype=bfloat16",
             f"algorithm.reference.policy={teacher}", "algorithm.reference.source=engine",
             f"generator.context_tokens={CONTEXT}", "sampling.max_new_tokens=128",
-            "reward.length_margin_tokens=0", "scorer.start_timeout_s=300",
-            f"ports.scorer={find_free('127.0.0.1', 3)}",
+            "reward.length_margin_tokens=0", "expert.scorer.start_timeout_s=300",
+            f"expert.ports.scorer={find_free('127.0.0.1', 3)}",
         ],
     )  # fmt: skip
     sequences = [torch.randint(0, VOCAB, (n,)).tolist() for n in (2, 17, 90, CONTEXT)]

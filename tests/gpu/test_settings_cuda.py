@@ -97,8 +97,8 @@ def test_fused_operations_give_the_same_gradients(
     limit: float,
     record_property: Callable[[str, object], None],
 ) -> None:
-    chosen = [f"model.fusions={fusions}"]
-    apart_kernels = ["model.fusions=[]"]
+    chosen = [f"expert.model.fusions={fusions}"]
+    apart_kernels = ["expert.model.fusions=[]"]
     [(expected, _)] = run_ranks(gradients, 1, folders[kind], apart_kernels, timeout_s=LIMIT_S)
     [(found, _)] = run_ranks(gradients, 1, folders[kind], chosen, timeout_s=LIMIT_S)
     apart = distance(found, expected)
@@ -106,9 +106,9 @@ def test_fused_operations_give_the_same_gradients(
     assert apart <= limit
 
 
-def published(folder: Path) -> tuple[int, bool, bool]:
-    """(quantised parameters, whether their values are published, and each made once)."""
-    overrides = ["model.fp8=tensorwise", "model.fp8_parameters=true"]
+def synced(folder: Path) -> tuple[int, bool, bool]:
+    """(quantised parameters, whether their values are synced, and each made once)."""
+    overrides = ["model.fp8=tensorwise", "expert.model.fp8_parameters=true"]
     overrides += ["parallel.distributed_optimizer=true", f"model.path={folder}"]
     with open_policy(load_config(None, overrides)) as policy:
         parameters = named_parameters(policy.chunks)
@@ -124,8 +124,8 @@ def published(folder: Path) -> tuple[int, bool, bool]:
         return len(names), are_values, all(plain[name] is found[name] for name in names)
 
 
-def test_values_of_fp8_parameters_are_published(folders: dict[str, Path]) -> None:
-    [(count, are_values, are_kept)] = run_ranks(published, 1, folders["dense"], timeout_s=LIMIT_S)
+def test_values_of_fp8_parameters_are_synced(folders: dict[str, Path]) -> None:
+    [(count, are_values, are_kept)] = run_ranks(synced, 1, folders["dense"], timeout_s=LIMIT_S)
     assert count >= 4 * DENSE["num_hidden_layers"] and are_values and are_kept
 
 

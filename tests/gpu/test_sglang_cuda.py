@@ -1,4 +1,4 @@
-"""Publishing from a trainer rank to SGLang on CUDA: slices in bf16, full tensors to an FP8 engine.
+"""Syncing from a trainer rank to SGLang on CUDA: slices in bf16, full tensors to an FP8 engine.
 
 Each test is a row of docs/gpu-evidence.md. The first GPU is the trainer rank's, the last one the
 engine's; over NCCL these must be two.
@@ -47,20 +47,20 @@ FP8_TOLERANCE = 0.3
 """Of the mean difference of logprobs."""
 
 
-def publish_changed(cfg: Config, export: Path) -> dict[str, float]:
-    """On the trainer rank: change the weights, publish them as version 0, save them."""
+def sync_changed(cfg: Config, export: Path) -> dict[str, float]:
+    """On the trainer rank: change the weights, weight sync them as version 0, save them."""
     from megatron_rl.trainer.model.policy import open_policy
-    from megatron_rl.trainer.train import open_control, open_publisher
+    from megatron_rl.trainer.train import open_control, open_syncer
     from megatron_rl.weights.folders.export import save_hf
 
     with (
         open_policy(cfg) as policy,
-        open_publisher(cfg, policy, open_control(cfg, policy)) as weights,
+        open_syncer(cfg, policy, open_control(cfg, policy)) as weights,
     ):
         with torch.no_grad():
             for parameter in policy.chunks[0].parameters():
                 parameter.mul_(1.125)
-        weights.publish(0)
+        weights.sync(0)
         save_hf(export, policy.chunks, policy.shape, source=cfg.model.path)
         return {metric.name: metric.value for metric in weights.metrics}
 
@@ -97,12 +97,12 @@ def make_config(folder: Path, quantization: str, method: str) -> Config:
     )
 
 
-async def publish_and_sample(
+async def sync_and_sample(
     engine: SGLangEngine, cfg: Config, export: Path
 ) -> tuple[dict[str, float], list[Completion]]:
-    """Metrics of the publish, and what the engine samples of the new weights."""
+    """Metrics of the weight sync, and what the engine samples of the new weights."""
     ranks = asyncio.to_thread(
-        run_ranks, publish_changed, 1, cfg, export, timeout_s=200, env={"CUDA_VISIBLE_DEVICES": "0"}
+        run_ranks, sync_changed, 1, cfg, export, timeout_s=200, env={"CUDA_VISIBLE_DEVICES": "0"}
     )
     address = f"{cfg.ports.host}:{cfg.ports.weights}"
     try:
@@ -151,7 +151,7 @@ def run(
     loaders = ["--custom-weight-loader", LOADER, layout_loader.NAME]
     monkeypatch.setattr(sglang_engine, "server_command", lambda *given: command(*given) + loaders)
     engine = SGLangEngine(engine_setup(cfg, 0, ()))
-    work = asyncio.wait_for(publish_and_sample(engine, cfg, export), LIMIT_S)
+    work = asyncio.wait_for(sync_and_sample(engine, cfg, export), LIMIT_S)
     metrics, found = asyncio.run(work)
     return metrics, found, export
 
@@ -186,7 +186,7 @@ def check_slices(
     folder: Path, metrics: dict[str, float], found: list[Completion], export: Path
 ) -> None:
     """They arrived bit for bit, and the engine samples from them."""
-    assert metrics["publish/damaged_parcels"] == 0 and metrics["publish/transfer_s"] > 0
+    assert metrics["weight_sync/damaged_parcels"] == 0 and metrics["weight_sync/transfer_s"] > 0
     report = json.loads((folder / "0.json").read_text())
     assert "error" not in report, report["error"]
     assert report["different"] == [] and report["unused"] == []
@@ -199,5 +199,5 @@ def test_an_fp8_engine_quantises_the_full_tensors_that_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, found, export = run(tmp_path, monkeypatch, "fp8")
-    assert "publish/transfer_s" not in metrics, "slices were sent to a quantised engine"
+    assert "weight_sync/transfer_s" not in metrics, "slices were sent to a quantised engine"
     assert differences(found, export).abs().mean() < FP8_TOLERANCE

@@ -1,4 +1,5 @@
-"""Overlap of what tensor ranks exchange with their products (`parallel.overlap_tensor`), two GPUs.
+"""Overlap of what tensor ranks exchange with their products (`expert.parallel.overlap_tensor`), two
+GPUs.
 
 Each test is a row of docs/gpu-evidence.md.
 """
@@ -41,8 +42,8 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 2048, "intermediate_size": 8192,
 COMMON = ["parallel.tensor=2", "parallel.sequence=true", "optimizer.lr=1e-4",
           "optimizer.warmup_steps=0", f"train.microbatch_tokens={POSITIONS}",
           f"generator.context_tokens={POSITIONS}"]  # fmt: skip
-PADDED = ["train.pad_microbatches=true"]
-OVERLAPPED = [*PADDED, "parallel.overlap_tensor=true"]
+PADDED = ["expert.train.pad_microbatches=true"]
+OVERLAPPED = [*PADDED, "expert.parallel.overlap_tensor=true"]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def environment() -> dict[str, str]:
         ("dense", "model.fp8=none", 1e-2),
         ("dense", "model.recompute=full", 1e-2),
         ("mixture", "model.fp8=none", 1e-2),
-        ("dense", "model.fp8=tensorwise model.fp8_bf16_edge_layers=1", 5e-2),
+        ("dense", "model.fp8=tensorwise expert.model.fp8_bf16_edge_layers=1", 5e-2),
         ("dense", "model.fp8=delayed", 5e-2),
     ],
 )

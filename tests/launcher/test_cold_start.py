@@ -126,7 +126,8 @@ def test_models_that_were_exported_wait_for_their_evaluation_alone(run_dir: Path
     assert is_trained(cfg) and is_due(cfg, is_resumed=False)
     rows = read_jsonl(run_dir / "metrics.jsonl")
     rows[9]["eval/n"] = 64
-    assert is_evaluated(cfg, rows, 3) and not is_evaluated(cfg, rows, 6)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert is_evaluated(cfg, 3) and not is_evaluated(cfg, 6)
     begin_with(cfg, Candidate(6, 0.5, 0.1, 64))
     chosen = run_dir / "hf" / "cold_start" / "model.safetensors"
     assert chosen.read_text() == "weights 6"

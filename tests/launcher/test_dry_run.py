@@ -88,6 +88,8 @@ SHIPPED = sorted(
 )  # fmt: skip
 
 
+# On every commit tests/launcher/test_dry_runs.py has each one pay for mathematics, not for code.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_examples_pay_a_right_answer_of_every_task(
     name: str, model: Path, prompts: Path
@@ -137,7 +139,7 @@ def test_a_format_check_that_nothing_asks_for_is_found(model: Path, prompts: Pat
     assert "no thoughts, in 3 of 3 prompts" in found["math"][0]
     assert "the format check 'think_code' refuses" in found["code"][0]
     for fix in ('render.system_prompt="Think in <think></think>, answer in \\\\boxed{} or in ```"',
-                 "render.form_known=true"):  # fmt: skip
+                 "expert.render.form_known=true"):  # fmt: skip
         assert problems_of(load("one_node", model, prompts, fix)) == {"math": [], "code": []}
 
 

@@ -126,7 +126,7 @@ def test_a_run_of_several_nodes_says_its_places_or_how_many_nodes_it_needs(
 def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> None:
     asked = (
         "train.steps=7", "sft.steps=5", f"sft.dataset={files / 'sft.jsonl'}", "eval.prompts=4",
-        "parallel.tensor=2", "generator.replicas=3", "ports.prompts=5001", words,
+        "parallel.tensor=2", "generator.replicas=3", "expert.ports.prompts=5001", words,
     )  # fmt: skip
     config = load_config(shipped()["one_gpu"], given(files, "generator.colocate=false", *asked))
     lines = run_lines(config)
@@ -144,7 +144,7 @@ def test_a_dry_run_says_that_the_folder_holds_another_run_and_goes_on(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--config", "tiny", "--dry-run", "sft.steps=0", "eval.prompts=10",
-             "render.form_known=true",
+             "expert.render.form_known=true",
              "generator.context_tokens=4096", "generator.kv_tokens=65536"]  # fmt: skip
     others = [word for word in given(files) if not word.startswith("model.path=")]
     (files / "run").mkdir()

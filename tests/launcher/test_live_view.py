@@ -253,7 +253,7 @@ def test_lines_of_an_evaluation_count_from_its_beginning(tmp_path: Path) -> None
 
 def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: Path) -> None:
     output, clock = io.StringIO(), Clock()
-    config = load_config(None, [f'run.dir="{tmp_path}"', "generator.start_timeout_s=180"])
+    config = load_config(None, [f'run.dir="{tmp_path}"', "expert.generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
     rule = generator_rule(config, "generator-0", role="generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)
@@ -261,7 +261,7 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
     roles = {"generator-0": generator, "trainer": trainer}
     start = {"time": 1.0, "source": "trainer", "step": -1, "model/parameters": 9}
-    publish = {"time": 2.0, "source": "trainer", "step": 0, "publish/s": 1.0}
+    sync = {"time": 2.0, "source": "trainer", "step": 0, "weight_sync/s": 1.0}
     with LiveView(config, Console(file=output, width=80), clock=clock) as view:
         view.enter_phase("reinforcement learning")
         look_every_second(view, clock, 31, roles)
@@ -269,7 +269,7 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
         look_every_second(view, clock, 11, roles)
         append(tmp_path / "metrics.jsonl", json.dumps(start) + "\n")
         look_every_second(view, clock, 11, roles)
-        append(tmp_path / "metrics.jsonl", json.dumps(publish) + "\n")
+        append(tmp_path / "metrics.jsonl", json.dumps(sync) + "\n")
         look_every_second(view, clock, 11, roles)
     lines = output.getvalue().splitlines()
     times = [float(line[1:8]) for line in lines]

@@ -11,11 +11,13 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher.node_link import Attendance, FirstNode, NodeLost, OtherNode
+from megatron_rl.launcher import node_link
+from megatron_rl.launcher.node_link import Attendance, FirstNodeLink, NodeLost, OtherNodeLink
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
+from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
 
 LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
@@ -69,7 +71,7 @@ def config(label: str = "a", **limits: float) -> Config:
     return Config(ports=PortsConfig(nodes=free_port(), label=label), nodes=NodesConfig(**found))
 
 
-def look(link: FirstNode | OtherNode) -> None:
+def look(link: FirstNodeLink | OtherNodeLink) -> None:
     time.sleep(0.01)
     link.exchange(time.monotonic())
 
@@ -79,7 +81,7 @@ class Follower(threading.Thread):
 
     def __init__(self, cfg: Config, node: int, nodes: int, *, work_s: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self._open = partial(OtherNode, cfg, node, nodes)
+        self._open = partial(OtherNodeLink, cfg, node, nodes)
         self.work_s = work_s
         self.phases: list[RunPhase] = []
         self.ended: list[tuple[PhaseKind, float]] = []
@@ -97,7 +99,7 @@ class Follower(threading.Thread):
         except (NodeLost, TurnedAway, RuntimeError, Interrupted) as error:
             self.error = error
 
-    def _follow(self, link: OtherNode) -> None:
+    def _follow(self, link: OtherNodeLink) -> None:
         while (phase := link.next_phase(partial(look, link))).kind != PhaseKind.END:
             self.phases.append(phase)
             until = time.monotonic() + self.work_s
@@ -127,7 +129,7 @@ def followers(cfg: Config, nodes: int, **settings: float) -> Iterator[list[Follo
 
 def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
     cfg = config()
-    with followers(cfg, 3, work_s=0.3) as others, FirstNode(cfg, 3) as first:
+    with followers(cfg, 3, work_s=0.3) as others, FirstNodeLink(cfg, 3) as first:
         begun = {}
         wanted = [
             (PhaseKind.COLD_START, ""),
@@ -155,7 +157,7 @@ def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
 def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
     cfg = config()
     wanted = [Restart("generator-3", "generator", -9, number, 3) for number in range(1, 101)]
-    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as other:
+    with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as other:
         heard: list[Restart] = []
         for restart in wanted:
             other.tell_restart(restart)
@@ -178,7 +180,7 @@ def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
 
 def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
     cfg = config()
-    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as second:
+    with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as second:
         first.given_up, second.given_up = {"generator": 1}, {"generator": 2, "verifier": 1}
         first.missing = ["verifier-1"]
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
@@ -190,7 +192,63 @@ def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() ->
         assert (second.given_up_elsewhere, second.missing) == ({"generator": 1}, ["verifier-1"])
 
 
-def lose(first: FirstNode, within_s: float) -> NodeLost:
+def word(message: NodeState | RunPhase) -> str:
+    """What a message says first: a state and a phase are said again and again."""
+    if message.error:
+        return f"{type(message).__name__} error"
+    if isinstance(message, NodeState):
+        return f"NodeState {message.ended}"
+    return f"RunPhase {message.kind}{message.is_ending:+}"
+
+
+WORDS = {
+    "NodeState 0", "NodeState 1", "NodeState 2",
+    "RunPhase evaluation+0", "RunPhase evaluation+1", "RunPhase training+0", "RunPhase training+1",
+    "RunPhase end+0",
+}  # fmt: skip
+
+
+def test_a_run_outlives_the_first_loss_of_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {one.split()[0] for one in WORDS} == set(LINKS["nodes"])
+    cfg, loss = config(), Loss(set(WORDS), word)
+    monkeypatch.setattr(node_link, "BEAT_S", 0.1)
+    monkeypatch.setattr(node_link, "Router", partial(LossyRouter, loss=loss))
+    with followers(cfg, 2) as (one,):
+        with FirstNodeLink(cfg, 2) as first:
+            for kind in (PhaseKind.EVALUATION, PhaseKind.TRAINING):
+                first.begin(RunPhase(0, kind), partial(look, first))
+                until = time.monotonic() + 10
+                while kind not in [phase.kind for phase in one.phases]:
+                    assert time.monotonic() < until
+                    look(first)
+                first.end_phase()
+            first.end_run(partial(look, first))
+        one.join(5)
+        assert not one.is_alive() and one.error is None
+    assert [kind for kind, _ in one.ended] == [PhaseKind.EVALUATION, PhaseKind.TRAINING]
+    assert loss.kinds == sorted(WORDS)
+
+
+def test_last_words_that_are_lost_are_missed_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(silence_timeout_s=1.0)
+    loss = Loss({"NodeState error", "RunPhase error"}, word)
+    monkeypatch.setattr(node_link, "BEAT_S", 0.1)
+    monkeypatch.setattr(node_link, "Router", partial(LossyRouter, loss=loss))
+    with followers(cfg, 3, work_s=0.2) as (one, two):
+        one.raises = RuntimeError("a role died")
+        with (
+            pytest.raises(NodeLost, match="node 1 has been silent"),
+            FirstNodeLink(cfg, 3) as first,
+        ):
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            raise lose(first, within_s=10)
+        one.join(5)
+        two.join(5)
+        assert isinstance(two.error, NodeLost)
+    assert loss.kinds == ["NodeState error", "RunPhase error"]
+
+
+def lose(first: FirstNodeLink, within_s: float) -> NodeLost:
     started = time.monotonic()
     with pytest.raises(NodeLost) as found:
         while time.monotonic() - started < within_s:
@@ -209,7 +267,7 @@ def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, 
     cfg = config()
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
-        with pytest.raises(NodeLost, match=said), FirstNode(cfg, 3) as first:
+        with pytest.raises(NodeLost, match=said), FirstNodeLink(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             raise lose(first, within_s=15)
         one.join(20)
@@ -222,7 +280,7 @@ def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, 
 def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 3, work_s=20.0) as (one, two):
-        with pytest.raises(NodeLost), FirstNode(cfg, 3) as first:
+        with pytest.raises(NodeLost), FirstNodeLink(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             while not (one.phases and two.phases):
                 look(first)
@@ -237,7 +295,7 @@ def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None
 def test_the_others_miss_a_first_node_that_falls_silent() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 2, work_s=20.0) as (one,):
-        first = FirstNode(cfg, 2)
+        first = FirstNodeLink(cfg, 2)
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         while not one.phases:
             look(first)
@@ -249,7 +307,7 @@ def test_the_others_miss_a_first_node_that_falls_silent() -> None:
 def test_a_node_that_does_not_end_its_processes_is_named_after_the_deadline() -> None:
     cfg = config(end_timeout_s=1.0)
     with followers(cfg, 2, work_s=2.5) as (one,):
-        with pytest.raises(NodeLost) as found, FirstNode(cfg, 2) as first:
+        with pytest.raises(NodeLost) as found, FirstNodeLink(cfg, 2) as first:
             first.begin(RunPhase(0, PhaseKind.EVALUATION), partial(look, first))
             while not one.phases:
                 look(first)
@@ -264,7 +322,7 @@ def test_a_node_that_does_not_end_its_processes_is_named_after_the_deadline() ->
 def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
     cfg = config(label="a")
     stale = cfg.model_copy(update={"ports": cfg.ports.model_copy(update={"label": "b"})})
-    with FirstNode(cfg, 2) as first, followers(stale, 2) as (one,):
+    with FirstNodeLink(cfg, 2) as first, followers(stale, 2) as (one,):
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         until = time.monotonic() + 15
         while one.is_alive() and time.monotonic() < until:

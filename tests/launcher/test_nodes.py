@@ -9,23 +9,13 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import nodes as cluster
-from megatron_rl.launcher.node_phases import engine_command, torchrun_arguments
+from megatron_rl.launcher.phases import engine_command, torchrun_arguments
 from megatron_rl.launcher.placement import EngineNode, place
-from megatron_rl.launcher.run_folder import CONFIG
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.steps=0"], "train.steps is 0"),
-        (["model.path=nowhere"], "nowhere: there is no such folder"),
-    ],
-)
-def test_what_several_nodes_cannot_run_is_refused(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    config = load_config(None, [f"run.dir={tmp_path}/run", *overrides])
-    with pytest.raises(InputError, match=message):
+def test_bad_input_is_refused_before_a_run_is_prepared(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}/run", "model.path=nowhere"])
+    with pytest.raises(InputError, match="nowhere: there is no such folder"):
         cluster.prepare(config, Console())
     assert not (tmp_path / "run").exists()
 
@@ -48,16 +38,14 @@ def test_a_node_needs_a_prepared_run_its_place_and_its_gpus(
 
 def test_an_engine_across_nodes_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["run.dir=/shared/run", "generator.tensor_parallel=16"])
-    common = ["--config", "/shared/run/config.toml", "--index", "0"]
-    assert engine_command(config, CONFIG, 0, None) == (
-        "generator-0", ["generation.worker", *common]
-    )  # fmt: skip
-    assert engine_command(config, CONFIG, 0, EngineNode(1, 2)) == (
-        "generator-0-node-1", ["generation.follower", *common, "--nodes", "2", "--node", "1"]
+    first = ["--index", "0"]
+    assert engine_command(config, 0, None) == ("generator-0", "generation.worker", first)
+    assert engine_command(config, 0, EngineNode(1, 2)) == (
+        "generator-0-node-1", "generation.follower", [*first, "--nodes", "2", "--node", "1"]
     )  # fmt: skip
     # The address of this node by which ports.host is reached.
-    assert engine_command(config, CONFIG, 0, EngineNode(0, 2)) == (
-        "generator-0", ["generation.worker", *common, "--nodes", "2", "--address", "127.0.0.1"]
+    assert engine_command(config, 0, EngineNode(0, 2)) == (
+        "generator-0", "generation.worker", [*first, "--nodes", "2", "--address", "127.0.0.1"]
     )  # fmt: skip
 
 
@@ -67,12 +55,12 @@ def test_torchrun_joins_the_trainers_nodes_at_the_first() -> None:
         update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500, sft=29600)}
     )
     nodes = place(config, nodes=3, gpus_per_node=8)
-    assert torchrun_arguments(config, nodes[1], 1) == [
+    assert torchrun_arguments(config, nodes[1], 1, "megatron_rl.trainer.train") == [
         "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
         "--master-port=29500", "-m", "megatron_rl.trainer.train",
     ]  # fmt: skip
     # Another rendezvous, for a node that is done with the cold start before the others.
-    assert torchrun_arguments(config, nodes[1], 1, is_supervised=True)[4:] == [
+    assert torchrun_arguments(config, nodes[1], 1, "megatron_rl.trainer.sft")[4:] == [
         "--master-port=29600", "-m", "megatron_rl.trainer.sft",
     ]  # fmt: skip
     assert nodes[2].trainer_ranks == 0 and len(nodes[2].engines) == 8

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(ranks: int, replicas: int, width: int, mes
 def test_overlapped_tensor_ranks_are_of_one_node(tensor: int, gpus: int, fits: bool) -> None:
     overrides = [f"parallel.tensor={tensor}", "parallel.data=2", "parallel.sequence=true"]
     plain = load_config(None, overrides)
-    padded = ["train.pad_microbatches=true", "parallel.overlap_tensor=true"]
+    padded = ["expert.train.pad_microbatches=true", "expert.parallel.overlap_tensor=true"]
     place(plain, nodes=5, gpus_per_node=gpus)
     overlapped = load_config(None, [*overrides, *padded])
     if fits:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config, GeneratorConfig, PortsConfig
 from megatron_rl.launcher.port_locks import PortLocks
+from megatron_rl.launcher.ports import check_engine_ports
 
 CHOOSERS = 8
 WIDTH = 2
@@ -93,3 +96,16 @@ def test_all_ports_of_a_block_are_locked_or_none(tmp_path: Path) -> None:
     assert other.take([21002])
     assert not other.take([21002])
     assert (tmp_path / "locks").stat().st_mode & 0o7777 == 0o1777
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_an_engines_port_that_is_taken_on_this_node_is_named(place: int) -> None:
+    first = unused_range()
+    config = Config(ports=PortsConfig(engine=first), generator=GeneratorConfig(replicas=4))
+    with socket.socket() as other:
+        # Ports of generator 0 are the first two, those of generator 1 the next two.
+        other.bind(("127.0.0.1", first + place))
+        other.listen(1)
+        check_engine_ports(config, [1 - place // 2, 2, 3])
+        with pytest.raises(InputError, match=f"port {first + place} .* 8 ports that are free"):
+            check_engine_ports(config, [0, 1])

@@ -329,22 +329,24 @@ def test_port_in_use_names_port_and_holder(tmp_path: Path, overrides: list[str])
         holder.bind(("127.0.0.1", 0))
         holder.listen(1)
         port = holder.getsockname()[1]
-        message = message_of(tmp_path, [*overrides, f"ports.verify={port}"])
-    assert f"ports.verify = {port}" in message
+        message = message_of(tmp_path, [*overrides, f"expert.ports.verify={port}"])
+    assert f"expert.ports.verify = {port}" in message
     assert f"(pid {os.getpid()})" in message
 
 
 def test_one_port_for_two_sockets(tmp_path: Path, overrides: list[str]) -> None:
-    message = message_of(tmp_path, [*overrides, "ports.verify=23456", "ports.batches=23456"])
-    assert "ports.batches and ports.verify are both port 23456" in message
+    given = ["expert.ports.verify=23456", "expert.ports.batches=23456"]
+    message = message_of(tmp_path, [*overrides, *given])
+    assert "expert.ports.batches and expert.ports.verify are both port 23456" in message
 
 
 def test_resolved_ports_are_distinct_and_leave_room_for_every_engine() -> None:
-    config = resolve_ports(load_config(None, ["generator.replicas=3", "ports.prompts=23456"]))
+    given = ["generator.replicas=3", "expert.ports.prompts=23456"]
+    config = resolve_ports(load_config(None, given))
     ports = dict(listed_ports(config))
-    engines = [port for key, port in listed_ports(config) if key == "ports.engine"]
-    others = [port for key, port in ports.items() if key != "ports.engine"]
-    assert ports["ports.prompts"] == 23456
+    engines = [port for key, port in listed_ports(config) if key == "expert.ports.engine"]
+    others = [port for key, port in ports.items() if key != "expert.ports.engine"]
+    assert ports["expert.ports.prompts"] == 23456
     assert engines == list(range(engines[0], engines[0] + 6))
     assert len({*engines, *others}) == 6 + 7
 
@@ -388,12 +390,10 @@ def test_run_of_several_hosts_is_prepared_again_to_go_on(
     config = load_config(tmp_path / "c.toml", [*settings, "train.steps=9"])
     prepared = cluster.prepare(config, Console(quiet=True))
     keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
-    partial = tmp_path / "run" / CHECKPOINTS / "step.partial"
-    partial.mkdir(parents=True)
+    (partial := tmp_path / "run" / CHECKPOINTS / "step.partial").mkdir(parents=True)
     (partial / "queue.json").write_text("{}")
     seal(partial, 6, {})
     again = cluster.prepare(config, Console(quiet=True))
     assert again.ports.keys_dir == prepared.ports.keys_dir
-    # Hosts that are up already must understand those that come.
     assert {path: path.read_bytes() for path in again.ports.keys_dir.iterdir()} == keys
     assert (tmp_path / "run" / "config.until_step_000006.toml").exists()

@@ -81,9 +81,13 @@ def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
 ) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_policy(tmp_path, **sizes)
-    overlapped = ["tensor=2", "sequence=true", "overlap_tensor=true"]
-    overrides = [f"model.path={tmp_path}", "train.pad_microbatches=true"]
-    config = load_config(None, [*overrides, *(f"parallel.{key}" for key in overlapped)])
+    overlapped = [
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "expert.parallel.overlap_tensor=true",
+    ]
+    overrides = [f"model.path={tmp_path}", "expert.train.pad_microbatches=true"]
+    config = load_config(None, [*overrides, *overlapped])
     with pytest.raises(InputError, match="hidden size that 64 divides, and the model has 96"):
         preflight.check_model(config)
     write_policy(tmp_path, **sizes | {"hidden_size": 128})
@@ -102,8 +106,8 @@ def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:
 
 def test_the_overlap_scheduler_needs_a_pause_that_takes_what_is_in_flight() -> None:
     with pytest.raises(ConfigError, match="overlap_schedule with weights.kv_cache='keep'"):
-        load_config(None, ["generator.overlap_schedule=true"])
-    load_config(None, ["generator.overlap_schedule=true", "weights.kv_cache=recompute"])
+        load_config(None, ["expert.generator.overlap_schedule=true"])
+    load_config(None, ["expert.generator.overlap_schedule=true", "weights.kv_cache=recompute"])
     srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
     scheduler = (srt / "managers/scheduler.py").read_text()
     pause = scheduler[scheduler.index("def pause_generation(") :]
@@ -133,11 +137,14 @@ RELEASING = [
         ("generator.engine=hf", "engine='hf': SGLang alone gives memory back; set .*'sglang'"),
         ("generator.colocate=false", "without generator.colocate: .* set colocate=true"),
         ("weights.kv_cache=keep", "weights.kv_cache='keep': .* set weights.kv_cache='recompute'"),
-        ("weights.overlap=true", "and weights.overlap=true exclude each other"),
+        ("expert.weights.overlap=true", "and expert.weights.overlap=true exclude each other"),
         ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),
         ("generator.quantization=fp8", "quantization='fp8': .* leave one of them out"),
-        ("generator.start_timeout_s=1300", "join_timeout_s=1200 below .*start_timeout_s=1300"),
-        ("weights.relay=true", "relay=true with weights.method=ipc"),
+        (
+            "expert.generator.start_timeout_s=1300",
+            "join_timeout_s=1200 below .*start_timeout_s=1300",
+        ),
+        ("expert.weights.relay=true", "relay=true with weights.method=ipc"),
     ],
 )
 def test_what_makes_no_sense_with_engines_that_give_memory_back_is_refused_at_load(
@@ -198,7 +205,7 @@ def test_sglang_releases_its_memory_only_when_no_request_runs() -> None:
     assert "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in backend and "enable_cpu_backup=True" in backend
 
 
-def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
+def test_weight_syncs_beside_training_on_gpus_are_refused_before_a_model_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda" if gpus else "cpu")

@@ -25,7 +25,8 @@ RULE = RestartRule(
     min_replicas=2,
 )  # fmt: skip
 USED_UP = (
-    "its restarts are used up (generator.max_restarts = 3 within generator.restart_window_s = 3600)"
+    "its restarts are used up (expert.generator.max_restarts = 3 within "
+    "expert.generator.restart_window_s = 3600)"
 )
 
 
@@ -112,7 +113,8 @@ def test_rules_are_what_the_configuration_says() -> None:
     config = load_config(
         None,
         ["run.dir=R", "generator.replicas=3", "generator.min_replicas=2",
-         "generator.max_restarts=5", "generator.restart_window_s=60", "verifier.max_restarts=7"],
+         "expert.generator.max_restarts=5", "expert.generator.restart_window_s=60",
+         "expert.verifier.max_restarts=7"],
     )  # fmt: skip
     rule = generator_rule(config, "generator-2", role="generator-2-before", until="queue")
     assert (rule.replica, rule.limit, rule.window_s) == ("generator-2", 5, 60.0)

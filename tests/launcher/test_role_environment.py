@@ -9,27 +9,31 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.backend import environment
-from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import node_phases, nodes
-from megatron_rl.launcher.node_link import FirstNode, HostLink
-from megatron_rl.launcher.node_phases import Share
+from megatron_rl.launcher import phases
+from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.launcher.run_folder import locked
-from megatron_rl.launcher.session import Session
-from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 
 Environments = dict[str, dict[str, str]]
 CPU_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 CORES = 16
+COLLECTIVES = {
+    # As the user set it.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "2",
+    # expert.weights.deadline_s, rounded up.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "31",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Environments:
-    """Role -> environment of each process that is started; none is."""
+    """Role -> environment of its first process that would be started; none is."""
     found: Environments = {}
 
     class Process:
@@ -39,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Environments:
             role = next(
                 word for word in command if word.startswith(("megatron_rl.", "genera", "veri"))
             )
-            found[role.split(".")[-2]] = env
+            found.setdefault(role.split(".")[-2], env)
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(CORES)))
@@ -50,75 +54,53 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Environments:
 
 def make_config(folder: Path) -> Config:
     sizes = ["parallel.tensor=2", "parallel.data=2", "generator.replicas=2"]
+    sizes += ["expert.weights.deadline_s=30.5"]
     return load_config(None, [f"run.dir={folder}", *sizes])
 
 
-def start_on_one_host(folder: Path) -> None:
-    config = make_config(folder)
-    with locked(folder) as lock:
-        session = Session(config, Console(), lock=lock)
-        session._supervisor.log_dir.mkdir(parents=True)
-        roles = place(config, nodes=1, gpus_per_node=8)[0]
-        path = session.config_path
-        session.start("queue", "megatron_rl.rollout_queue.server", path)
-        session.start("generator-0", "generation.worker", path, gpus=roles.engines[0])
-        session.start("verifier-0", "verification.worker", path)
-        session.start_ranks("trainer", "megatron_rl.trainer.train", [])
+def start_on(folder: Path, *, nodes: int, gpus_per_node: int) -> None:
+    """What the first node starts for training, without waiting for its end."""
+    config = resolve_ports(make_config(folder))
+    roles = place(config, nodes=nodes, gpus_per_node=gpus_per_node)[0] if nodes > 1 else None
+    with (
+        locked(folder) as lock,
+        first_node(config, Console(), lock, nodes=nodes, roles=roles) as node,
+    ):
+        phases._start_serving(node, RunPhase(1, PhaseKind.TRAINING), [])
+        phases._start_ranks(node, "trainer", "megatron_rl.trainer.train", [])
+        # None of them is a process.
+        node.supervisor.roles.clear()
+
+
+def start_on_one_node(folder: Path) -> None:
+    start_on(folder, nodes=1, gpus_per_node=8)
 
 
 def start_on_the_first_of_two(folder: Path) -> None:
-    config, gpus = make_config(folder), [str(gpu) for gpu in range(5)]
-    roles = place(config, nodes=2, gpus_per_node=5)[0]
-    (folder / "logs").mkdir(parents=True)
-    supervisor = Supervisor(folder / "logs")
-    # It says nothing to the other nodes here.
-    share = Share(config, roles, 0, gpus, supervisor, HostLink.__new__(FirstNode))
-    node_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
-    node_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
+    start_on(folder, nodes=2, gpus_per_node=5)
 
 
 def settings(found: dict[str, str]) -> dict[str, str]:
     return {name: found[name] for name in CPU_SETTINGS if name in found}
 
 
-def start_by_the_host_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `megatron-rl node` starts in a phase, without waiting for its end."""
-    config, gpus = resolve_ports(make_config(folder)), [str(gpu) for gpu in range(8)]
-    roles = place(config, nodes=1, gpus_per_node=8)[0]
-    (folder / "logs").mkdir(parents=True)
-
-    def start_all(share: Share, link: HostLink, is_resumed: bool) -> None:
-        node_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
-        node_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
-        # None of them is a process.
-        share.supervisor.roles.clear()
-
-    monkeypatch.setattr(nodes, "_placed", lambda *_, **__: (config, roles, gpus))
-    monkeypatch.setattr(nodes, "lead", start_all)
-    monkeypatch.setattr(nodes, "conclude", lambda *_: None)
-    nodes.run_node(folder, Console(), node=0, nodes=1, gpus_per_node=8)
+WAYS = pytest.mark.parametrize("start", [start_on_one_node, start_on_the_first_of_two])
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
+@WAYS
 def test_collectives_are_set_alike_for_all_roles(
-    is_prepared: bool, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
+    start: Any, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else ranks of trainer and engine could not share a communicator."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr(environment, "version", lambda package: "2.14.1")
-    if is_prepared:
-        start_by_the_host_command(tmp_path, monkeypatch)
-    else:
-        start_on_one_host(tmp_path)
-    config = make_config(tmp_path)
-    expected = collective_environment(config.ports.host, config.weights.deadline_s)
-    assert {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "GLOO_SOCKET_IFNAME"} <= expected.keys()
+    for name in COLLECTIVES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    start(tmp_path)
     assert started.keys() == {"rollout_queue", "verification", "generation", "trainer"}
     for role, found in started.items():
-        assert expected.items() <= found.items(), role
-
-
-WAYS = pytest.mark.parametrize("start", [start_on_one_host, start_on_the_first_of_two])
+        assert COLLECTIVES.items() <= found.items(), role
 
 
 @WAYS

@@ -12,14 +12,13 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run_folder
-from megatron_rl.launcher.nodes import evaluations_of
 from megatron_rl.launcher.ports import draw_label
-from megatron_rl.launcher.run import last_words
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     SUMMARY,
     Beginning,
     check_run_folder,
+    last_words,
     locked,
     set_aside,
     step_of,
@@ -187,20 +186,18 @@ def test_folder_is_locked_until_the_last_child_is_gone(
 def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:
     settings = ["sft.steps=9", "sft.export_every_steps=5", "sft.baseline=true"]
     first, second = (draw_label(config(tmp_path, *settings)) for _ in range(2))
-    assert evaluations_of(first) == ["cold_start_step_5", "cold_start_step_9", "sft_baseline"]
     labels = set()
     for start in (first, second):
         labels.add(start.ports.label)
-        for label in evaluations_of(start):
+        for label in ("cold_start_step_5", "cold_start_step_9", "sft_baseline"):
             path = write_evaluation_config(start, label, tmp_path / "hf" / label)
             assert path == tmp_path / f"config.{label}.toml"
             tree = load_config(path)
             assert tree.ports.label == f"{start.ports.label}.{label}"
             assert tree.model.path == tmp_path / "hf" / label
-            assert not tree.generator.wait_for_publish and start.generator.wait_for_publish
+            assert not tree.generator.wait_for_weight_sync and start.generator.wait_for_weight_sync
             labels.add(tree.ports.label)
     # Nobody of one of these eight may be heard by another.
     assert len(labels) == 8 and "" not in labels
-    named = config(tmp_path, "ports.label=mine")
+    named = config(tmp_path, "expert.ports.label=mine")
     assert draw_label(named) == named
-    assert evaluations_of(config(tmp_path, *settings, "eval.prompts=0", "sft.steps=0")) == []

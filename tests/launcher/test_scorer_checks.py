@@ -128,7 +128,7 @@ def test_a_plan_counts_the_scorer(overrides: list[str]) -> None:
 
 def test_a_scorer_has_three_ports(overrides: list[str]) -> None:
     def ports(config: Config) -> list[int]:
-        return [port for key, port in listed_ports(config) if key == "ports.scorer"]
+        return [port for key, port in listed_ports(config) if key == "expert.ports.scorer"]
 
     config = resolve_ports(load_config(None, overrides))
     first = config.ports.scorer
@@ -137,9 +137,9 @@ def test_a_scorer_has_three_ports(overrides: list[str]) -> None:
 
 
 def test_used_up_restarts_name_their_key(overrides: list[str]) -> None:
-    config = load_config(None, [*overrides, "scorer.max_restarts=1"])
+    config = load_config(None, [*overrides, "expert.scorer.max_restarts=1"])
     death = Death(
         exit_code=-9, can_start=True, restarts=1, is_run_ending=False, is_too_late=False, others=0
     )
     answer, reason = answer_death(death, scorer_rule(config, "scorer-0", until="trainer"))
-    assert answer is Answer.END_RUN and "scorer.max_restarts = 1" in reason
+    assert answer is Answer.END_RUN and "expert.scorer.max_restarts = 1" in reason

@@ -21,7 +21,7 @@ KEYS_OF_THE_ISSUE = {
     "model_parameters", "steps", "rollouts_trained", "groups_dropped_zero_variance", "eval_n",
     "accuracy_before", "accuracy_after", "accuracy_se_before", "accuracy_se_after",
     "reward_first10", "reward_last10", "rollouts_spanning_versions", "staleness_mean",
-    "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
+    "staleness_max", "logprob_gap_mean", "weight_sync_s_median", "generator_idle_fraction",
     "trainer_idle_fraction", "wall_s", "hf_export",
 }  # fmt: skip
 ADDED_KEYS = {
@@ -39,7 +39,7 @@ START = {
     "megatron_core_version": "0.16.1", "trainer/world_size": 2, "trainer/tp": 2, "trainer/pp": 1,
     "trainer/dp": 1, "model/parameters": 1000,
 }  # fmt: skip
-FIRST_PUBLISH = {"time": 100.0, "source": "trainer", "step": 0, "publish/s": 3.0}
+FIRST_WEIGHT_SYNC = {"time": 100.0, "source": "trainer", "step": 0, "weight_sync/s": 3.0}
 FACTS = RunFacts(
     wall_s={"rl": 20.04, "total": 31.0},
     hf_export="runs/x/hf/final",
@@ -52,7 +52,8 @@ FACTS = RunFacts(
 def step_row(step: int, time: float, **values: float) -> dict[str, Any]:
     row = {
         "time": time, "source": "trainer", "step": step, "train/loss": 0.1, "train/update_s": 1.0,
-        "publish/s": 0.5, "wait/batch_s": 1.0, "rollout/reward": 0.5, "queue/rollouts_trained": 4,
+        "weight_sync/s": 0.5, "wait/batch_s": 1.0, "rollout/reward": 0.5,
+        "queue/rollouts_trained": 4,
         "queue/groups_dropped_zero_variance": 0, "queue/rollouts_spanning_versions": 0,
         "queue/staleness_versions_mean": 1.0, "queue/staleness_versions_max": 1,
     }  # fmt: skip
@@ -70,8 +71,8 @@ def run_rows() -> list[dict[str, Any]]:
     """Version 0 at 100 s, its evaluation 100-102 s, steps that end at 105.5, 108 and 110 s."""
     sft = {"time": 50.0, "source": "sft", "step": 1, "train/loss": 2.0, "train/lr": 0.1}
     steps = [
-        # waited 100-104 (2 of the 4 s during the evaluation), update 1 s, publish 0.5 s
-        step_row(1, 105.5, **{"wait/batch_s": 4.0, "rollout/reward": 0.2, "publish/s": 0.5}),
+        # waited 100-104 (2 of the 4 s during the evaluation), update 1 s, weight sync 0.5 s
+        step_row(1, 105.5, **{"wait/batch_s": 4.0, "rollout/reward": 0.2, "weight_sync/s": 0.5}),
         # waited 105.5-106.5
         step_row(
             2,
@@ -95,7 +96,7 @@ def run_rows() -> list[dict[str, Any]]:
             **{
                 "wait/batch_s": 0.5,
                 "rollout/reward": 0.9,
-                "publish/s": 1.0,
+                "weight_sync/s": 1.0,
                 "queue/rollouts_spanning_versions": 1,
                 "queue/groups_dropped_zero_variance": 1,
                 "train/logprob_gap": 0.005,
@@ -107,7 +108,7 @@ def run_rows() -> list[dict[str, Any]]:
         eval_row("before", 102.0, 0.25), eval_row("after", 113.0, 0.5),
         eval_row("sft_baseline", 130.0, 0.31),
     ]  # fmt: skip
-    return [sft, START, FIRST_PUBLISH, *steps, *evaluations]
+    return [sft, START, FIRST_WEIGHT_SYNC, *steps, *evaluations]
 
 
 def test_keys_are_exactly_the_agreed_ones() -> None:
@@ -118,7 +119,7 @@ def test_values_are_those_worked_out_by_hand() -> None:
     summary = summarize(run_rows(), FACTS)
     assert summary["engine"] == "sglang"
     assert [summary[key] for key in ("trainer_world_size", "tp", "pp", "dp")] == [2, 2, 1, 1]
-    assert summary["steps"] == 3  # neither the cold start's row nor the first publish
+    assert summary["steps"] == 3  # neither the cold start's row nor the first weight sync
     assert summary["rollouts_trained"] == 4 + 12 + 4
     assert summary["groups_dropped_zero_variance"] == 3
     assert summary["rollouts_spanning_versions"] == 6
@@ -126,7 +127,7 @@ def test_values_are_those_worked_out_by_hand() -> None:
     assert summary["staleness_max"] == 3
     assert summary["max_staleness"] == 2
     assert summary["logprob_gap_mean"] == pytest.approx((0.001 * 30 + 0.005 * 10) / 40)
-    assert summary["publish_s_median"] == pytest.approx(0.75)  # of 3.0, 0.5, 0.5, 1.0
+    assert summary["weight_sync_s_median"] == pytest.approx(0.75)  # of 3.0, 0.5, 0.5, 1.0
     assert summary["reward_first10"] == summary["reward_last10"] == pytest.approx(0.5)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.5)
     assert (summary["sft_baseline_accuracy"], summary["sft_baseline_se"]) == (0.31, 0.03)
@@ -203,7 +204,7 @@ def test_run_without_steps_has_no_invented_numbers() -> None:
     assert summary["steps"] == 0
     assert summary["accuracy_before"] == 0.25
     for key in ("accuracy_after", "staleness_max", "logprob_gap_mean", "trainer_idle_fraction",
-                "generator_idle_fraction", "publish_s_median", "sft_baseline",
+                "generator_idle_fraction", "weight_sync_s_median", "sft_baseline",
                 "engine"):  # fmt: skip
         assert summary[key] is None
     assert "No step of reinforcement learning" in render_text(summary, RunFacts())

@@ -71,7 +71,7 @@ def test_a_run_that_writes_now_is_reported_without_its_last_line(
     run = make_run(tmp_path / "run", f"{line}\n{line[:20]}")
     assert cli.main(["status", str(run)]) == 1
     assert "stopped, step 1 of 5" in capsys.readouterr().out
-    # Nothing was published yet.
+    # Nothing was synced yet.
     assert cli.main(["report", "--text", str(run)]) == 0
 
 

@@ -1,4 +1,4 @@
-"""Memory of engines: against transformers' cache and the plan of a publish."""
+"""Memory of engines: against transformers' cache and the plan of a weight sync."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_rl.plan.generator import (
     kv_bytes_per_token,
     sglang_reserve_bytes,
 )
-from megatron_rl.plan.publish import publish_cost
+from megatron_rl.plan.weight_sync import sync_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, write_model
 
@@ -52,7 +52,7 @@ def test_ranks_beyond_the_key_value_heads_hold_copies(tmp_path: Path) -> None:
     ],
     ids=["tp2", "more-ranks-than-kv-heads", "experts", "divided-experts", "hf"],
 )
-def test_weights_of_an_engine_are_what_a_publish_brings(
+def test_weights_of_an_engine_are_what_a_weight_sync_brings(
     tmp_path: Path, family: str, options: dict, generator: dict
 ) -> None:
     write_model(tmp_path, family=family, **options)
@@ -63,7 +63,7 @@ def test_weights_of_an_engine_are_what_a_publish_brings(
     planned = forecast(config)
     found = engine_rank_bytes(read_shape(tmp_path), config.generator, 4)
     assert tuple(found) == planned.received
-    cost = publish_cost(
+    cost = sync_cost(
         read_shape(tmp_path), config.generator, config.weights,
         copies=[(0,)], item_bytes=4, bytes_per_s=1e6,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from megatron_rl.weights.layout.shape import read_shape
 from tests.plan.test_plan import LLAMA_8B, SHAPED
 from tests.tiny_models import QWEN3_MOE, write_model
 
-PADDED = ("train.pad_microbatches=true", "parallel.overlap_tensor=true")
+PADDED = ("expert.train.pad_microbatches=true", "expert.parallel.overlap_tensor=true")
 BUDGET, HIDDEN = 8192, 4096
 PASSES = 256 * 5000 / (2 * BUDGET)
 """Of each of two replicas, if microbatches could be filled by parts of sequences: 78.1."""
@@ -65,7 +65,7 @@ def test_modules_are_recomputed_for_positions_that_fill(folder: Path) -> None:
     [
         ((), 12 * 2),
         (("model.fp8=tensorwise",), 8 * 1 + 4 * 2),
-        (("model.fp8=tensorwise", "model.fp8_bf16_edge_layers=1"), 8 + 4 * 2 + 12 * 2),
+        (("model.fp8=tensorwise", "expert.model.fp8_bf16_edge_layers=1"), 8 + 4 * 2 + 12 * 2),
     ],
 )
 def test_buffers_hold_every_position(

@@ -56,7 +56,7 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.trainer.parameters == rank
     assert (states.weights, states.gradients) == (2 * rank, 4 * rank)
     assert (states.masters, states.moments) == (4 * rank // 2, 8 * rank // 2)
-    # train.logprob_chunk_tokens rows at a time.
+    # expert.train.logprob_chunk_tokens rows at a time.
     assert plan.trainer.logits == 2048 * 128512 // 4 * 4
     assert plan.free_bytes == GPUS["h100-80g"].memory_bytes - plan.trainer.total > 0
     # 16 groups of 16, of half of 8192 tokens; 2 replicas take 8192 at a time.
@@ -69,26 +69,26 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     # Keys and values of 32 layers, 8 heads of 128, two bytes.
     assert plan.engine.kv_per_token == 2 * 32 * 8 * 128 * 2
     assert plan.kv_completions == plan.engine.kv_room // plan.engine.kv_per_token // 8192
-    assert plan.publish.total_bytes == 8 * 2 * PARAMETERS
+    assert plan.sync.total_bytes == 8 * 2 * PARAMETERS
     # Two copies of four ranks serve four engines each, in turn; the single rank of an engine is
     # the slower end.
-    publish = plan.publish
-    assert (publish.copies, publish.group_ranks, publish.turns) == (2, 5, 4)
-    assert publish.seconds == pytest.approx(4 * 2 * PARAMETERS / 1e10)
+    sync = plan.sync
+    assert (sync.copies, sync.group_ranks, sync.turns) == (2, 5, 4)
+    assert sync.seconds == pytest.approx(4 * 2 * PARAMETERS / 1e10)
     # Four senders share what an engine takes.
-    assert publish.least_seconds == pytest.approx(2 * PARAMETERS / 1e10)
-    assert publish.whole_seconds == pytest.approx(publish.seconds + 4 * 0.4)
+    assert sync.least_seconds == pytest.approx(2 * PARAMETERS / 1e10)
+    assert sync.whole_seconds == pytest.approx(sync.seconds + 4 * 0.4)
     assert plan.problems == ()
     # 8 s, more than the paper's 5; in the tree of four places the last one comes in turn 3.
     said = str(plan.advice)
-    assert "with weights.relay=true" in said and "in 3 turns instead of 4" in said
+    assert "with expert.weights.relay=true" in said and "in 3 turns instead of 4" in said
 
 
-def test_parameters_in_fp8_are_held_twice_during_a_publish(config_path: Path) -> None:
+def test_parameters_in_fp8_are_held_twice_during_a_weight_sync(config_path: Path) -> None:
     given = ["model.fp8=tensorwise", "parallel.distributed_optimizer=true"]
     plain = planned(config_path, *given).trainer
-    quantised = planned(config_path, *given, "model.fp8_parameters=true").trainer
-    assert quantised.publish_buffers - plain.publish_buffers == 2 * plain.parameters
+    quantised = planned(config_path, *given, "expert.model.fp8_parameters=true").trainer
+    assert quantised.sync_buffers - plain.sync_buffers == 2 * plain.parameters
 
 
 def test_exact_kl_needs_the_references_output_layer_and_hidden_states(config_path: Path) -> None:

@@ -22,7 +22,7 @@ TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 def test_turns_take_turns_with_what_is_given_back() -> None:
     states = StateBytes(weights=2, gradients=4, masters=4, moments=8)
     trainer = RankMemory(
-        stage=0, parameters=1, states=states, activations=30, logits=7, publish_buffers=3, reserve=5
+        stage=0, parameters=1, states=states, activations=30, logits=7, sync_buffers=3, reserve=5
     )
     engine = EngineMemory(weights=11, kv_per_token=2, reserve=13, kv_room=1000)
     cache = ["generator.kv_tokens=10", "generator.context_tokens=5", "sampling.max_new_tokens=4",
@@ -116,7 +116,10 @@ def test_requests_that_would_time_out_in_the_trainers_turn_are_noted(
             text for text in planned(config_path, *TURNS, limit, cache).advice if "wait" in text
         ]
         for cache in ["generator.kv_tokens=65536"]
-        for limit in ("generator.request_timeout_s=1", "generator.request_timeout_s=299")
+        for limit in (
+            "expert.generator.request_timeout_s=1",
+            "expert.generator.request_timeout_s=299",
+        )
     }
-    assert len(notes["generator.request_timeout_s=1"]) == 1
-    assert notes["generator.request_timeout_s=299"] == []
+    assert len(notes["expert.generator.request_timeout_s=1"]) == 1
+    assert notes["expert.generator.request_timeout_s=299"] == []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
@@ -28,7 +29,6 @@ from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
     Prompt,
-    Published,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -39,6 +39,7 @@ from megatron_rl.protocol.types import (
     Stop,
     TrainSequence,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import (
     DeadlineExceeded,
@@ -108,6 +109,7 @@ def plain(kind: type) -> Any:
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
+        EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
         tuple[RoleRestart, ...]: (RoleRestart(1, "generator-1", "generator", -9, 1, 3),),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
@@ -155,7 +157,7 @@ def test_bad_frame_is_a_wire_error(frame: bytes) -> None:
 
 def test_unexpected_kind_is_a_wire_error() -> None:
     with pytest.raises(WireError):
-        decode(encode(Published(1)), RankBatch | Stop)
+        decode(encode(WeightsSynced(1)), RankBatch | Stop)
 
 
 def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:
@@ -247,7 +249,7 @@ def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
             assert router.receive(0.05) is None
         assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
         assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
-        expected = r"does not serve 'a1.step_1', of which this process is \(ports.label\)"
+        expected = r"does not serve 'a1.step_1', of which this process is \(expert.ports.label\)"
         with pytest.raises(TurnedAway, match=expected) as refused:
             late.receive(5.0)
         # A stranger is not told the label under which it would be heard.

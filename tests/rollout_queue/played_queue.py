@@ -12,7 +12,6 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
-    Published,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -21,6 +20,7 @@ from megatron_rl.protocol.types import (
     ScoreFailed,
     ScoreRequest,
     VerifierReady,
+    WeightsSynced,
 )
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
@@ -98,10 +98,10 @@ class PlayedQueue:
         return [request.text for request in self.requests]
 
     def start(self, version: int = 0) -> None:
-        """The first publish is out, and the trainer asks for its batch."""
+        """The first weight sync is out, and the trainer asks for its batch."""
         self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, version, 1), self.now)
         self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
-        self.coordinator.handle(BATCHES, "t", Published(version), self.now)
+        self.coordinator.handle(BATCHES, "t", WeightsSynced(version), self.now)
         self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
 
     def serve(self) -> None:
@@ -109,10 +109,10 @@ class PlayedQueue:
         self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, self.version, 1), self.now)
         self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         """A later version is out, and the trainer asks for its next batch."""
         self.version = version
-        self.coordinator.handle(BATCHES, "t", Published(version), self.now)
+        self.coordinator.handle(BATCHES, "t", WeightsSynced(version), self.now)
         self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
 
     def play(self, seconds: int, *, is_slow: bool = False) -> None:

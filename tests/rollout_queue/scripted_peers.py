@@ -19,7 +19,6 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
-    Published,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -30,6 +29,7 @@ from megatron_rl.protocol.types import (
     Stop,
     VerifierReady,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Dealer
 
@@ -82,18 +82,18 @@ class ScriptedPeers:
         dp_size: int = 1,
         hold: int = 0,
         trains: bool = True,
-        publish_s: float = 0.0,
+        sync_s: float = 0.0,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """hold: completions kept back until others follow, so that they straddle a publish.
+        """hold: completions kept back until others follow, so that they straddle a weight sync.
 
-        publish_s: how long a publish takes. on_step is called after each batch.
+        sync_s: how long a weight sync takes. on_step is called after each batch.
         """
-        self.publish_s = publish_s
-        self.publishing: tuple[float, int] | None = None
+        self.sync_s = sync_s
+        self.syncing: tuple[float, int] | None = None
         """(when it ends, version)"""
         self.early_steps: list[int] = []
-        """Steps whose batch came during the publish before them."""
+        """Steps whose batch came during the weight sync before them."""
         self.on_step = on_step
         self.config, self.dp_size, self.trains = config, dp_size, trains
         host = config.ports.host
@@ -120,7 +120,7 @@ class ScriptedPeers:
         self.ready_at = 0.0
         self.session = 1
         self.alive_at = self.joined_at = 0.0
-        """A dead generator starts at alive_at, and holds the published weights from joined_at."""
+        """A dead generator starts at alive_at, and holds the synced weights from joined_at."""
         self.lost: list[tuple[int, int]] = []
         """(lease id, index) of the completions that dead generators held."""
         self.death: tuple[float, float] | None = None
@@ -132,7 +132,7 @@ class ScriptedPeers:
             self.poller.register(dealer.socket, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         if self.trains:
-            self._publish(self.step)
+            self._sync(self.step)
         while queue.poll() is None and time.monotonic() < deadline:
             if self.generator is None and time.monotonic() > self.alive_at:
                 self._revive_generator()
@@ -157,7 +157,7 @@ class ScriptedPeers:
     def kill_generator(self, *, dead_s: float, joins_s: float) -> None:
         """Let the generator die with its next lease in hand.
 
-        Another starts after dead_s, and holds the published weights joins_s later.
+        Another starts after dead_s, and holds the synced weights joins_s later.
         """
         self.death = (dead_s, joins_s)
 
@@ -187,8 +187,8 @@ class ScriptedPeers:
         self.verifier.send(VerifierReady({"answers": 1024, "code": 256, "custom": 256}, 1))
         self.ready_at = time.monotonic() + 0.5
 
-    def _publish(self, version: int) -> None:
-        self.publishing = (time.monotonic() + self.publish_s, version)
+    def _sync(self, version: int) -> None:
+        self.syncing = (time.monotonic() + self.sync_s, version)
         if version < self.config.train.steps:
             self._ask(version)
 
@@ -197,17 +197,17 @@ class ScriptedPeers:
             self.trainers[rank].send(NextBatch(version, rank, self.dp_size))
 
     def _advance(self) -> None:
-        """End a publish when it is time, and train on a batch that is complete."""
-        if self.publishing is not None and time.monotonic() >= self.publishing[0]:
-            (_, self.version), self.publishing = self.publishing, None
+        """End a weight sync when it is time, and train on a batch that is complete."""
+        if self.syncing is not None and time.monotonic() >= self.syncing[0]:
+            (_, self.version), self.syncing = self.syncing, None
             self._announce()
             is_final = self.version == self.config.train.steps
-            self.trainers[0].send(Published(self.version, is_final))
+            self.trainers[0].send(WeightsSynced(self.version, is_final))
             if is_final:
                 self._ask(self.version)
         if len(self.shares) < self.dp_size:
             return
-        if self.publishing is not None:
+        if self.syncing is not None:
             if self.step not in self.early_steps:
                 self.early_steps.append(self.step)
             return
@@ -215,7 +215,7 @@ class ScriptedPeers:
         self.shares = {}
         self.step += 1
         self.on_step(self.step)
-        self._publish(self.step)
+        self._sync(self.step)
 
     def _on_generator(self, message: Lease | Stop) -> None:
         if isinstance(message, Stop):
@@ -224,7 +224,7 @@ class ScriptedPeers:
         if time.monotonic() < self.joined_at:
             # Sent to the one that died; the queue that went on so would run out of attempts.
             for index in message.indices:
-                reason = "it holds no published weights"
+                reason = "it has no weights of the trainer yet"
                 self.generator.send(RolloutFailed(message.lease_id, index, reason))
             return
         self.leases.append((self.version, message))

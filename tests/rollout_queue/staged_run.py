@@ -19,7 +19,6 @@ from megatron_rl.protocol.types import (
     Lease,
     NextBatch,
     Prompt,
-    Published,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -28,6 +27,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
 from megatron_rl.rollout_queue.record import Recorder
@@ -78,7 +78,7 @@ class StagedRun:
         """Train until so many batches are done in all."""
         with closing(self._metrics):
             self.coordinator.handle(VERIFY, "v", VerifierReady(VERIFIER_ROOM, 1), 0.0)
-            self._publish()
+            self._sync()
             idle = 0
             while self.step < until:
                 had = len(self.batches)
@@ -88,7 +88,7 @@ class StagedRun:
                 assert idle < PATIENCE, self.coordinator.describe(0.0)
                 if len(self.batches) > had:
                     self.step += 1
-                    self._publish()
+                    self._sync()
 
     def save(self) -> QueueState:
         """The state after the batches so far; call after `run`."""
@@ -97,10 +97,10 @@ class StagedRun:
         assert self.saved is not None
         return self.saved
 
-    def _publish(self) -> None:
+    def _sync(self) -> None:
         self.coordinator.handle(PROMPTS, "g", GeneratorReady(SLOTS, self.step, 1), 0.0)
         is_final = self.step == self.config.train.steps
-        self.coordinator.handle(BATCHES, "t", Published(self.step, is_final), 0.0)
+        self.coordinator.handle(BATCHES, "t", WeightsSynced(self.step, is_final), 0.0)
 
     def _pump(self) -> None:
         wanted = NextBatch(self.step, 0, 1)

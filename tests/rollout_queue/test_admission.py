@@ -65,7 +65,7 @@ def simulate(seed: int, *, is_strict: bool) -> tuple[int, int]:
         chance.choice([0.0, 0.2, 0.5]),
         chance.choice([0.0, 0.4]),
     )
-    published, formed, number, excess = 0, 0, 0, -staleness
+    synced, formed, number, excess = 0, 0, 0, -staleness
     untaken: dict[int, UntrainedGroup] = {}
     in_training: list[UntrainedGroup] = []
     for _ in range(200_000):
@@ -73,7 +73,7 @@ def simulate(seed: int, *, is_strict: bool) -> tuple[int, int]:
         if event < 0.4:
             untrained = len(untaken) + len(in_training)
             if may_open_group(untrained, max_staleness=staleness, prompts_per_batch=per_batch):
-                untaken[number] = UntrainedGroup(published, number, False)
+                untaken[number] = UntrainedGroup(synced, number, False)
                 number += 1
         elif event < 0.8:
             running = [g for g in untaken.values() if not g.is_complete]
@@ -85,8 +85,8 @@ def simulate(seed: int, *, is_strict: bool) -> tuple[int, int]:
                 else:
                     untaken[group.number] = group._replace(is_complete=True)
         elif in_training:
-            in_training, published = [], published + 1
-        elif formed == published:
+            in_training, synced = [], synced + 1
+        elif formed == synced:
             chosen = choose_batch(
                 untaken.values(),
                 step=formed,
@@ -115,7 +115,7 @@ def test_the_simulation_finds_stale_groups_when_not_strict() -> None:
     assert max(simulate(seed, is_strict=False)[0] for seed in range(150)) > 0
 
 
-@pytest.mark.parametrize("published", [0, 3])
-def test_synchronous_mode_opens_nothing_while_a_batch_is_in_training(published: int) -> None:
+@pytest.mark.parametrize("synced", [0, 3])
+def test_synchronous_mode_opens_nothing_while_a_batch_is_in_training(synced: int) -> None:
     assert not may_open_group(4, max_staleness=0, prompts_per_batch=4)
-    assert oldest_leasable_version(published, max_staleness=0, is_strict=False) == published
+    assert oldest_leasable_version(synced, max_staleness=0, is_strict=False) == synced

@@ -68,7 +68,10 @@ def test_message_tells_how_many_of_how_many_and_what_to_do() -> None:
         "task 'code'" in text
         and "13 of 13 completions of the last 3 groups could not, of 3 different prompts" in text
     )
-    assert "queue.breaker_share = 0.75" in text and "queue.breaker_min_prompts = 3" in text
+    assert (
+        "expert.queue.breaker_share = 0.75" in text
+        and "expert.queue.breaker_min_prompts = 3" in text
+    )
     assert "run/rollouts/dropped_000007.jsonl" in text and "'p2'" in text
     assert "boom" in text and "\x1b" not in text and "megatron-rl doctor" in text
 
@@ -156,7 +159,7 @@ def play(queue: PlayedQueue, seconds: int, *, steps: int = 0) -> None:
         queue.play(1)
         version = len(queue.batches)
         if queue.version < version < steps:
-            queue.publish(version)
+            queue.sync(version)
 
 
 @pytest.mark.parametrize("group_size", [2, 16, 64])

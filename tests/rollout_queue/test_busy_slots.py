@@ -28,7 +28,7 @@ def length_s(chance: random.Random) -> float:
     return min(chance.lognormvariate(0.0, 0.8) * MEDIAN_S, LONGEST_S)
 
 
-ANY_VERSION = LeaseRules(published=0, max_staleness=0, is_strict=False)
+ANY_VERSION = LeaseRules(synced=0, max_staleness=0, is_strict=False)
 
 
 class Fleet:
@@ -39,7 +39,7 @@ class Fleet:
         self.names = [f"g{n}" for n in range(generators)]
         self.slots = slots
         self.leases = Leases(LIMITS)
-        self.published = 0
+        self.synced = 0
         self.ends: list[tuple[float, str, int, int]] = []
         self.opened = 0
         self.engines: dict[int, set[str]] = collections.defaultdict(set)
@@ -59,10 +59,10 @@ class Fleet:
         prompt = make_prompt(str(self.opened))
         self.opened_at[self.opened] = self.now
         self.unleased[self.opened] = SIZE
-        return Group(self.opened, prompt, Sampling(8, 1.0), SIZE, self.published)
+        return Group(self.opened, prompt, Sampling(8, 1.0), SIZE, self.synced)
 
     def hand_out(self) -> None:
-        rules = LeaseRules(self.published, max_staleness=2, is_strict=False)
+        rules = LeaseRules(self.synced, max_staleness=2, is_strict=False)
         while (issued := self.leases.issue(rules, self.open_group, self.now)) is not None:
             name, lease = issued
             number = int(lease.prompt.id)
@@ -115,10 +115,10 @@ def test_no_group_waits_for_its_home_longer_than_one_completion_takes() -> None:
     assert max(waits) <= LONGEST_S
 
 
-def test_after_a_publish_what_remains_of_older_groups_goes_to_any_free_slot() -> None:
+def test_after_a_weight_sync_what_remains_of_older_groups_goes_to_any_free_slot() -> None:
     fleet = Fleet(4, 24)
     fleet.run(END_S)
-    fleet.published = 1
+    fleet.synced = 1
     opened, waiting = fleet.opened, fleet.leases.waiting
     assert waiting > 0
     for _ in range(waiting):

@@ -14,7 +14,6 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     UNGRADABLE,
-    Published,
     RankBatch,
     Sampling,
     Score,
@@ -22,6 +21,7 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     ScoreFailed,
     VerifierReady,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue.groups import Group
@@ -207,7 +207,7 @@ def test_groups_that_are_not_needed_any_more_are_withdrawn(tmp_path: Path) -> No
     queue.play(10)
     asked = len(queue.class_requests)
     assert asked
-    queue.coordinator.handle("batches", "t", Published(4, is_final=True), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(4, is_final=True), queue.now)
     queue.classify = lambda request: [0, 0, -1]
     for request in queue.class_requests[:asked]:
         queue.answer_classes(request)
@@ -264,7 +264,7 @@ def test_classes_that_fail_for_good_fail_their_group_with_what_was_said() -> Non
         scoring.take_failure(name, ScoreFailed(request.request_id, "pool died"), 1.0)
     [failure] = scoring.pop_class_failures()
     assert failure.group is group and failure.reason == "classes_ungradable"
-    assert "tried 2 times (queue.max_attempts); last: v failed: pool died" in failure.detail
+    assert "tried 2 times (expert.queue.max_attempts); last: v failed: pool died" in failure.detail
     assert scoring.pop_failures() == [] and scoring.outstanding == 0
 
 

@@ -13,7 +13,6 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
-    Published,
     RankBatch,
     RolloutDone,
     RolloutFailed,
@@ -22,6 +21,7 @@ from megatron_rl.protocol.types import (
     ScoreFailed,
     ScoreRequest,
     VerifierReady,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure, TooManyFailures
@@ -49,10 +49,10 @@ class Peers:
         """Every other message that the queue sent."""
         coordinator.handle("verify", "v", VerifierReady(VERIFIER_ROOM, session=1), 0.0)
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.version = version
         self.announce()
-        self.coordinator.handle("batches", "t", Published(version), 0.0)
+        self.coordinator.handle("batches", "t", WeightsSynced(version), 0.0)
         self.coordinator.handle("batches", "t", NextBatch(version, 0, 1), 0.0)
         self.pump()
 
@@ -109,7 +109,7 @@ def test_training_goes_on_beside_the_tail_of_an_evaluation(tmp_path: Path) -> No
         tmp_path, held_out=6, train=TRAIN, queue={"max_staleness": 0, "strict_staleness": True}
     ) as coordinator:
         peers = Peers(coordinator, capacity=8)
-        peers.publish(0)
+        peers.sync(0)
         assert len(peers.split("held_out")) == 6 and len(peers.split("train")) == 2
         peers.finish(peers.split("held_out")[:5])
         # Five slots came free; what admission allows, a batch of 2 x 4 completions, is in them.
@@ -129,7 +129,7 @@ def test_training_goes_on_beside_the_tail_of_an_evaluation(tmp_path: Path) -> No
 def test_evaluation_comes_before_training_at_each_free_slot(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=6, train=TRAIN) as coordinator:
         peers = Peers(coordinator, capacity=4)
-        peers.publish(0)
+        peers.sync(0)
         assert len(peers.split("held_out")) == 4 and not peers.split("train")
         peers.finish(peers.open[:1])
         assert len(peers.split("held_out")) == 4
@@ -144,7 +144,7 @@ def test_group_whose_completion_fails_for_good_is_dropped_and_the_run_goes_on(
     queue = {"max_staleness": 0, "max_attempts": 3}
     with open_coordinator(tmp_path, train=train, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=8)
-        peers.publish(0)
+        peers.sync(0)
         prompts = sorted({lease.prompt.id for lease, _ in peers.open})
         assert len(prompts) == 2 and len(peers.open) == 8
         lost = peers.open[0][0].prompt.id
@@ -170,7 +170,7 @@ def test_group_whose_completion_fails_for_good_is_dropped_and_the_run_goes_on(
 def test_prompt_that_cannot_be_rendered_is_dropped_at_once(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, train=TRAIN, queue={"max_staleness": 0}) as coordinator:
         peers = Peers(coordinator, capacity=4)
-        peers.publish(0)
+        peers.sync(0)
         long = peers.open[0][0].prompt.id
         peers.fail(*peers.open[0], drop_as=PROMPT_UNRENDERABLE)
         assert long not in {lease.prompt.id for lease, _ in peers.open} and len(peers.open) == 4
@@ -185,7 +185,7 @@ def test_group_of_which_a_completion_cannot_be_graded_is_dropped_where_all_are_n
     queue = {"max_staleness": 0, "max_attempts": 1, "max_replacements": 0, "min_group_share": 1.0}
     with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=4)
-        peers.publish(0)
+        peers.sync(0)
         lease, index = peers.open.pop(0)
         rollout = RolloutDone(make_rollout(index, lease_id=lease.lease_id))
         coordinator.handle("prompts", "g", rollout, 0.0)
@@ -204,7 +204,7 @@ def test_evaluation_ends_without_the_prompts_that_failed_and_says_how_many(tmp_p
     queue = {"max_attempts": 1}
     with open_coordinator(tmp_path, held_out=4, train=TRAIN, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=4)
-        peers.publish(0)
+        peers.sync(0)
         peers.fail(*peers.open[0])
         peers.finish(peers.split("held_out"))
     [row] = rows_of(tmp_path)
@@ -215,7 +215,7 @@ def test_evaluation_that_lost_all_its_prompts_ends_the_run(tmp_path: Path) -> No
     queue = {"max_attempts": 1}
     with open_coordinator(tmp_path, held_out=2, train=TRAIN, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=2)
-        peers.publish(0)
+        peers.sync(0)
         peers.fail(*peers.open[0])
         with pytest.raises(TooManyFailures, match="'before' lost all its 2 prompts"):
             peers.fail(*peers.open[0])
@@ -225,7 +225,7 @@ def test_broken_engine_ends_the_run_and_says_why(tmp_path: Path) -> None:
     queue = {"max_attempts": 2, "max_failed_groups": 2}
     with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=4)
-        peers.publish(0)
+        peers.sync(0)
         said = "2 groups failed .*attempts_exhausted.*too slow"
         failed = 0
         with pytest.raises(TooManyFailures, match=said):
@@ -254,25 +254,25 @@ def test_run_with_some_hard_prompts_goes_on() -> None:
 def test_leases_left_when_training_ends_are_cancelled(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=2, train=TRAIN | {"steps": 1}) as coordinator:
         peers = Peers(coordinator, capacity=24)
-        peers.publish(0)
+        peers.sync(0)
         peers.finish(peers.split("held_out"))
         left = len(peers.split("train"))
         peers.version = 1
         peers.announce()
-        coordinator.handle("batches", "t", Published(1, is_final=True), 0.0)
+        coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), 0.0)
         peers.pump()
         # The last evaluation has all slots.
         assert len(peers.cancelled) == left > 0
         assert len(peers.split("held_out")) == 2 and not peers.split("train")
 
 
-def test_a_fenced_generator_keeps_its_leases_for_a_publish_and_a_half(tmp_path: Path) -> None:
+def test_a_fenced_generator_keeps_its_leases_for_a_weight_sync_and_a_half(tmp_path: Path) -> None:
     queue = {"max_staleness": 1, "heartbeat_timeout_s": 10.0, "lease_timeout_s": 600.0}
     with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
-        # 40 s lie between two publishes, so the grace is 60 s.
+        # 40 s lie between two weight syncs, so the grace is 60 s.
         for version, now in ((0, 0.0), (1, 40.0)):
             coordinator.handle("prompts", "g", GeneratorReady(4, version, session=1), now)
-            coordinator.handle("batches", "t", Published(version), now)
+            coordinator.handle("batches", "t", WeightsSynced(version), now)
         sent = [outgoing.message for outgoing in coordinator.outgoing(40.0)]
         leased = {message.lease_id for message in sent if isinstance(message, Lease)}
         assert leased
@@ -285,3 +285,14 @@ def test_a_fenced_generator_keeps_its_leases_for_a_publish_and_a_half(tmp_path: 
                     cancelled[outgoing.message.lease_id] = now
     # Fenced at 42 s: the first look beyond 102 s.
     assert cancelled == dict.fromkeys(leased, 104)
+
+
+def test_a_weight_sync_that_a_later_one_overtook_does_not_set_the_version_back(
+    tmp_path: Path,
+) -> None:
+    with open_coordinator(tmp_path, train=TRAIN) as coordinator:
+        for version, now in ((0, 0.0), (2, 40.0)):
+            coordinator.handle("batches", "t", WeightsSynced(version), now)
+        before = (coordinator._synced, coordinator._synced_at)
+        coordinator.handle("batches", "t", WeightsSynced(1), 50.0)
+        assert (coordinator._synced, coordinator._synced_at) == before == (2, 40.0)

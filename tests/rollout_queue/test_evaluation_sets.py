@@ -8,11 +8,11 @@ import pytest
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.samples import of_records
-from megatron_rl.launcher.run import eval_limit_s
+from megatron_rl.launcher.phases import eval_limit_s
 from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
-from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Published, Score
+from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Score, WeightsSynced
 from tests.rollout_queue.played_queue import PlayedQueue
 
 RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
@@ -190,7 +190,7 @@ def test_training_evaluates_each_set_too(tmp_path: Path) -> None:
     assert list(evaluations(tmp_path)) == ["before", "before.aime"]
     assert len(queue.batches) == 1
     queue.version = 1
-    queue.coordinator.handle("batches", "t", Published(1, is_final=True), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), queue.now)
     queue.play(10)
     assert list(evaluations(tmp_path))[2:] == ["after", "after.aime"]
 

@@ -12,15 +12,16 @@ from megatron_rl.protocol.types import (
     Hold,
     Lease,
     NextBatch,
-    Published,
     RankBatch,
     RolloutDone,
     SaveState,
     ScoreDone,
     ScoreRequest,
     VerifierReady,
+    WeightsSynced,
 )
 from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.evaluators import Evaluators
 from tests.rollout_queue.makers import make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 
@@ -42,13 +43,13 @@ class Pair:
         ready = GeneratorReady(4, self.versions[name], session, self.held[name])
         self.coordinator.handle("prompts", name, ready, 0.0)
 
-    def publish(self, version: int, *, is_final: bool = False) -> None:
-        """As the publisher does it: held generators are passed by."""
+    def sync(self, version: int, *, is_final: bool = False) -> None:
+        """As the syncer does it: held generators are passed by."""
         for name in self.versions:
             if not self.held[name]:
                 self.versions[name] = version
             self.announce(name)
-        self.coordinator.handle("batches", "t", Published(version, is_final), 0.0)
+        self.coordinator.handle("batches", "t", WeightsSynced(version, is_final), 0.0)
         self.coordinator.handle("batches", "t", NextBatch(version, 0, 1), 0.0)
         self.pump()
 
@@ -97,14 +98,14 @@ BESIDE = {"train": TRAIN, "generator": {"replicas": 2}, "queue": {"max_staleness
 def test_training_leases_never_stop_beside_an_evaluation_of_one_version(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=6, **BESIDE) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         assert pair.held == {"a": False, "b": True}
         assert pair.of("held_out") == {"b"} and pair.of("train") == {"a"}
         # Three versions come out while the evaluation has not returned a single completion.
         for step in range(3):
             while pair.batches != list(range(step + 1)):
                 assert pair.finish("train") > 0, "training has no lease"
-            pair.publish(step + 1)
+            pair.sync(step + 1)
             assert pair.versions == {"a": step + 1, "b": 0} and pair.of("train") == {"a"}
         while pair.finish("held_out"):
             assert pair.of("held_out") <= {"b"} and pair.of("train") == {"a"}
@@ -123,11 +124,11 @@ def test_training_leases_never_stop_beside_an_evaluation_of_one_version(tmp_path
 def test_all_sets_of_a_version_are_measured_while_training_goes_on(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=2, sets=("one", "two"), **BESIDE) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         for step in range(3):
             while pair.batches != list(range(step + 1)):
                 assert pair.finish("train") > 0, "training has no lease"
-            pair.publish(step + 1)
+            pair.sync(step + 1)
             # One set a version: held-out prompts, then each set by name.
             assert pair.finish("held_out") > 0 and pair.versions["b"] == 0
         assert pair.held == {"a": False, "b": False}
@@ -142,7 +143,7 @@ def test_no_version_comes_before_the_evaluator_holds_its_own(tmp_path: Path) -> 
         pair = Pair(coordinator)
         for name in pair.versions:
             pair.announce(name)
-        coordinator.handle("batches", "t", Published(0), 0.0)
+        coordinator.handle("batches", "t", WeightsSynced(0), 0.0)
         coordinator.handle("batches", "t", NextBatch(0, 0, 1), 0.0)
         pair.pump(obeys=False)
         done = [item for item in pair.open if item[1].prompt.split == "train"]
@@ -165,7 +166,7 @@ def test_no_version_comes_before_the_evaluator_holds_its_own(tmp_path: Path) -> 
 def test_tokens_of_another_version_do_not_count_in_an_evaluation(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=1, **BESIDE) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         assert pair.finish("held_out", 1, version=1) == 1
         assert len([item for item in pair.open if item[1].prompt.split == "held_out"]) == 1
         pair.finish("held_out")
@@ -179,12 +180,12 @@ def test_an_evaluator_that_is_lost_is_replaced_or_what_it_owed_is_counted(
 ) -> None:
     with open_coordinator(tmp_path, held_out=6, **BESIDE) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         assert pair.finish("held_out", 3) == 3
         if has_moved_on:
             while pair.batches != [0]:
                 assert pair.finish("train") > 0
-            pair.publish(1)
+            pair.sync(1)
         pair.held["b"] = False
         pair.versions["b"] = -1
         pair.announce("b", session=2)
@@ -203,10 +204,10 @@ def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
     train = TRAIN | {"steps": 1}
     with open_coordinator(tmp_path, held_out=8, **(BESIDE | {"train": train})) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         while pair.batches != [0] or pair.of("held_out"):
             assert pair.finish("train") + pair.finish("held_out") > 0
-        pair.publish(1, is_final=True)
+        pair.sync(1, is_final=True)
         assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
 
 
@@ -214,13 +215,13 @@ def save_during_evaluation(folder: Path, *, completions_after: int) -> QueueStat
     """The state after step 1, while version 0 is measured; two of 6 prompts are done by then."""
     with open_coordinator(folder, held_out=6, sets=("one",), **BESIDE) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         assert pair.finish("held_out", 2) == 2
         while pair.batches != [0]:
             assert pair.finish("train") > 0
         coordinator.handle("batches", "t", SaveState(1), 0.0)
         pair.pump()
-        pair.publish(1)
+        pair.sync(1)
         for _ in range(completions_after):
             assert pair.finish("held_out", 1) == 1
         [state] = pair.states
@@ -248,7 +249,7 @@ def test_an_evaluation_under_way_at_a_checkpoint_is_told_once_whatever_follows(
         with open_coordinator(tmp_path, held_out=6, sets=("one",), **BESIDE) as coordinator:
             coordinator.resume(state)
             pair = Pair(coordinator)
-            pair.publish(1)
+            pair.sync(1)
             # Nobody holds version 0 any more.
             assert pair.of("train") == {"a", "b"} and not pair.of("held_out")
             while pair.batches != [1]:
@@ -270,18 +271,18 @@ def test_the_version_of_a_checkpoint_is_measured_once(tmp_path: Path, has_ended:
     sections = BESIDE | {"eval": {"prompts": 2, "every_steps": 1}}
     with open_coordinator(tmp_path, held_out=2, **sections) as coordinator:
         pair = Pair(coordinator)
-        pair.publish(0)
+        pair.sync(0)
         while pair.batches != [0] or pair.of("held_out"):
             assert pair.finish("train") + pair.finish("held_out") > 0
         coordinator.handle("batches", "t", SaveState(1), 0.0)
-        pair.publish(1)
+        pair.sync(1)
         assert pair.finish("held_out", 2 if has_ended else 1) > 0
         [state] = pair.states
     assert state.evaluated == ["before"]
     with open_coordinator(tmp_path, held_out=2, **sections) as coordinator:
         coordinator.resume(state)
         pair = Pair(coordinator)
-        pair.publish(1)
+        pair.sync(1)
         assert pair.finish("held_out") == (0 if has_ended else 2)
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
     assert [(row["label"], row["eval/n"]) for row in rows] == [("before", 2), ("step_1", 2)]
@@ -292,3 +293,13 @@ def test_a_state_of_an_earlier_release_has_no_unfinished_evaluations(tmp_path: P
     saved = msgspec.json.decode(msgspec.json.encode(state))
     del saved["unfinished_evaluations"]
     assert msgspec.convert(saved, QueueState).unfinished_evaluations == []
+
+
+def test_a_state_that_contradicts_the_order_has_it_repeated() -> None:
+    evaluators = Evaluators(1)
+    evaluators.names = frozenset({"a"})
+    for name in "ab":
+        for is_held in (True, False):
+            evaluators.correct(name, is_held=is_held)
+    assert evaluators.pop_orders() == [("a", Hold(is_held=True)), ("b", Hold(is_held=False))]
+    assert evaluators.pop_orders() == []

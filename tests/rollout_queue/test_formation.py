@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, find_cost
-from megatron_rl.protocol.types import Lease, Published, Rollout
+from megatron_rl.protocol.types import Lease, Rollout, WeightsSynced
 from megatron_rl.rollout_queue.batches import deal_batch, plan_batch
 from megatron_rl.rollout_queue.coordinator import BATCHES
 from tests.rollout_queue.makers import make_rollout, make_score
@@ -41,7 +41,7 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
     )
     # No trainer asks for the batch, which is formed here.
     queue.serve()
-    queue.coordinator.handle(BATCHES, "t", Published(0), queue.now)
+    queue.coordinator.handle(BATCHES, "t", WeightsSynced(0), queue.now)
     queue.play(12)
     formed = queue.coordinator._formation.form(0, RANKS)
     assert formed is not None

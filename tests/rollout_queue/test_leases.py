@@ -31,8 +31,8 @@ def leases_with(*generators: str, capacity: int = 8, version: int = 0) -> Leases
     return leases
 
 
-def rules(published: int = 0) -> LeaseRules:
-    return LeaseRules(published, max_staleness=0, is_strict=False)
+def rules(synced: int = 0) -> LeaseRules:
+    return LeaseRules(synced, max_staleness=0, is_strict=False)
 
 
 def has_room(leases: Leases, version: int) -> bool:
@@ -41,12 +41,12 @@ def has_room(leases: Leases, version: int) -> bool:
 
 
 def issue(
-    leases: Leases, *fresh: Group, now: float = 0.0, published: int = 0
+    leases: Leases, *fresh: Group, now: float = 0.0, synced: int = 0
 ) -> tuple[str, int, list[int]] | None:
     """(generator, lease, indices); `fresh`: groups that may be opened."""
     waiting = list(fresh)
     open_group = lambda: waiting.pop(0) if waiting else None  # noqa: E731
-    issued = leases.issue(rules(published), open_group, now)
+    issued = leases.issue(rules(synced), open_group, now)
     return (issued[0], issued[1].lease_id, issued[1].indices) if issued else None
 
 
@@ -151,7 +151,7 @@ def test_what_remains_of_an_evaluation_comes_first() -> None:
 def test_generator_of_an_older_version_gets_nothing() -> None:
     leases = leases_with("g", version=2)
     assert has_room(leases, 2) and not has_room(leases, 3)
-    assert issue(leases, new_group(), published=3) is None
+    assert issue(leases, new_group(), synced=3) is None
 
 
 def test_restarted_generator_loses_its_leases_to_another_try() -> None:
@@ -193,7 +193,7 @@ def test_a_generator_without_weights_for_long_gives_its_leases_to_another() -> N
         leases.expire(now)
         return leases.waiting
 
-    # A publish that serves it in time ends the fence: 13 s, and from 14 s on another one.
+    # A weight sync that serves it in time ends the fence: 13 s, and from 14 s on another one.
     assert [look(now, -1) for now in (1.0, 9.0, 13.0)] == [0, 0, 0] and look(13.5, 0) == 0
     assert [look(now, -1) for now in (14.0, 22.0, 29.0)] == [0, 0, 0]
     assert look(29.5, -1) == 4

@@ -18,7 +18,7 @@ from tests.rollout_queue.test_server import TRAIN, check_batches
 
 GROUPS, SIZE = 40, 4
 HEARTBEAT_S = 10.0
-RULES = LeaseRules(published=0, max_staleness=0, is_strict=False)
+RULES = LeaseRules(synced=0, max_staleness=0, is_strict=False)
 
 
 class Fleet:
@@ -52,7 +52,7 @@ class Fleet:
         issued = self.leases.issue(RULES, open_group, self.now)
         if issued is not None:
             name, lease = issued
-            assert self.versions[name] >= 0, "a lease before the first publish"
+            assert self.versions[name] >= 0, "a lease before the first weight sync"
             self.held[name] += [(lease.lease_id, index) for index in lease.indices]
 
     def give_back(self) -> None:
@@ -78,7 +78,7 @@ class Fleet:
         if late is not None:  # was still on its way when the successor announced itself
             self._send(name, late)
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         self.versions = dict.fromkeys("ab", 0)
         self.beat()
 
@@ -102,7 +102,7 @@ def test_each_completion_is_returned_once_however_generators_die(seed: int) -> N
             fleet.die()
             deaths += 1
         elif draw < 0.2:
-            fleet.publish()
+            fleet.sync()
         elif draw < 0.5:
             fleet.lease(waiting)
         else:

@@ -1,13 +1,13 @@
 """A run over real sockets on which the first message of a kind is lost: it goes on all the same.
 
 The queue's server, generator workers and the trainer's client are the real ones. Engines and the
-verifier follow a script. The weights link, the hosts' and the scorer's are not played here.
+verifier follow a script. `test_lost_weight_messages`, `test_node_link` and `test_scorer_link` play
+the other links.
 """
 
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, EngineError
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig
-from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import (
     AnyMessage,
@@ -29,6 +29,7 @@ from megatron_rl.protocol.types import (
     ChatMessage,
     ClassDone,
     ClassRequest,
+    Hold,
     Sampling,
     ScoreDone,
     ScoreFailed,
@@ -43,65 +44,25 @@ from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.leader import FromLeader
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.generation.tiny_model import write_tokenizer
+from tests.lossy_router import LINKS, Loss, LossyRouter
 from tests.ports import free_port
 from tests.rollout_queue.makers import make_score
 from tests.rollout_queue.virtual import open_coordinator
 
 STEPS = 4
 TOKENS = 16
-LINKS = {
-    PROMPTS: ("GeneratorReady", "Lease", "Cancel", "Hold", "RolloutDone", "RolloutFailed"),
-    VERIFY: (
-        "VerifierReady", "ScoreRequest", "ScoreDone", "ScoreFailed", "ClassRequest", "ClassDone",
-    ),
-    BATCHES: ("NextBatch", "RankBatch", "Published", "SaveState", "QueueState", "Stop"),
-}  # fmt: skip
-"""What flows, and may be lost. Stop of prompts and verify: the launcher ends what outlives it."""
-OTHER_LINKS = {
-    "weights": (
-        "Hello", "Receive", "PassOn", "Load", "Fence", "Ping", "JoinGroup", "StartRequest",
-        "MayStart", "Pause", "Release", "Reclaim", "Bucket", "Resume", "LeaveGroup", "Ack",
-        "Failed",
-    ),
-    "nodes": ("NodeState", "RunPhase"),
-    "scorer": ("LogprobRequest", "LogprobsDone", "LogprobsFailed"),
-}  # fmt: skip
-ALL = [(link, kind) for link, kinds in LINKS.items() for kind in kinds]
+ALL = [(link, kind) for link in (PROMPTS, VERIFY, BATCHES) for kind in LINKS[link]]
 SLOW_PROMPT = "question t13"
 """The first one. One engine fails it at once, the other one takes longer than the run."""
 
 
 def test_every_message_of_the_protocol_is_of_a_link() -> None:
-    named = Counter(kind for kinds in (LINKS | OTHER_LINKS).values() for kind in kinds)
-    assert sorted(named) == sorted(kind.__name__ for kind in get_args(AnyMessage))
-    assert set(named.values()) == {1}
-
-
-class LossyRouter(Router):
-    """Loses the first message of each kind that it is told to."""
-
-    def __init__(self, port: int, losing: set[str]) -> None:
-        super().__init__("127.0.0.1", port)
-        self.losing, self.lost = losing, list[AnyMessage]()
-
-    def _loses(self, message: AnyMessage) -> bool:
-        kind = type(message).__name__
-        if kind not in self.losing:
-            return False
-        self.losing.discard(kind)
-        self.lost.append(message)
-        return True
-
-    def send(self, peer: str, message: AnyMessage) -> bool:
-        return self._loses(message) or super().send(peer, message)
-
-    def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
-        while (received := super().receive(timeout_s)) is not None:
-            if not self._loses(received[1]):
-                return received
-        return None
+    named = [{kind.partition("(")[0] for kind in kinds} for kinds in LINKS.values()]
+    assert sorted(kind for kinds in named for kind in kinds) == sorted(
+        kind.__name__ for kind in get_args(AnyMessage)
+    )
 
 
 class ScriptedEngine:
@@ -138,7 +99,7 @@ class Generators:
 
     def __init__(self, folder: Path, ports: dict[str, int]) -> None:
         self.folder, self.ports = folder, ports
-        self.published = -1
+        self.synced = -1
         self.workers: list[GeneratorWorker] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run)
@@ -166,23 +127,22 @@ class Generators:
                     for link in (PROMPTS, "weights")
                 )
                 worker = GeneratorWorker(ScriptedEngine(number, slow), renderer, prompts, 2)
-                metrics = JsonlWriter(self.folder / "metrics.jsonl", f"generator-{number}")
                 self.workers.append(worker)
-                running.append(worker.run(weights, metrics))
+                running.append(worker.run(weights))
             await asyncio.gather(*running)
 
     async def _follow(self) -> None:
-        """Each worker that is not held gets the version that is published."""
+        """Each worker that is not held gets the version that is synced."""
         while True:
             for worker in self.workers:
                 held = worker._weights is not None and worker._weights.is_held
-                if worker._engine.version != self.published and not held:
-                    worker._engine.version = self.published
+                if worker._engine.version != self.synced and not held:
+                    worker._engine.version = self.synced
                     worker.announce()
             await asyncio.sleep(0.02)
 
-    def publish(self, version: int) -> None:
-        self.published = version
+    def sync(self, version: int) -> None:
+        self.synced = version
         time.sleep(0.1)
 
     def close(self) -> None:
@@ -222,7 +182,7 @@ class Verifier:
 
 
 class Trainer:
-    """The real client: batches, publishes, and states of checkpoints."""
+    """The real client: batches, weight syncs, and states of checkpoints."""
 
     def __init__(self, port: int, generators: Generators) -> None:
         self.port, self.generators = port, generators
@@ -245,13 +205,13 @@ class Trainer:
             replica=FromLeader(dist.group.WORLD, Control(dist.group.WORLD)), timeout_s=25,
         ) as batches:  # fmt: skip
             step = 0
-            self.generators.publish(0)
+            self.generators.sync(0)
             batches.announce(0, is_final=False)
             while (batch := batches.next(step)) is not None:
                 self.steps.append(batch.step)
                 step += 1
                 self.states.append(batches.queue_state(step, 20.0).step)
-                self.generators.publish(step)
+                self.generators.sync(step)
                 batches.announce(step, is_final=step == STEPS)
 
 
@@ -292,7 +252,9 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
         coordinator = stack.enter_context(open_coordinator(folder, held_out=2, **sections))
         routers = {
             link: stack.enter_context(
-                LossyRouter(ports[link], {kind for at, kind in losing if at == link})
+                LossyRouter(
+                    "127.0.0.1", ports[link], loss=Loss({k for at, k in losing if at == link})
+                )
             )
             for link in (PROMPTS, VERIFY, BATCHES)
         }
@@ -319,14 +281,17 @@ def check(folder: Path, trainer: Trainer, routers: dict[str, Any], lost: list) -
         raise trainer.error
     assert trainer.steps == list(range(STEPS))
     assert trainer.states == list(range(1, STEPS + 1))
-    found = [(link, type(m).__name__) for link, router in routers.items() for m in router.lost]
+    found = [(link, kind) for link, router in routers.items() for kind in router.loss.kinds]
     assert sorted(found) == sorted(lost), "a kind that was to be lost never came"
     rows = read_jsonl(folder / "metrics.jsonl")
     evaluated = [row["label"] for row in rows if "eval/n" in row]
     assert evaluated == ["before", "step_2", "after"]
-    for message in routers[PROMPTS].lost:
+    prompts = routers[PROMPTS].loss
+    for peer, message in prompts.lost:
         if isinstance(message, Cancel):
             assert message.lease_id not in trainer.owed, "it was not cancelled again"
+        if isinstance(message, Hold):
+            assert (peer, message) in prompts.sent, "the order was not repeated"
 
 
 def test_a_run_outlives_the_first_loss_of_every_kind(tmp_path: Path, quick: None) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.types import GeneratorReady, Published
+from megatron_rl.protocol.types import GeneratorReady, WeightsSynced
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from tests.rollout_queue.virtual import open_coordinator
@@ -47,7 +47,7 @@ def test_the_first_message_of_the_trainer_ends_the_cold_start_too(tmp_path: Path
     with open_coordinator(tmp_path, **LIMITS) as coordinator:
         coordinator.await_cold_start()
         wait(coordinator, 0, 5000)
-        coordinator.handle("batches", "trainer-0", Published(0), 5000.0)
+        coordinator.handle("batches", "trainer-0", WeightsSynced(0), 5000.0)
         # From here on completions are leased to nobody: the generator holds no version.
         with pytest.raises(DeadlineExceeded):
             wait(coordinator, 5000, 5000 + IDLE_LIMIT_S + 20)

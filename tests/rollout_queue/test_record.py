@@ -18,10 +18,10 @@ from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_files, wr
 from megatron_rl.protocol.types import (
     UNGRADABLE,
     Lease,
-    Published,
     Rollout,
     Score,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
 from megatron_rl.rollout_queue.groups import NOT_NEEDED, ZERO_VARIANCE
@@ -83,10 +83,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[SendingQueue, Path
     )
     queue.start()
     queue.play(14)
-    queue.publish(1)
+    queue.sync(1)
     queue.play(14)
     assert len(queue.batches) == 2
-    queue.coordinator.handle("batches", "t", Published(2, is_final=True), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(2, is_final=True), queue.now)
     return queue, folder
 
 
@@ -229,7 +229,7 @@ def test_groups_that_are_left_at_the_end_are_recorded(tmp_path: Path) -> None:
     queue.start()
     queue.play(4)
     assert len(queue.batches) == 1
-    queue.coordinator.handle("batches", "t", Published(1, is_final=True), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), queue.now)
     left = [rollout for rollout in read_rollouts(tmp_path) if rollout.source.step == 1]
     assert left and {rollout.dropped for rollout in left} == {NOT_NEEDED}
     assert all(rollout.token_ids.tobytes() in queue.sent for rollout in left)

@@ -124,7 +124,7 @@ def test_a_file_without_words_or_that_was_cut_is_named(tmp_path: Path) -> None:
         for step in range(2):
             replay.draw(step, [])
     words.unlink()
-    with pytest.raises(InputError, match="cannot be replayed"):
+    with pytest.raises(InputError, match="step_000001.int32, which does not exist"):
         open_replay(config, [])
 
 
@@ -208,7 +208,7 @@ def test_replayed_groups_take_their_share_of_each_batch(
     queue.start()
     for version in (1, 2, 3):
         queue.play(6)
-        queue.publish(version)
+        queue.sync(version)
     assert len(queue.batches) == 3
     for batch in queue.batches:
         groups = groups_of(batch)

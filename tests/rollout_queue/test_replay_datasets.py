@@ -11,9 +11,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.rollout_files import write_thinned
 from megatron_rl.protocol.types import ChatMessage
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.replay.datasets import check_sources, prepare_datasets
+from megatron_rl.rollout_queue.replay.datasets import check_sources, check_tokens, prepare_datasets
 from megatron_rl.rollout_queue.replay.draw import open_replay
 from tests.rollout_queue.makers import make_group
 
@@ -130,6 +131,22 @@ def record(folder: Path, config: Config, text: str) -> Path:
         group.scored[index] = replace(scored, rollout=rollout)
     Recorder(folder).write_step(0, [group], now=1.0)
     return folder
+
+
+def test_a_runs_tokenizer_is_known_by_the_steps_that_are_not_thinned(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SFT_EXAMPLES)
+    rollouts = record(tmp_path / "old", config, "12") / "rollouts"
+    for suffix in (".jsonl", ".int32"):
+        content = (rollouts / f"step_000000{suffix}").read_bytes()
+        (rollouts / f"step_000001{suffix}").write_bytes(content)
+    write_thinned(rollouts, 1)
+    (rollouts / "step_000000.int32").unlink()
+    config = config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [tmp_path / "old"]})
+    check_tokens(config)
+    write_thinned(rollouts, 2)
+    (rollouts / "step_000001.int32").unlink()
+    with pytest.raises(InputError, match="tokens thinned"):
+        check_tokens(config)
 
 
 def test_runs_with_other_tokens_are_refused(tmp_path: Path) -> None:

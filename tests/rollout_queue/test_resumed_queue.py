@@ -9,7 +9,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, QUEUE_STATE, seal
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.queue_state import QueueState
-from megatron_rl.protocol.types import NextBatch, Published, RankBatch, SaveState, Stop
+from megatron_rl.protocol.types import NextBatch, RankBatch, SaveState, Stop, WeightsSynced
 from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
 
 SAVED_AT, KILLED_AT, STEPS = 3, 5, 8
@@ -24,13 +24,13 @@ class SavingPeers(ScriptedPeers):
         self.save_at, self.saved = save_at, None
         self.step = first_step
 
-    def _publish(self, version: int) -> None:
+    def _sync(self, version: int) -> None:
         if version != self.save_at or self.saved is not None:
-            super()._publish(version)
+            super()._sync(version)
             return
         self.version = version
         self._announce()
-        self.trainers[0].send(Published(version, version == self.config.train.steps))
+        self.trainers[0].send(WeightsSynced(version, version == self.config.train.steps))
         self.trainers[0].send(SaveState(version))
 
     def _on_trainer(self, rank: int, message: RankBatch | QueueState | Stop) -> None:

@@ -125,7 +125,7 @@ def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> 
         scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)
     [failure] = scoring.pop_failures()
     assert failure.reason == "ungradable" and scoring.outstanding == 0
-    tried = "grading was tried 2 times (queue.max_attempts)"
+    tried = "grading was tried 2 times (expert.queue.max_attempts)"
     assert failure.detail == f"{tried}; last: {again[0]} failed: pool died"
 
 
@@ -223,5 +223,8 @@ def test_score_that_has_taken_too_long_already_is_not_tried_again() -> None:
     scoring.take_failure("v", ScoreFailed(asked[1].request_id, "slow", NOT_GRADED), 601.0)
     [failure] = scoring.pop_failures()
     assert (failure.reason, failure.is_late) == (NOT_GRADED, True)
-    assert "tried 4 times" in failure.detail and "101 s (queue.score_patience_s)" in failure.detail
+    assert (
+        "tried 4 times" in failure.detail
+        and "101 s (expert.queue.score_patience_s)" in failure.detail
+    )
     assert scoring.outstanding == 0

@@ -13,7 +13,7 @@ import zmq
 
 from megatron_rl.data.dropped_prompts import DroppedPrompt, write_dropped
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import GeneratorReady, NextBatch, Published, VerifierReady
+from megatron_rl.protocol.types import GeneratorReady, NextBatch, VerifierReady, WeightsSynced
 from megatron_rl.protocol.wire import encode_frames, labelled
 from tests.rollout_queue.scripted_peers import (
     ScriptedPeers,
@@ -109,7 +109,7 @@ def check_files(folder: Path, peers: ScriptedPeers) -> None:
     assert min(version for version, _ in peers.leases) >= 0
 
 
-def test_batches_come_while_a_version_is_published_but_for_those_after_an_evaluation(
+def test_batches_come_while_a_version_is_synced_but_for_those_after_an_evaluation(
     tmp_path: Path,
 ) -> None:
     config = write_config(
@@ -117,7 +117,7 @@ def test_batches_come_while_a_version_is_published_but_for_those_after_an_evalua
         eval={"prompts": 8, "every_steps": 3}, generator={"max_running": 64},
     )  # fmt: skip
     queue = start_queue(config)
-    peers = ScriptedPeers(config, dp_size=2, publish_s=0.5)
+    peers = ScriptedPeers(config, dp_size=2, sync_s=0.5)
     try:
         assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
     finally:
@@ -150,7 +150,7 @@ def test_queue_that_waits_in_vain_exits_1_and_says_what_is_open(tmp_path: Path) 
     queue = start_queue(config)
     peers = ScriptedPeers(config)
     try:
-        peers.trainers[0].send(Published(0))
+        peers.trainers[0].send(WeightsSynced(0))
         peers.generator.send(GeneratorReady(64, 0, session=1))
         assert queue.wait(timeout=30) == 1
     finally:

@@ -44,7 +44,7 @@ class Played:
         self.training = TrainingGroups(PROMPTS, self.config)
         self.book = GroupBook()
         self.running: list[Group] = []
-        self.published = self.formed = self.opened = 0
+        self.synced = self.formed = self.opened = 0
         self.stages: list[int] = []
         """Of each batch."""
 
@@ -55,19 +55,19 @@ class Played:
                 self.open()
             elif event < 0.8:
                 self.end_one()
-            elif self.formed > self.published:
-                self.published += 1
-                self.book.finish_training(self.published)
-                if self.published == STEPS:
+            elif self.formed > self.synced:
+                self.synced += 1
+                self.book.finish_training(self.synced)
+                if self.synced == STEPS:
                     return
             else:
                 self.form()
 
     def open(self) -> None:
-        next_step = max(self.formed, self.published)
-        stage = self.training.due_stage(self.book, next_step, self.published)
+        next_step = max(self.formed, self.synced)
+        stage = self.training.due_stage(self.book, next_step, self.synced)
         if stage is not None:
-            group = self.training.open(self.opened, self.published, stage)
+            group = self.training.open(self.opened, self.synced, stage)
             self.opened += 1
             self.book.open(group)
             self.running.append(group)

@@ -15,10 +15,10 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
-    Published,
     Rollout,
     RolloutDone,
     VersionSpan,
+    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router, decode_frames, encode_frames
 from megatron_rl.rollout_queue.coordinator import Coordinator
@@ -145,7 +145,7 @@ def test_a_stall_of_the_queue_costs_no_generator(
         now = clock.read()
         coordinator._patience.note_progress(now)
         coordinator._judged_at = now
-        coordinator.handle(BATCHES, "t", Published(0), now)
+        coordinator.handle(BATCHES, "t", WeightsSynced(0), now)
         coordinator.handle(BATCHES, "t", NextBatch(0, 0, 1), now)
         generators = Generators(port)
         end_s = heartbeat_timeout_s / 2

@@ -11,10 +11,10 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     UNGRADABLE,
-    Published,
     SaveState,
     Score,
     ScoreDone,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.rollout_queue.played_queue import FAILURE, PlayedQueue
@@ -83,7 +83,10 @@ def test_dropped_completion_is_recorded_with_all_that_a_person_needs(tmp_path: P
     assert (first["reason"], first["dropped"], first["parts"]) == (UNGRADABLE, UNGRADABLE, {})
     # Never a reward of 0 that somebody might average.
     assert first["reward"] is None
-    assert "tried 2 times (queue.max_attempts)" in first["detail"] and FAILURE in first["detail"]
+    assert (
+        "tried 2 times (expert.queue.max_attempts)" in first["detail"]
+        and FAILURE in first["detail"]
+    )
     # What the completion made the verifier say stays inside its JSON line.
     lines = path.read_bytes().split(b"\n")
     assert b"\x1b" not in path.read_bytes() and all(json.loads(line) for line in lines[:-1])
@@ -224,7 +227,7 @@ def test_evaluation_ends_in_time_without_the_grades_that_do_not_come(tmp_path: P
     [row] = evaluation_rows(tmp_path)
     assert (row["eval/n"], row["eval/lost"], row["eval/not_graded"]) == (2, 1, 1)
     [lost] = read_jsonl(tmp_path / "rollouts" / "dropped_eval_before.jsonl")
-    assert lost["reason"] == NOT_GRADED and "eval.timeout_s = 50 is over" in lost["detail"]
+    assert lost["reason"] == NOT_GRADED and "expert.eval.timeout_s = 50 is over" in lost["detail"]
     assert [batch.step for batch in queue.batches] == [0]
     # It takes up no room with the verifier. An answer that comes all the same has no place.
     assert "answers: v" not in queue.coordinator.describe(queue.now)
@@ -267,7 +270,7 @@ def test_evaluation_that_is_all_there_is_to_do_ends_the_run_when_it_is_late(
         evaluate_only="sft_baseline",
     )
     queue.serve()
-    with pytest.raises(DeadlineExceeded, match="eval.timeout_s = 5 is over"):
+    with pytest.raises(DeadlineExceeded, match="expert.eval.timeout_s = 5 is over"):
         queue.play(20, is_slow=True)
 
 
@@ -284,7 +287,7 @@ def test_group_with_lost_completions_is_generated_again_whole_after_a_restart(
     assert [batch.step for batch in queue.batches] == [0]
     done = trained(tmp_path)
     assert all(indices == [1, 2, 3] for indices in done.values())
-    queue.coordinator.handle("batches", "t", Published(1), queue.now)
+    queue.coordinator.handle("batches", "t", WeightsSynced(1), queue.now)
     queue.coordinator.handle("batches", "t", SaveState(1), queue.now)
     [state] = [
         outgoing.message for outgoing in queue.coordinator.outgoing(queue.now)

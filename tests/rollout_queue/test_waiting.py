@@ -79,7 +79,7 @@ class Play:
         self.leases = SlowLeases()
         self.names = [f"g{n}" for n in range(self.chance.randint(1, 6))]
         self.sessions = dict.fromkeys(self.names, 1)
-        self.published = 0
+        self.synced = 0
         self.now = 0.0
         self.opened = 0
         self.evaluators: frozenset[str] = frozenset()
@@ -89,21 +89,21 @@ class Play:
 
     @property
     def rules(self) -> LeaseRules:
-        return LeaseRules(self.published, 1, self.is_strict, self.evaluators, self.published - 1)
+        return LeaseRules(self.synced, 1, self.is_strict, self.evaluators, self.synced - 1)
 
     def open_group(self, *, is_evaluation: bool = False) -> Group:
         self.opened += 1
         label = "e" if is_evaluation else ""
         size, prompt = self.chance.randint(1, 6), make_prompt(f"p{self.opened}")
         return Group(
-            self.opened, prompt, Sampling(8, 1.0), size, self.published, evaluation=label
+            self.opened, prompt, Sampling(8, 1.0), size, self.synced, evaluation=label
         )  # fmt: skip
 
     def step(self) -> None:
         self.now += self.chance.random() * 2
         events = {
             self.announce: 6, self.return_one: 20, self.fail_one: 2, self.restart: 1,
-            self.drop: 1, self.publish: 1, self.evaluate: 1, self.expire: 2, self.lose_group: 1,
+            self.drop: 1, self.sync: 1, self.evaluate: 1, self.expire: 2, self.lose_group: 1,
         }  # fmt: skip
         self.chance.choices(list(events), list(events.values()))[0]()
         while self.issue():
@@ -111,7 +111,7 @@ class Play:
 
     def announce(self) -> None:
         name = self.chance.choice(self.names)
-        version = max(0, self.published - self.chance.choice((0, 0, 0, 1, 2)))
+        version = max(0, self.synced - self.chance.choice((0, 0, 0, 1, 2)))
         capacity = self.chance.choice((0, 1, 2, 4))
         ready = GeneratorReady(capacity, version, self.sessions[name])
         self.leases.announce(name, ready, self.now)
@@ -122,8 +122,8 @@ class Play:
     def drop(self) -> None:
         self.leases.drop_generator(self.chance.choice(self.names))
 
-    def publish(self) -> None:
-        self.published += 1
+    def sync(self) -> None:
+        self.synced += 1
 
     def evaluate(self) -> None:
         self.evaluators = frozenset(self.chance.sample(self.names, self.chance.randint(0, 1)))
@@ -141,7 +141,7 @@ class Play:
         if not self.out:
             return
         name, lease_id, index = self.out.pop(self.chance.randrange(len(self.out)))
-        rollout = make_rollout(index, lease_id=lease_id, versions=(self.published,))
+        rollout = make_rollout(index, lease_id=lease_id, versions=(self.synced,))
         self.leases.take_rollout(name, rollout, self.now)
 
     def fail_one(self) -> None:

@@ -7,9 +7,9 @@ from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
     ClusterModel,
-    PublishModel,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )  # fmt: skip
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
@@ -46,7 +46,7 @@ def model_of(
     *,
     iteration_s: float = 0.1,
     token_s: float = 1e-3,
-    publish: PublishModel | None = None,
+    sync: WeightSyncModel | None = None,
     verifier: VerifierModel | None = None,
     max_running: int = 32,
     **more: Any,
@@ -55,7 +55,7 @@ def model_of(
     return ClusterModel(
         EngineModel(iteration_s, 0.0, 0.0, 0.0, max_running=max_running, kv_tokens=10**6),
         TrainerModel(token_s=token_s),
-        publish or PublishModel(0.0),
+        sync or WeightSyncModel(0.0),
         verifier or VerifierModel(100),
         **more,
     )

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import tomli_w
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.expert import with_expert
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.engine_passes import PassReport, PassRow, passes_path
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
@@ -20,10 +19,9 @@ from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
-    PublishModel,
-    SharedCores,
     TrainerModel,
     VerifierModel,
+    WeightSyncModel,
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import measure, read_run
@@ -33,7 +31,7 @@ from tests.simulation.clusters import config_of
 TRUTH = ClusterModel(
     EngineModel(0.02, 4e-4, 1e-6, 0.0, max_running=32, kv_tokens=40_000),
     TrainerModel(token_s=4e-4, optimizer_s=0.4),
-    PublishModel(0.3),
+    WeightSyncModel(0.3),
     VerifierModel(10**6, (0.02, 0.04)),
 )
 WORKLOAD = Workload(LogNormalLengths(150, 0.5, 0.5), 20, PassRates.of(0.5, 0.3, 8), seed=7)
@@ -77,7 +75,7 @@ def record(
 ) -> None:
     """The files of a run that takes virtual time."""
     tree = config.model_dump(mode="json", exclude_none=True)
-    (folder / "config.toml").write_text(tomli_w.dumps(tree))
+    (folder / "config.toml").write_text(tomli_w.dumps(with_expert(tree)))
     recorder = Recorder(folder, keeps_tokens=False)
     span = Span(steps=STEPS - 5, warm_up=5)
     cluster = Cluster(config, model, workload, span, recorder=recorder)
@@ -93,8 +91,8 @@ def record(
                 "train/update_s": step.compute_s,
                 "train/tokens_per_s": step.tokens / step.compute_s,
                 "train/optimizer_s": model.trainer.optimizer_s,
-                "publish/s": step.publish_s,
-                "publish/pause_s": model.publish.replica_s,
+                "weight_sync/s": step.sync_s,
+                "weight_sync/pause_s": model.sync.replica_s,
                 "queue/rollouts_trained": step.rollouts,
                 "queue/staleness_versions_mean": step.staleness_sum / step.rollouts,
                 "queue/staleness_versions_max": step.staleness_max,
@@ -116,7 +114,7 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
-    assert found.publish_s == pytest.approx(0.6)
+    assert found.sync_s == pytest.approx(0.6)
     assert found.staleness_max == 1
 
 
@@ -127,7 +125,7 @@ def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
         assert engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.05)
     assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
     assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
-    assert fitted.fitted.publish.replica_s == pytest.approx(0.3)
+    assert fitted.fitted.sync.replica_s == pytest.approx(0.3)
     assert fitted.workload.pass_rates.zero_variance_share(8) == pytest.approx(0.3, abs=0.06)
     assert fitted.workload.prompt_tokens == 20
 
@@ -149,86 +147,6 @@ def test_other_settings_are_predicted(fitted: Calibration, other: dict[str, Any]
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.04)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.04)
     assert found.staleness_mean == pytest.approx(expected.staleness_mean, rel=0.1, abs=0.02)
-
-
-def test_roles_that_slowed_each_other_are_told_apart(tmp_path: Path) -> None:
-    # Two engines and a trainer on two cores: fitted with the sharing, predicted for one engine.
-    cores = SharedCores(2, trainer_threads=1, engine_threads=1)
-    model = dataclasses.replace(TRUTH, cores=cores)
-    record(tmp_path, setting(), model)
-    fitted = calibrate(read_run(tmp_path), cores=2)
-    assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.1)
-    config = setting(generator={"replicas": 1})
-    expected = truth(config, model)
-    assert predicted(fitted, config).step_s == pytest.approx(expected.step_s, rel=0.1)
-
-
-def told_passes(folder: Path, engine: EngineModel) -> None:
-    """The file in which an engine tells what its passes cost, of iterations of four sizes."""
-    rows = [
-        PassRow("decode", 10, 10 * engine.iteration_s(n, kv), 10 * n, 10 * kv, 0)
-        for n, kv in ((2, 500), (8, 900), (24, 4000), (32, 3500))
-    ]
-    rows += [
-        PassRow("prefill", 10, 10 * (engine.prefill_base_s + n * engine.request_s), 10 * n, 0, 0)
-        for n in (1, 16)
-    ]
-    (folder / "logs").mkdir()
-    for number in range(GENERATOR["replicas"]):
-        report = PassReport(read_run(folder).ended_at, rows)
-        path = passes_path(folder / "logs" / f"sglang-{number}.log")
-        path.write_bytes(msgspec.json.encode(report) + b"\n")
-
-
-def add_lone_step(folder: Path, token_s: float) -> None:
-    """A last step for which engines have nothing left to do."""
-    path = folder / "metrics.jsonl"
-    row = json.loads(path.read_text().splitlines()[-1])
-    row |= {"time": row["time"] + 1000.0, "step": row["step"] + 1}
-    row |= {"train/tokens_per_s": 1 / token_s}
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-@pytest.mark.parametrize(("kept", "engines_keep"), [(0.8, 1.0), (0.8, 0.8), (0.9, 1.05)])
-def test_what_each_role_loses_beside_others_is_found(
-    kept: float, engines_keep: float, tmp_path: Path
-) -> None:
-    cores = SharedCores(
-        2, trainer_threads=1, engine_threads=1, kept_beside=kept, engines_keep=engines_keep
-    )
-    engine = dataclasses.replace(TRUTH.engine, prefill_samples=True, prefill_base_s=0.05)
-    trainer = TrainerModel(token_s=4e-4)
-    model = dataclasses.replace(TRUTH, engine=engine, cores=cores, trainer=trainer)
-    record(tmp_path, setting(), model)
-    told_passes(tmp_path, engine)
-    add_lone_step(tmp_path, trainer.token_s)
-    found = calibrate(read_run(tmp_path), cores=2).fitted.cores
-    assert found.kept_beside == pytest.approx(kept, abs=0.04)
-    assert found.engines_keep == pytest.approx(engines_keep, abs=0.06)
-
-
-def test_costs_that_engines_tell_are_taken_and_the_loss_beside_others_is_found(
-    tmp_path: Path,
-) -> None:
-    cores = SharedCores(2, trainer_threads=1, engine_threads=1, kept_beside=0.8)
-    engine = dataclasses.replace(
-        TRUTH.engine, prefill_samples=True, prefill_base_s=0.05, request_s=2e-3
-    )
-    model = dataclasses.replace(TRUTH, engine=engine, cores=cores)
-    record(tmp_path, setting(), model)
-    told_passes(tmp_path, engine)
-    fitted = calibrate(read_run(tmp_path), cores=2)
-    found = fitted.fitted.engine
-    assert found.base_s == pytest.approx(0.02, rel=0.02)
-    assert found.per_running_s == pytest.approx(4e-4, rel=0.02)
-    assert found.per_kv_token_s == pytest.approx(1e-6, rel=0.02)
-    assert (found.prefill_base_s, found.request_s) == pytest.approx((0.05, 2e-3), rel=0.02)
-    config = setting(generator={"replicas": 1}, staleness=0)
-    expected, said = truth(config, model), predicted(fitted, config)
-    assert said.step_s == pytest.approx(expected.step_s, rel=0.1)
-    assert said.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.04)
-    assert fitted.fitted.cores.kept_beside == pytest.approx(0.8, abs=0.06)
 
 
 def test_a_run_of_one_size_says_that_it_knows_no_other(tmp_path: Path) -> None:

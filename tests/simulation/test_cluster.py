@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_rl.simulation.advice import reasons
-from megatron_rl.simulation.machines import Faults, PublishModel, SharedCores, Turns, VerifierModel
+from megatron_rl.simulation.machines import Faults, Turns, VerifierModel, WeightSyncModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import PROMPT, TOKENS, config_of, constant, model_of, simulated
@@ -35,8 +35,8 @@ def test_constant_lengths_take_the_longer_of_generation_and_training(training_s:
 
 @pytest.mark.parametrize("training_s", [2.0, 10.0, 25.0])
 def test_without_staleness_they_take_turns(training_s: float) -> None:
-    publish = PublishModel(0.5)  # four engines, one after the other: 2 s
-    model = model_of(token_s=token_s_for(training_s), publish=publish)
+    sync = WeightSyncModel(0.5)  # four engines, one after the other: 2 s
+    model = model_of(token_s=token_s_for(training_s), sync=sync)
     found = simulated(config_of(staleness=0), model)
     # Engines begin as they get their weights, but strictly only once all have them.
     assert found.step_s == pytest.approx(GENERATION_S + training_s + 2.0, rel=0.01)
@@ -70,7 +70,7 @@ def test_the_bound_of_staleness_is_never_exceeded(staleness: int) -> None:
     faults = Faults(deaths_per_engine_hour=20.0, restart_s=40.0)
     found = simulated(
         config_of(staleness=staleness),
-        model_of(token_s=token_s_for(8.0), publish=PublishModel(1.0), faults=faults),
+        model_of(token_s=token_s_for(8.0), sync=WeightSyncModel(1.0), faults=faults),
         VARIED,
         steps=16,
     )
@@ -123,16 +123,16 @@ def test_a_death_costs_the_silence_until_it_is_noticed() -> None:
     assert late.step_s > soon.step_s > GENERATION_S
 
 
-def test_an_overlapped_publish_leaves_the_critical_path() -> None:
+def test_an_overlapped_sync_leaves_the_critical_path() -> None:
     config = config_of(staleness=3)
-    sequential = PublishModel(2.0, lanes=4, sender_share=0.25)
+    sequential = WeightSyncModel(2.0, lanes=4, sender_share=0.25)
     hidden = dataclasses.replace(sequential, is_overlapped=True)
-    slow = simulated(config, model_of(token_s=token_s_for(20.0), publish=sequential))
-    fast = simulated(config, model_of(token_s=token_s_for(20.0), publish=hidden))
+    slow = simulated(config, model_of(token_s=token_s_for(20.0), sync=sequential))
+    fast = simulated(config, model_of(token_s=token_s_for(20.0), sync=hidden))
     assert slow.step_s == pytest.approx(22.0, rel=0.01)
     assert fast.step_s == pytest.approx(20.0, rel=0.01)
     assert (slow.stall_s, fast.stall_s) == (2.0, 0.0)
-    assert fast.publish_s == pytest.approx(2.0)
+    assert fast.sync_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +145,20 @@ def test_an_overlapped_publish_leaves_the_critical_path() -> None:
         (5, 0.1, [(0, 2)] * 5),
     ],
 )
-def test_lanes_of_a_publish(lanes: int, share: float, times: list) -> None:
-    found, total = PublishModel(2.0, lanes, share).times(5)
+def test_lanes_of_a_weight_sync(lanes: int, share: float, times: list) -> None:
+    found, total = WeightSyncModel(2.0, lanes, share).times(5)
     assert found == [pytest.approx(pair) for pair in times]
     assert total == pytest.approx(times[-1][1])
 
 
 def test_engines_that_pass_weights_on_stay_paused_until_they_have() -> None:
     # Two trees: 0, 2, 4, 6 are places 1 to 4 of the first; 1, 3, 5 places 1 to 3 of the second.
-    found, total = PublishModel(2.0, lanes=2, is_relayed=True, fixed_s=1.0).times(7)
+    found, total = WeightSyncModel(2.0, lanes=2, is_relayed=True, fixed_s=1.0).times(7)
     # Place 1 serves place 3, as its copy serves place 2, and then its copy serves place 4.
     assert found == [(1, 5), (1, 5), (3, 5), (3, 5), (3, 5), (3, 5), (5, 7)]
     assert total == 7
     # 1,023 of one copy need 10 transfers, one after the other.
-    assert PublishModel(2.0, is_relayed=True).times(1023)[1] == 20
+    assert WeightSyncModel(2.0, is_relayed=True).times(1023)[1] == 20
 
 
 def test_slow_verifiers_bound_the_step() -> None:
@@ -168,15 +168,6 @@ def test_slow_verifiers_bound_the_step() -> None:
     assert found.verifier_busy == pytest.approx(1.0, abs=0.02)
     assert found.verifier_s == pytest.approx(0.5, rel=0.02)
     assert "grading one completion takes 0.5 s, after" in reasons(found)[1]
-
-
-def test_what_waits_is_graded_in_one_round() -> None:
-    # All 128 end together: the first one is taken at once, the others when it is graded.
-    rounds = VerifierModel(1, round_s=(1.0, 0.05))
-    found = simulated(config_of(staleness=0), model_of(token_s=token_s_for(2.0), verifier=rounds))
-    graded_s = 2 * 1.0 + ROLLOUTS * 0.05
-    assert found.step_s == pytest.approx(GENERATION_S + graded_s + 2.0, rel=0.01)
-    assert found.verifier_busy == pytest.approx(graded_s / found.step_s, rel=0.02)
 
 
 def test_advice_names_what_the_trainer_waits_for() -> None:
@@ -204,33 +195,14 @@ def test_advice_names_what_the_trainer_waits_for() -> None:
     assert "takes 5 s, as --verify-s assumes, after 0 s" in said and "make grading faster" in said
 
 
-def test_a_batch_that_is_there_is_read_first() -> None:
-    publish = PublishModel(1.5)  # four engines, one after the other: 6 s
-    model = model_of(token_s=token_s_for(12.0), publish=publish, read_s=0.6, batch_s=5.0)
-    found = simulated(config_of(staleness=2), model)
-    # It comes while the weights travel.
-    assert found.step_s == pytest.approx(12.0 + 6.0 + 0.6, rel=0.01)
-    assert found.trainer_idle == pytest.approx(0.6 / 18.6, rel=0.02)
-
-
 def test_engines_on_the_trainers_gpus_generate_between_its_turns() -> None:
     # All engines get their weights at once, after those have their memory back.
-    publish, turns = PublishModel(1.5, lanes=4), Turns(release_s=3.0, reclaim_s=2.0)
-    model = model_of(token_s=token_s_for(8.0), publish=publish, turns=turns)
+    sync, turns = WeightSyncModel(1.5, lanes=4), Turns(release_s=3.0, reclaim_s=2.0)
+    model = model_of(token_s=token_s_for(8.0), sync=sync, turns=turns)
     found = simulated(config_of(staleness=2), model)
     assert found.step_s == pytest.approx(GENERATION_S + 3.0 + 8.0 + 2.0 + 1.5, rel=0.01)
-    assert found.publish_s == pytest.approx(3.5)
+    assert found.sync_s == pytest.approx(3.5)
     assert found.trainer_idle == pytest.approx(GENERATION_S / found.step_s, rel=0.01)
-
-
-def test_one_core_for_all_takes_the_sum() -> None:
-    # One engine and the trainer, each with a thread, on one core: work is conserved.
-    config = config_of(generator={"replicas": 1, "max_running": 128})
-    cores = SharedCores(cores=1, trainer_threads=1, engine_threads=1)
-    model = model_of(token_s=token_s_for(6.0), max_running=128, cores=cores)
-    assert simulated(config, model).step_s == pytest.approx(16.0, rel=0.01)
-    two = dataclasses.replace(model, cores=dataclasses.replace(cores, cores=2))
-    assert simulated(config, two).step_s == pytest.approx(10.0, rel=0.01)
 
 
 def test_a_thousand_gpus_take_less_than_a_minute() -> None:

@@ -1,14 +1,12 @@
 """The simulated engine beside a loop over its iterations; cache, pauses and versions."""
 
-import dataclasses
 import random
 from dataclasses import dataclass
 
 import pytest
 
 from megatron_rl.protocol.types import VersionSpan
-from megatron_rl.simulation.engine import Engine, EngineModel
-from megatron_rl.simulation.request import Request
+from megatron_rl.simulation.engine import Engine, EngineModel, Request
 
 MODEL = EngineModel(
     base_s=0.01,
@@ -48,7 +46,6 @@ def loop(model: EngineModel, arrivals: list[Arrival]) -> dict[int, float]:
         clock += model.base_s + model.per_running_s * len(running) + model.per_kv_token_s * kv
         running = {i: done + 1 for i, done in running.items()}
         ended = [i for i, done in running.items() if done == arrivals[i].tokens]
-        clock += model.end_s * len(ended)
         for i in ended:
             ends[i] = clock
             del running[i]
@@ -73,9 +70,8 @@ def play(engine: Engine, arrivals: list[Arrival]) -> dict[int, float]:
     return ends
 
 
-@pytest.mark.parametrize("end_s", [0.0, 0.003])
 @pytest.mark.parametrize("seed", range(5))
-def test_closed_form_equals_a_loop_over_iterations(seed: int, end_s: float) -> None:
+def test_closed_form_equals_a_loop_over_iterations(seed: int) -> None:
     # Arrivals in the middle of an iteration join after it: never exactly at its end.
     draw = random.Random(seed)
     arrivals = [
@@ -83,8 +79,7 @@ def test_closed_form_equals_a_loop_over_iterations(seed: int, end_s: float) -> N
     ]
     # Of few lengths, such that some end together.
     arrivals += [Arrival(4.0, draw.randint(1, 200), draw.randint(1, 3) * 40) for _ in range(20)]
-    model = dataclasses.replace(MODEL, end_s=end_s)
-    expected, found = loop(model, arrivals), play(Engine(model), arrivals)
+    expected, found = loop(MODEL, arrivals), play(Engine(MODEL), arrivals)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -92,23 +87,6 @@ def test_a_lone_completion_by_hand() -> None:
     # Prefill 100 x 1e-4; 3 iterations over 100, 101 and 102 tokens.
     [end] = play(Engine(MODEL), [Arrival(0.0, 100, 3)]).values()
     assert end == pytest.approx(0.01 + 3 * 0.0105 + 2e-6 * 303)
-
-
-def test_completions_that_end_together_make_their_iteration_longer() -> None:
-    model = EngineModel(0.1, 0.0, 0.0, 0.0, max_running=3, kv_tokens=9999, end_s=0.05)
-    engine = Engine(model)
-    engine.resume(0, 0.0)
-    engine.pause(0.0)
-    for number, tokens in enumerate((4, 4, 6)):
-        engine.add(Request(number, 0, number, 10, tokens), 0.0)
-    engine.resume(0, 0.0)
-    # Four iterations and twice 0.05 s; then two, and one that ends.
-    assert engine.next_at() == pytest.approx(0.5)
-    engine.advance(0.45)
-    assert engine.iterations == 3 and not engine.take_finished()
-    assert engine.next_at() == pytest.approx(0.5)
-    engine.advance(9.0)
-    assert [when for when, _ in engine.take_finished()] == pytest.approx([0.5, 0.5, 0.75])
 
 
 def test_the_cache_never_overflows_and_every_completion_ends() -> None:
@@ -131,18 +109,6 @@ def test_without_shortage_nothing_is_put_back() -> None:
     assert engine.peak_kv == 3 * 320
 
 
-def test_half_the_speed_takes_twice_as_long_from_then_on() -> None:
-    model = EngineModel(0.1, 0.0, 0.0, 0.0, max_running=3, kv_tokens=1000)
-    engine = Engine(model)
-    engine.resume(0, 0.0)
-    engine.add(Request(0, 0, 0, 10, 20), 0.0)
-    # 1.05 s: ten iterations and a half; the other 0.95 s of work take 1.9 s.
-    engine.set_speed(0.5, 1.05)
-    assert engine.next_at() == pytest.approx(1.05 + 1.9)
-    engine.set_speed(1.0, 2.05)
-    assert engine.next_at() == pytest.approx(2.05 + 0.45)
-
-
 def test_a_pause_begins_after_the_iteration_and_the_spans_say_who_sampled() -> None:
     model = EngineModel(0.1, 0.0, 0.0, 0.0, max_running=3, kv_tokens=1000)
     engine = Engine(model)
@@ -160,7 +126,7 @@ def test_a_pause_begins_after_the_iteration_and_the_spans_say_who_sampled() -> N
 
 
 def test_a_pause_that_empties_the_cache_has_all_prefilled_again() -> None:
-    model = EngineModel(0.1, 0.0, 0.0, 0.01, max_running=3, kv_tokens=9999, forgets=True)
+    model = EngineModel(0.1, 0.0, 0.0, 0.01, max_running=3, kv_tokens=9999, recomputes_cache=True)
     engine = Engine(model)
     engine.resume(0, 0.0)
     for index in range(2):

@@ -1,4 +1,4 @@
-"""The trainer's seconds beside its FLOPs and the product's packing; cores that are shared."""
+"""The trainer's seconds beside its FLOPs and the product's packing."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_rl.plan.flops import product_flops, step_flops
 from megatron_rl.protocol.packing import deal
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.hardware import Assumptions, cluster_model
-from megatron_rl.simulation.machines import SharedCores, TrainerModel
+from megatron_rl.simulation.machines import TrainerModel
 from megatron_rl.weights.layout.shape import read_shape
 from tests.plan.test_plan import LLAMA_8B
 
@@ -73,7 +73,7 @@ def test_seconds_are_model_flops_over_peak_and_mfu(model_config: Path) -> None:
     flops = step_flops(read_shape(config.model.path), sequences=8, length=4096).total
     peak = GPUS["h100-80g"].bf16_flops
     assert trainer.compute_s([plan]) == pytest.approx(flops / (4 * peak * 0.4))
-    sized = ["train.pad_microbatches=true", "train.microbatch_tokens=40960"]
+    sized = ["expert.train.pad_microbatches=true", "train.microbatch_tokens=40960"]
     padded = config.model_copy(update={"train": load_config(None, sized).train})
     again = cluster_model(padded, Assumptions(mfu=0.4)).trainer
     # 4096 of 40960 positions are tokens, in each of 8 microbatches.
@@ -96,24 +96,3 @@ def test_all_engines_dead_is_refused(model_config: Path) -> None:
     config = load_config(model_config, ["parallel.tensor=4"])
     with pytest.raises(InputError, match="at least one must live"):
         cluster_model(config, Assumptions(dead=1))
-
-
-@pytest.mark.parametrize(
-    ("trains", "engines", "speed"),
-    [(True, 0, 1.0), (False, 2, 1.0), (True, 1, 2 / 3), (True, 2, 0.5), (False, 0, 1.0)],
-)
-def test_cores_are_divided_by_what_wants_them(trains: bool, engines: int, speed: float) -> None:
-    cores = SharedCores(cores=2, trainer_threads=2, engine_threads=1)
-    assert cores.speed(trains=trains, engines=engines) == pytest.approx((speed, speed))
-
-
-@pytest.mark.parametrize(
-    ("trains", "hosts", "speed"), [(True, 0, 1.0), (True, 1, 0.9), (True, 3, 0.45)]
-)
-def test_a_role_beside_others_keeps_a_part_of_its_speed(
-    trains: bool, hosts: int, speed: float
-) -> None:
-    cores = SharedCores(2, trainer_threads=1, engine_threads=1, kept_beside=0.9, engines_keep=0.8)
-    of_engines = speed if not hosts else 0.8 * speed
-    found = cores.speed(trains=trains, engines=0, hosts=hosts)
-    assert found == pytest.approx((speed, of_engines))

@@ -52,7 +52,7 @@ def test_a_run_of_several_hosts_is_complete_by_its_summary_as_any_other(tmp_path
     save_config(run, PortsConfig(host="10.0.0.7"))
     # All of its steps and its last evaluation: not yet what a run leaves at its end.
     rows = [
-        {"source": "trainer", "step": k, "time": k, "train/loss": 0.0, "publish/s": 0.1}
+        {"source": "trainer", "step": k, "time": k, "train/loss": 0.0, "weight_sync/s": 0.1}
         for k in (1, 2, 3)
     ]
     rows.append({"source": "queue", "step": 3, "time": 9, "label": "after", "eval/accuracy": 0.5})

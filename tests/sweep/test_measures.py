@@ -11,7 +11,7 @@ from megatron_rl.sweep.measures import check_metric, measure, seconds_a_step
 
 
 def step_row(step: int, time: float, **values: float) -> dict:
-    row = {"source": "trainer", "step": step, "time": time, "train/loss": 0.0, "publish/s": 0.0}
+    row = {"source": "trainer", "step": step, "time": time, "train/loss": 0.0, "weight_sync/s": 0.0}
     return row | values
 
 

@@ -37,7 +37,7 @@ def _step(
     time_s: float, *, trained: int, zero_variance: int, correct: float
 ) -> dict[str, float | str]:
     return {
-        "time": time_s, "source": "trainer", "step": 1, "train/loss": 0.1, "publish/s": 0.2,
+        "time": time_s, "source": "trainer", "step": 1, "train/loss": 0.1, "weight_sync/s": 0.2,
         "queue/rollouts_trained": trained, "queue/groups_dropped_zero_variance": zero_variance,
         "rollout/correct": correct,
     }  # fmt: skip
@@ -49,10 +49,12 @@ def _marks(*steps: tuple[float, int, float]) -> list[StepMark]:
     ]
 
 
-def test_steps_are_timed_from_the_publish_of_version_0_and_flat_groups_count_as_generated() -> None:
+def test_steps_are_timed_from_the_weight_sync_of_version_0_and_flat_groups_count_as_generated() -> (
+    None
+):
     rows = [
         {"time": 90.0, "source": "trainer", "step": -1, "model/parameters": 5},
-        {"time": 100.0, "source": "trainer", "step": 0, "publish/s": 0.5},
+        {"time": 100.0, "source": "trainer", "step": 0, "weight_sync/s": 0.5},
         {"time": 100.5, "source": "generator-0", "step": 0, "generator/idle_s": 1.0},
         _step(101.5, trained=32, zero_variance=0, correct=0.25),
         {"time": 102.0, "source": "queue", "step": 1, "label": "step_1", "eval/accuracy": 0.9},
@@ -64,8 +66,8 @@ def test_steps_are_timed_from_the_publish_of_version_0_and_flat_groups_count_as_
     ]
 
 
-def test_metrics_without_a_first_publish_are_refused() -> None:
-    with pytest.raises(ValueError, match="publish of version 0"):
+def test_metrics_without_a_first_weight_sync_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight sync of version 0"):
         marks_from_metrics([_step(1.0, trained=8, zero_variance=0, correct=0.0)], group_size=8)
 
 

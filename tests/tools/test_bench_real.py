@@ -104,7 +104,7 @@ def test_the_quickest_setting_that_works_is_measured() -> None:
 
 def test_tokens_of_a_step_are_those_of_its_completions() -> None:
     rows = [
-        {"time": 10.0, "source": "trainer", "step": 0, "publish/s": 0.5},
+        {"time": 10.0, "source": "trainer", "step": 0, "weight_sync/s": 0.5},
         {
             "time": 12.0, "source": "trainer", "step": 1, "train/loss": 0.1,
             "queue/rollouts_trained": 64, "queue/groups_dropped_zero_variance": 0,

@@ -1,4 +1,4 @@
-"""The benchmark of publishing: its figures on samples written by hand, what it compares with."""
+"""The benchmark of weight sync: its figures on samples written by hand, what it compares with."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_figures_compare_the_methods_of_one_repeat() -> None:
     assert found["time_over_raw"] == 1.5 and found["ipc_time_over_raw"] == 0.5
     assert found["host_time_over_raw"] == 2.0
     assert found["floor_over_raw"] == pytest.approx(1.2)
-    assert found["time_over_floor"] == found["publish_over_floor"] == pytest.approx(1.25)
+    assert found["time_over_floor"] == found["sync_over_floor"] == pytest.approx(1.25)
     assert found["broadcast_over_reshard"] == 2.5 and found["disk_over_reshard"] == 4.0
     assert found["wire_bytes_over_minimum"] == 1.0
     assert found["loopback_bytes_over_minimum"] == 1.1
@@ -87,7 +87,7 @@ def test_figures_compare_the_methods_of_one_repeat() -> None:
 def test_methods_that_were_left_out_have_no_figures() -> None:
     few = [each for each in SAMPLES if each.method in (RAW, RESHARD)]
     left_out = {
-        "floor_over_raw", "time_over_floor", "publish_over_floor", "host_time_over_raw",
+        "floor_over_raw", "time_over_floor", "sync_over_floor", "host_time_over_raw",
         "ipc_time_over_raw", "broadcast_over_reshard", "disk_over_reshard",
     }  # fmt: skip
     everything = figures(SAMPLES, CFG)

@@ -27,6 +27,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
+@pytest.fixture
+def project(installed: Project, tmp_path: Path) -> Project:
+    """With an environment that has pip and no component: making one takes seconds."""
+    project = Project(tmp_path)
+    components = ("torch*", "stub_*", "*megatron_rl*", "sglang-only", "loops-compiled")
+    left_out = shutil.ignore_patterns(*components, ".installed", "install.log")
+    shutil.copytree(
+        installed.root / ".venv", project.root / ".venv", symlinks=True, ignore=left_out
+    )
+    return project
+
+
 def test_each_component_lands_where_it_belongs(installed: Project) -> None:
     assert installed.modules() == {"torch", "stub_other", "stub_dev"}
     assert installed.modules("sglang-only") == {"stub_vision"}
@@ -97,8 +109,7 @@ def test_an_unusable_environment_is_replaced(tmp_path: Path, damage: str) -> Non
     assert "nothing changed" in project.install().stdout
 
 
-def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(project: Project) -> None:
     (project.wheels / "torch-2.13.0+cpu-py3-none-any.whl").unlink()
     done = project.install()
     assert done.returncode == 1
@@ -107,8 +118,7 @@ def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(tmp_path: Path)
     assert not (project.root / ".venv" / ".installed").exists()
 
 
-def test_a_failed_step_ends_those_beside_it_and_shows_its_own_log(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+def test_a_failed_step_ends_those_beside_it_and_shows_its_own_log(project: Project) -> None:
     project.write("tools/versions.py", "import time; time.sleep(300)\n")
     project.write("megatron_rl/kernels/build.py", "raise SystemExit('error: no such loop')\n")
     done = project.install()  # has 100 s
@@ -117,8 +127,7 @@ def test_a_failed_step_ends_those_beside_it_and_shows_its_own_log(tmp_path: Path
     assert not (project.root / ".venv" / ".installed").exists()
 
 
-def test_an_interrupted_installation_ends_its_steps(tmp_path: Path) -> None:
-    project = Project(tmp_path)
+def test_an_interrupted_installation_ends_its_steps(project: Project, tmp_path: Path) -> None:
     mark = tmp_path / "sleeper"
     sleeper = f"import os, pathlib, time; pathlib.Path('{mark}').write_text(str(os.getpid()))\n"
     project.write("tools/versions.py", sleeper + "time.sleep(300)\n")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ class GpuHost:
     def install(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return self.project.install(*arguments, **(self.environment() | more))
 
-    def found(self, name: str) -> dict[str, str]:
+    def found(self, name: str) -> dict[str, Any]:
         return json.loads((self.project.root / ".venv" / name).read_text())
 
 
@@ -71,20 +72,35 @@ def test_without_a_mode_an_installation_stays_what_it_is(host: GpuHost) -> None:
     assert "components of mode gpu" in done.stdout and "nothing changed" in done.stdout
 
 
-def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHost) -> None:
+def given_to_pytest(host: GpuHost, *arguments: str) -> dict[str, Any]:
+    """What tools/test.sh with these arguments gives pytest."""
     kept = host.project.environment() | host.environment()
     for name in ("MEGATRON_RL_MODE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
         kept.pop(name, None)
-    script = host.project.root / "tools" / "test.sh"
+    script = str(host.project.root / "tools" / "test.sh")
     done = subprocess.run(
-        ["bash", str(script), "-m", "gpu"], env=kept, capture_output=True, text=True, timeout=60
+        ["bash", script, *arguments], env=kept, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    tested = host.found("tested.json")
-    assert tested["arguments"][-2:] == ["-m", "gpu"]
-    assert tested["HF_HUB_OFFLINE"] == "1"
-    assert tested["PATH"].split(":")[0] == str(host.project.root / ".venv" / "bin")
-    assert tested["OMP_NUM_THREADS"] is None and tested["TORCHDYNAMO_DISABLE"] is None
+    return host.found("tested.json")
+
+
+def test_a_share_of_the_exhaustive_tests_runs_with_the_default_ones_on_all_cores(
+    host: GpuHost,
+) -> None:
+    write_program(host.project.root / ".venv" / "bin" / "ruff", "exit 0")
+    on_all_cores = ["-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
+    for given, share in ([], "0"), (["--share", "0.25"], "0.25"):
+        arguments = given_to_pytest(host, *given)["arguments"]
+        assert arguments[-9:] == ["--share", share, *on_all_cores, "--no-loadscope-reorder"]
+
+
+def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHost) -> None:
+    found = given_to_pytest(host, "-m", "gpu")
+    assert found["arguments"][-2:] == ["-m", "gpu"]
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert found["PATH"].split(":")[0] == str(host.project.root / ".venv" / "bin")
+    assert found["OMP_NUM_THREADS"] is None and found["TORCHDYNAMO_DISABLE"] is None
     # The build of torch that was there still is.
     versions = {path.name for path in (host.project.root / ".venv").rglob("torch-*.dist-info")}
     assert versions == {"torch-2.14.1.dist-info"}

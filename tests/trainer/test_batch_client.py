@@ -19,7 +19,7 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.leader import PIECE_BYTES, FromLeader
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.ports import free_port
 

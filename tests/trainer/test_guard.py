@@ -21,9 +21,9 @@ from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
-    Published,
     RankBatch,
     TrainSequence,
+    WeightsSynced,
 )
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
@@ -35,7 +35,7 @@ from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.train import train
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.tiny_models import PLAIN, write_model
@@ -105,7 +105,7 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
     assert not error and changes == [True]
     norm = measured[0]["train/grad_norm"]
     for limit, is_skipped in ((norm * 0.99, True), (norm * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"optimizer.skip_grad_norm={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.optimizer.skip_grad_norm={limit}")
         found, changes, error = run_ranks(updates, 1, cfg, [1.0])[0]
         assert not error and changes == [not is_skipped]
         assert found[0]["train/skipped_steps"] == found[0]["train/exploded_steps"] == is_skipped
@@ -115,7 +115,9 @@ def test_an_exploding_gradient_skips_the_step_and_is_counted(
 def test_skips_in_a_row_end_the_run_and_leave_the_minibatch(
     model_folder: Path, tmp_path: Path, parallel: str
 ) -> None:
-    cfg = load(model_folder, tmp_path, f"parallel.{parallel}=2", "train.max_skipped_updates=2")
+    cfg = load(
+        model_folder, tmp_path, f"parallel.{parallel}=2", "expert.train.max_skipped_updates=2"
+    )
     # One good update in between: the count starts anew.
     advantages = [np.nan, 1.0, np.nan, np.nan, 1.0]
     results = run_ranks(updates, 2, cfg, advantages)
@@ -152,21 +154,21 @@ def test_a_mismatch_above_the_limit_ends_the_run_before_the_update(
     measured, _, _ = run_ranks(updates, 1, load(model_folder, tmp_path), [1.0])[0]
     mean = measured[0]["train/logprob_gap"] / measured[0]["train/logprob_gap_tokens"]
     for limit, is_stopped in ((mean * 0.99, True), (mean * 1.01, False)):
-        cfg = load(model_folder, tmp_path, f"train.max_mismatch={limit}")
+        cfg = load(model_folder, tmp_path, f"expert.train.max_mismatch={limit}")
         # The tokens are of version 0: at version 1 there is nothing to measure.
         found, changes, error = run_ranks(updates, 1, cfg, [1.0, 1.0])[0]
-        assert ("train.max_mismatch" in error) == is_stopped
+        assert ("expert.train.max_mismatch" in error) == is_stopped
         assert len(found) == len(changes) == (0 if is_stopped else 2)
 
 
-class PublishLog:
+class WeightSyncLog:
     """Stands for the generators: notes which versions they would have got."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.metrics: list[Metric] = []
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.versions.append(version)
 
     overlaps = False
@@ -198,7 +200,7 @@ def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
                 router.send(to, answer)
 
 
-class TurnsLog(PublishLog):
+class TurnsLog(WeightSyncLog):
     """Engines that give their memory back: notes whose turn it is."""
 
     def __init__(self) -> None:
@@ -207,12 +209,12 @@ class TurnsLog(PublishLog):
         self.parameters: Callable[[], list[Tensor]] = list
         self._before: list[Tensor] = []
 
-    def publish(self, version: int) -> None:
-        super().publish(version)
+    def sync(self, version: int) -> None:
+        super().sync(version)
         pairs = zip(self._before, self.parameters(), strict=bool(self._before))
         changed = self._before and not all(torch.equal(old, new) for old, new in pairs)
         self.events += ["trained"] if changed else []
-        self.events.append("publish")
+        self.events.append("sync")
 
     def admit(self) -> None:
         self.events += ["admit"] if self.events[-1] != "admit" else []
@@ -222,8 +224,8 @@ class TurnsLog(PublishLog):
         self.events.append("release")
 
 
-class OverlapLog(PublishLog):
-    """Publishes that are started: notes whether the parameters are the same at the join."""
+class OverlapLog(WeightSyncLog):
+    """Weight syncs that are started: notes whether the parameters are the same at the join."""
 
     overlaps = True
 
@@ -234,10 +236,10 @@ class OverlapLog(PublishLog):
         self._at_start: list[Tensor] | None = None
         self._aside: threading.Thread | None = None
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.join()
-        self.events.append(("publish", version))
-        super().publish(version)
+        self.events.append(("sync", version))
+        super().sync(version)
 
     def start(self, version: int, then: Callable[[], None]) -> None:
         assert self._at_start is None
@@ -258,11 +260,11 @@ class OverlapLog(PublishLog):
 
 
 def run_loop(
-    cfg: Config, advantages: list[float], log: PublishLog | None = None
+    cfg: Config, advantages: list[float], log: WeightSyncLog | None = None
 ) -> tuple[list, list[int]]:
-    """The trainer's loop against the queue's desk; what that heard, and what was published."""
+    """The trainer's loop against the queue's desk; what that heard, and what was synced."""
     heard: list = []
-    log = log or PublishLog()
+    log = log or WeightSyncLog()
     port = free_port()
     with Router("127.0.0.1", port) as router, open_policy(cfg) as policy:
         if isinstance(log, OverlapLog | TurnsLog):
@@ -295,12 +297,12 @@ def test_a_skipped_update_keeps_its_place_among_the_versions(
     model_folder: Path, tmp_path: Path
 ) -> None:
     advantages = [1.0, np.nan, 1.0]
-    heard, published = run_ranks(run_loop, 1, load(model_folder, tmp_path), advantages)[0]
-    assert published == [0, 1, 2, 3]
+    heard, synced = run_ranks(run_loop, 1, load(model_folder, tmp_path), advantages)[0]
+    assert synced == [0, 1, 2, 3]
     asked = [message.step for message in heard if isinstance(message, NextBatch)]
     assert asked == [0, 1, 2, 3]
-    announced = [message for message in heard if isinstance(message, Published)]
-    assert announced == [Published(v, is_final=v == 3) for v in range(4)]
+    announced = [message for message in heard if isinstance(message, WeightsSynced)]
+    assert announced == [WeightsSynced(v, is_final=v == 3) for v in range(4)]
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert [(row["step"], row["train/skipped_steps"]) for row in rows] == [(1, 0), (2, 1), (3, 0)]
 
@@ -328,18 +330,18 @@ def run_overlapped(cfg: Config, advantages: list[float]) -> tuple[list, list[tup
     return heard, log.events
 
 
-def test_parameters_stay_those_of_the_version_until_its_publish_is_joined(
+def test_parameters_stay_those_of_the_version_until_its_weight_sync_is_joined(
     model_folder: Path, tmp_path: Path
 ) -> None:
     cfg = load(model_folder, tmp_path)
     heard, events = run_ranks(run_overlapped, 1, cfg, [1.0, 1.0, -1.0, 1.0])[0]
     # Forward and backward passes lie between; the last version is waited for.
     assert events == [
-        ("publish", 0), ("start", 1), ("same", 1), ("start", 2), ("same", 2), ("start", 3),
-        ("same", 3), ("publish", 4),
+        ("sync", 0), ("start", 1), ("same", 1), ("start", 2), ("same", 2), ("start", 3),
+        ("same", 3), ("sync", 4),
     ]  # fmt: skip
-    announced = [message for message in heard if isinstance(message, Published)]
-    assert announced == [Published(v, is_final=v == 4) for v in range(5)]
+    announced = [message for message in heard if isinstance(message, WeightsSynced)]
+    assert announced == [WeightsSynced(v, is_final=v == 4) for v in range(5)]
 
 
 def run_in_turns(cfg: Config, advantages: list[float]) -> list[str]:
@@ -348,16 +350,14 @@ def run_in_turns(cfg: Config, advantages: list[float]) -> list[str]:
     return log.events
 
 
-def test_engines_are_without_memory_from_the_batch_to_the_publish_and_nobody_is_admitted(
+def test_engines_are_without_memory_from_the_batch_to_the_weight_sync_and_nobody_is_admitted(
     model_folder: Path, tmp_path: Path
 ) -> None:
     cfg = load(model_folder, tmp_path)
     events = run_ranks(run_in_turns, 1, cfg, [1.0, 1.0, -1.0])[0]
     turns = " ".join(event for event in events if event != "admit")
-    assert turns == "publish" + 3 * " release trained publish"
+    assert turns == "sync" + 3 * " release trained weight sync"
     # Also where the trainer looked for late generators as it waited for a batch.
     assert all(
-        before == "publish"
-        for before, now in zip(events, events[1:], strict=False)
-        if now == "admit"
+        before == "sync" for before, now in zip(events, events[1:], strict=False) if now == "admit"
     )

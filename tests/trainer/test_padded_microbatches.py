@@ -1,4 +1,5 @@
-"""`train.pad_microbatches` changes no loss, gradient, logprob or count: real ranks in float32."""
+"""`expert.train.pad_microbatches` changes no loss, gradient, logprob or count: real ranks in
+float32."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(folder: Path, layout: str, *more: str, is_padded: bool) -> Config:
     padding = [f"train.microbatch_tokens={POSITIONS}", "generator.context_tokens=512",
-               "sampling.max_new_tokens=500", "train.pad_microbatches=true"]  # fmt: skip
+               "sampling.max_new_tokens=500", "expert.train.pad_microbatches=true"]  # fmt: skip
     keys = [f"parallel.{key}" for key in layout.split()]
     return load_config(
         None,

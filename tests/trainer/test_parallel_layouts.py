@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
@@ -81,7 +82,11 @@ def train(cfg: Config) -> Curve:
 def config_of(folder: Path, layout: str) -> Config:
     """A float32 run of the model in `folder`; a layout is keys of `parallel` and recompute."""
     sections = {"recompute": "model"}
-    keys = [f"{sections.get(key.split('=')[0], 'parallel')}.{key}" for key in layout.split()]
+    sized = [key.partition("=") for key in layout.split()]
+    keys = [
+        public_key(f"{sections.get(name, 'parallel')}.{name}") + f"={value}"
+        for name, _, value in sized
+    ]
     return load_config(None, [*PLAIN, *COMMON, f"model.path={folder}", *keys])
 
 

@@ -32,7 +32,7 @@ from megatron_rl.trainer.scoring_client import ScoringClient
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.export import export_tensors
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import PLAIN, write_model
@@ -96,8 +96,9 @@ def written(folder: Path) -> tuple[list[str], Path]:
         f"model.path={policy}", f"run.dir={run_dir}", "model.dtype=float32",
         f"algorithm.reference.policy={teacher}", "algorithm.reference.source=engine",
         f"generator.context_tokens={CONTEXT}", "sampling.max_new_tokens=32",
-        "reward.length_margin_tokens=0", "scorer.kv_tokens=2048", "scorer.max_running=4",
-        f"ports.scorer={find_free('127.0.0.1', 3)}", "ports.label=test", "optimizer.warmup_steps=0",
+        "reward.length_margin_tokens=0", "scorer.kv_tokens=2048", "expert.scorer.max_running=4",
+        f"expert.ports.scorer={find_free('127.0.0.1', 3)}", "expert.ports.label=test",
+        "optimizer.warmup_steps=0",
     ]  # fmt: skip
     (run_dir / "config.toml").write_text(dump_toml(load_config(None, given)))
     return given, teacher

@@ -148,7 +148,7 @@ def test_other_examples_are_refused_by_a_checkpoint(inputs: Path, tmp_path: Path
 def test_a_example_that_no_padded_microbatch_holds_is_refused_before_the_model_is_built(
     inputs: Path, tmp_path: Path
 ) -> None:
-    padded = ["train.steps=0", "train.pad_microbatches=true", "train.microbatch_tokens=8"]
+    padded = ["train.steps=0", "expert.train.pad_microbatches=true", "train.microbatch_tokens=8"]
     # Without torchrun's variables no rank would get as far as to build a model.
     with pytest.raises(InputError, match="do not fit into the 8 positions .* raise train.microb"):
         sft.main(config(inputs, tmp_path, *padded), False)

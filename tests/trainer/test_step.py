@@ -174,7 +174,7 @@ def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:
 def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> None:
     # A large epsilon makes Adam's first step follow the gradient's size, which it else forgets.
     common = [f"model.path={mixture_folder}", "model.dtype=float32", "optimizer.lr=1"]
-    common += ["optimizer.warmup_steps=0", "optimizer.eps=10"]
+    common += ["optimizer.warmup_steps=0", "expert.optimizer.eps=10"]
     norms, weights = [], []
     sharded = {"data": 2, "expert": 2, "distributed_optimizer": "true"}
     for sizes in [*EXPERT_SPLITS, sharded]:

@@ -230,7 +230,7 @@ def test_a_request_that_is_open_for_too_long_is_answered() -> None:
         [failed] = finish(desk, pool).values()
         assert 1.5 <= time.monotonic() - start < 6
     assert isinstance(failed, ScoreFailed) and failed.kind == NOT_GRADED
-    assert "open for over 2 s (verifier.answer_within_s)" in failed.reason
+    assert "open for over 2 s (expert.verifier.answer_within_s)" in failed.reason
 
 
 def test_many_quick_comparisons_hold_up_no_other_request() -> None:

@@ -53,9 +53,11 @@ def test_the_form_that_a_system_prompt_shows_passes_its_format_check(format_chec
     assert FORMAT_CHECKS[format_check](form, "").refusal == ""
 
 
+@pytest.mark.parametrize("is_program", [False, True])
 @pytest.mark.parametrize("format_check", ["think_box", "think_code"])
-def test_the_demonstration_of_a_format_check_passes_it(format_check: str) -> None:
-    exchange = RenderConfig(demonstrate=True).demonstration_of(format_check)
+def test_the_demonstration_of_a_format_check_passes_it(format_check: str, is_program: bool) -> None:
+    shows = RenderConfig(demonstrate=True)
+    exchange = shows.demonstration_of(format_check, is_program=is_program)
     assert exchange is not None and FORMAT_CHECKS[format_check](exchange.reply, "").refusal == ""
     assert RenderConfig(demonstrate=False).demonstration_of(format_check) is None
     assert (
@@ -64,7 +66,8 @@ def test_the_demonstration_of_a_format_check_passes_it(format_check: str) -> Non
 
 
 def test_every_format_check_has_a_system_prompt_and_one_may_replace_them_all() -> None:
-    assert set(SystemPrompts.model_fields) == set(FORMAT_CHECKS) == set(Demonstrations.model_fields)
+    assert set(SystemPrompts.model_fields) == set(FORMAT_CHECKS)
+    assert set(Demonstrations.model_fields) == {*FORMAT_CHECKS, "think_code_program"}
     for format_check in FORMAT_CHECKS:
         assert RenderConfig(system_prompt="").system_prompt_of(format_check) == ""
         assert RenderConfig(system_prompt="mine").system_prompt_of(format_check) == "mine"

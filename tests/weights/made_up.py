@@ -1,4 +1,4 @@
-"""Weights of a small model that differ by tensor, place and version; for tests of publishing."""
+"""Weights of a small model that differ by tensor, place and version; for tests of weight sync."""
 
 import os
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Trainer ranks that really publish made-up weights, beside generators that obey.
+"""Trainer ranks that really sync made-up weights, beside generators that obey.
 
 `play(setup, folder)` runs under `run_ranks`: the first ranks train, each further one hosts a
 generator. The folder holds what the generators noted and which steps the trainer has finished.
@@ -17,20 +17,23 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.protocol.wire import DeadlineExceeded, Router
+from generation import turn, weight_client
+from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Outcome
-from megatron_rl.weights.publish.publisher import Method, WeightPublisher
-from megatron_rl.weights.publish.reshard import Reshard
-from megatron_rl.weights.publish.settings import ExchangeSettings
-from megatron_rl.weights.publish.turns import MemoryTurns
+from megatron_rl.weights.sync import desk
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Outcome
+from megatron_rl.weights.sync.reshard import Reshard
+from megatron_rl.weights.sync.settings import ExchangeSettings
+from megatron_rl.weights.sync.syncer import Method, WeightSyncer
+from megatron_rl.weights.sync.turns import MemoryTurns
+from tests.lossy_router import Loss, LossyRouter
 from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.weights_exchanges import limited_links
@@ -48,8 +51,8 @@ class Setup:
     port: int
     generators: tuple[Generator, ...]
     script: tuple[str, ...]
-    """What the trainer does: "publish V"; "start V" and "join 0", the same in two parts; "admit N",
-    until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
+    """What the trainer does: "sync V"; "start V" and "join 0", the same in two parts; "admit
+    N", until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
     seconds; "compute S": the GPU does; "spoil V": the parameters become those of V, as by an
     optimizer step; "release 0": the engines give their memory back; "await S": a batch for so many
     seconds."""
@@ -72,6 +75,9 @@ class Setup:
     relays: bool = False
     link_bytes_per_s: int = 0
     """What a rank sends to an engine rank at most; 0: no limit."""
+
+    losing: tuple[str, ...] = ()
+    """Kinds of which rank 0's socket loses the first message; then all repetitions are quick."""
 
     @property
     def trainers(self) -> int:
@@ -109,6 +115,10 @@ def play(setup: Setup, folder: Path) -> Any:
     """Steps of a trainer rank, or the notes of a generator."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    if setup.losing:
+        # This process was forked for the play.
+        desk.ENGINE_MARGIN_S = 0.3
+        weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, turn.ASK_S = 0.2, 1.0, 0.2
     with limited_links(setup.link_bytes_per_s):
         if rank < setup.trainers:
             return train(setup, folder, rank)
@@ -120,7 +130,8 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=setup.trainers)
     assert dist.group.WORLD is not None
     control = Control(dist.group.WORLD)
-    router = Router("127.0.0.1", setup.port) if rank == 0 else None
+    loss = Loss(set(setup.losing))
+    router = LossyRouter("127.0.0.1", setup.port, loss=loss) if rank == 0 else None
     link = GeneratorLink(router) if router is not None else None
     version = [0]
     method, update = open_method(setup, control, link, folder, version)
@@ -128,24 +139,24 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     record_outcomes(method, outcomes)
     replicas = sum(generator.starts_after < 0 for generator in setup.generators)
     overlapping = method if isinstance(method, Reshard) and not setup.takes_turns else None
-    publisher = WeightPublisher(
+    syncer = WeightSyncer(
         method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s,
         overlapping=overlapping, turns=open_turns(setup, control, link, folder),
     )  # fmt: skip
     announced: list[int] = []
     dropped: dict[str, str] = {}
-    record_drops(publisher, dropped)
-    publisher.await_generators()
+    record_drops(syncer, dropped)
+    syncer.await_generators()
     steps = []
     for number, action in enumerate(setup.script):
         outcomes.clear()
         dropped.clear()
         started = time.monotonic()
-        error = act(action, publisher, link, version, update, announced)
-        metrics = {metric.name: metric.value for metric in publisher.metrics}
+        error = act(action, syncer, link, version, update, announced)
+        metrics = {metric.name: metric.value for metric in syncer.metrics}
         seconds = time.monotonic() - started
         bound = dict(method._bindings.of) if isinstance(method, Reshard) else {}
-        held = dict(publisher._held)
+        held = dict(syncer._held)
         sources = dict(method._opened) if isinstance(method, Reshard) else {}
         told = tuple(announced)
         steps.append(
@@ -155,9 +166,10 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
             (folder / f"step-{number}").touch()
         if error:
             break
-    publisher.close()
+    syncer.close()
     if router is not None:
         time.sleep(0.3)  # for the last words
+        (folder / "lost").write_text("\n".join(loss.kinds))
         (folder / "end").touch()
         router.close()
     return steps
@@ -165,7 +177,7 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
 
 def act(
     action: str,
-    publisher: WeightPublisher,
+    syncer: WeightSyncer,
     link: GeneratorLink | None,
     version: list[int],
     update: Callable[[], None],
@@ -174,38 +186,38 @@ def act(
     """One step; the error that ends the play."""
     word, number = action.split()
     match word:
-        case "publish":
+        case "sync":
             version[0] = int(number)
             update()
             try:
-                publisher.publish(int(number))
+                syncer.sync(int(number))
             except DeadlineExceeded as error:
                 return str(error)
         case "start":
             version[0] = int(number)
             update()
-            publisher.start(int(number), partial(announced.append, int(number)))
+            syncer.start(int(number), partial(announced.append, int(number)))
         case "join":
-            publisher.join()
+            syncer.join()
         case "spoil":
             version[0] = int(number)
             update()
         case "meet" if link is not None:
             link.await_peers(int(number), PATIENCE_S)
         case "release":
-            publisher.release()
+            syncer.release()
         case "await":
             ends_at = time.monotonic() + float(number)
             # As many times on every rank.
-            while publisher._control.share(time.monotonic() < ends_at, bool):
-                publisher.admit()
+            while syncer._control.share(time.monotonic() < ends_at, bool):
+                syncer.admit()
                 time.sleep(POLL_S)
         case "rest":
             time.sleep(float(number))
         case "compute":
             fill_stream(float(number))
         case "admit":
-            admit(publisher, int(number))
+            admit(syncer, int(number))
     return ""
 
 
@@ -217,11 +229,11 @@ def fill_stream(seconds: float) -> None:
         torch.mm(factor, factor)
 
 
-def admit(publisher: WeightPublisher, number: int) -> None:
+def admit(syncer: WeightSyncer, number: int) -> None:
     ends_at = time.monotonic() + PATIENCE_S
-    while len(publisher._held) < number:
-        assert time.monotonic() < ends_at, f"only {publisher._held} came back"
-        publisher.admit()
+    while len(syncer._held) < number:
+        assert time.monotonic() < ends_at, f"only {syncer._held} came back"
+        syncer.admit()
         time.sleep(POLL_S)
 
 
@@ -289,19 +301,19 @@ def open_method(
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
 
 
-def record_drops(publisher: WeightPublisher, dropped: dict[str, str]) -> None:
-    real = publisher._drop
+def record_drops(syncer: WeightSyncer, dropped: dict[str, str]) -> None:
+    real = syncer._drop
 
     def recorded(name: str, reason: str) -> None:
         dropped[name] = reason
         real(name, reason)
 
-    publisher._drop = recorded  # type: ignore[method-assign]
+    syncer._drop = recorded  # type: ignore[method-assign]
 
 
 def record_outcomes(method: Method, outcomes: list[Outcome]) -> None:
-    # Reshard's publish is a begin and an end.
-    name = "end" if isinstance(method, Reshard) else "publish"
+    # Reshard's weight sync is a begin and an end.
+    name = "end" if isinstance(method, Reshard) else "sync"
     real = getattr(method, name)
 
     def recorded(*arguments: Any) -> Outcome:

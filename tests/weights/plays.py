@@ -12,7 +12,7 @@ SLACK_S = 3.0
 """For processes that share two cores."""
 
 
-def publish(
+def sync(
     folder: Path, generators: list[Generator], script: str, **options: Any
 ) -> tuple[list[Step], dict[str, list[dict]]]:
     """Steps that rank 0 saw, and what each generator noted.

@@ -1,4 +1,4 @@
-"""A tensor that behaves as TransformerEngine's Float8Tensor does where a publish touches it.
+"""A tensor that behaves as TransformerEngine's Float8Tensor does where a weight sync touches it.
 
 Its class says bfloat16 or float32, but it holds codes and a scale: `view(torch.uint8)` gives the
 codes, `dequantize` the values, and every other operation dequantises all of it first

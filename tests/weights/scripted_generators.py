@@ -1,4 +1,4 @@
-"""Generators with the real WeightClient and EngineRank, and faults by plan; to test publishing.
+"""Generators with the real WeightClient and EngineRank, and faults by plan; to test syncing.
 
 A generator is a process of its own, with one more for each rank of its engine. It notes in a file
 what it serves, also before it is killed.

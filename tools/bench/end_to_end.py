@@ -37,7 +37,7 @@ one policy, ours from versions up to max_staleness older; TRL and ours_sync run 
 | peak_memory_bytes | PSS of all processes of a variant, sampled every 2 s, start-up included |
 | busy_share_between_runs | what other processes took of the cores before each run: must be near 0 |
 
-The clock of seconds_to_accuracy starts with the loop (ours: version 0 is published; TRL:
+The clock of seconds_to_accuracy starts with the loop (ours: version 0 is synced; TRL:
 on_train_begin). Train prompts are new at each step, so their rollouts measure its accuracy.
 The last line on stdout is one JSON object with medians of the repeats, one object a workload.
 """

@@ -59,15 +59,15 @@ Loops = Mapping[str, Sequence[Sequence[StepMark]]]
 def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
     """Steps of one of our runs from the rows of its metrics.jsonl.
 
-    The loop starts when version 0 is published: the trainer's row with `publish/s` before any
+    The loop starts when version 0 is synced: the trainer's row with `weight_sync/s` before any
     step. Raises ValueError when the rows hold no such row.
     """
     trainer = [row for row in rows if row.get("source") == "trainer"]
     start_s = next(
-        (row["time"] for row in trainer if "publish/s" in row and "train/loss" not in row), None
+        (row["time"] for row in trainer if "weight_sync/s" in row and "train/loss" not in row), None
     )
     if start_s is None:
-        raise ValueError("the metrics hold no publish of version 0")
+        raise ValueError("the metrics hold no weight sync of version 0")
     return [_mark(row, start_s, group_size) for row in trainer if "train/loss" in row]
 
 

@@ -1,7 +1,7 @@
 """`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
 
 The real process of the queue, over real sockets, serves scripted peers (queue_peers.py): 1,000
-generators, verifiers that answer at once, data-parallel leaders, a publish after each batch.
+generators, verifiers that answer at once, data-parallel leaders, a weight sync after each batch.
 Rollouts have 32,768 tokens, or the simulator's mean, with logprobs, two version spans and a text.
 The *floor* in the same run is bare ZeroMQ sockets that carry the same bytes (queue_floor.py).
 

@@ -5,7 +5,7 @@ Started by tools.bench.queue, which is told in shared memory (`Control`) what th
 | process | one thread, which |
 |---|---|
 | generators, two processes | answers leases in order: at a rate, or as long as few slots wait |
-| all others, one process | scores at once; publishes a version when every leader has its share |
+| all others, one process | scores at once; weight syncs a version when every leader has its share |
 """
 
 import collections
@@ -24,11 +24,11 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
-    Published,
     RolloutDone,
     Score,
     ScoreDone,
     VerifierReady,
+    WeightsSynced,
 )
 from tools.bench.queue_load import Load, Template
 
@@ -49,7 +49,7 @@ class Control(NamedTuple):
     """Shared by all processes of the benchmark."""
 
     version: "Synchronized[int]"
-    """The published one; -1: none yet."""
+    """The synced one; -1: none yet."""
     rate: "Synchronized[float]"
     """Rollouts a second of one process; 0: as many as the queue takes."""
     sent: "Synchronized[int]"
@@ -160,7 +160,7 @@ class _Generators:
             self._control.sent.value += 1
 
     def _announce(self, now: float) -> None:
-        """Say what all hold after a publish; else the next heartbeats, spread over their time."""
+        """Say what all hold after a sync; else the next heartbeats, spread over their time."""
         count, version = len(self._sockets), self._control.version.value
         if version != self._version:
             if self._version < 0:
@@ -210,7 +210,7 @@ class _Others:
     def run(self) -> None:
         """Until the benchmark is over."""
         beat_at = 0.0
-        self._publish()
+        self._sync()
         while not self._control.is_over.is_set():
             if (now := time.monotonic()) >= beat_at:
                 for verifier in self._verifiers:
@@ -227,7 +227,7 @@ class _Others:
             if all(self._has_share):
                 self._has_share = [False] * len(self._leaders)
                 self._version += 1
-                self._publish()
+                self._sync()
         self._context.destroy(linger=0)
 
     def _grade(self, verifier: zmq.Socket, frames: list[wire.Frame]) -> None:
@@ -236,11 +236,11 @@ class _Others:
         self._scores += 1
         send(verifier, ScoreDone(request.request_id, (_RIGHT, _WRONG)[self._scores % 2]))
 
-    def _publish(self) -> None:
+    def _sync(self) -> None:
         for rank, leader in enumerate(self._leaders):
             send(leader, NextBatch(self._version, rank, len(self._leaders)))
         self._control.version.value = self._version
-        send(self._leaders[0], Published(self._version))
+        send(self._leaders[0], WeightsSynced(self._version))
 
 
 def run_others(load: Load, wiring: Wiring, control: Control) -> None:

@@ -205,7 +205,9 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             limit = config.sampling.max_new_tokens
-            ids = renderer.render(prompt.messages, limit, task=prompt.task)
+            ids = renderer.render(
+                prompt.messages, limit, task=prompt.task, is_program=prompt.is_program
+            )
             row = {"text": renderer.decode(ids), "token_ids": ids, "answer": prompt.answer}
             file.write(json.dumps(row) + "\n")
     return len(prompts)

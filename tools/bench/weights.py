@@ -1,7 +1,7 @@
-"""What publishing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
+"""What syncing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
 
 Trainer ranks and generators of the product on this host, over gloo, with a random Llama of 142M
-float32 parameters. In each layout all methods publish in turn, in an order that rotates:
+float32 parameters. In each layout all methods sync in turn, in an order that rotates:
 
 | method | what |
 |---|---|
@@ -9,29 +9,29 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | floor | reshard's very packets, each digested once at either end and copied where it must be |
 | reshard, host, ipc, broadcast, disk | the product's, see docs/weights.md |
 
-| figure | what; medians of all publishes, the worst layout where there are several |
+| figure | what; medians of all weight syncs, the worst layout where there are several |
 |---|---|
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
-| publish_over_raw | the same of whole publishes: digests at the senders, pause, all packets |
+| sync_over_raw | the same of whole weight syncs: digests at the senders, pause, all packets |
 | floor_over_raw | what packets, digests and copies cost by themselves |
-| time_over_floor, publish_over_floor | as over raw: what is left to the product's own work |
+| time_over_floor, sync_over_floor | as over raw: what is left to the product's own work |
 | host_time_over_raw | the same of host: all packets by way of buffers at both ends |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
-| broadcast_over_reshard, disk_over_reshard | whole publishes |
+| broadcast_over_reshard, disk_over_reshard | whole weight syncs |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
 | peak_extra_bytes_* | buffers of a rank as the exchange counts them |
-| growth_bytes_* | by how much a rank's resident memory grew during a publish, at most |
+| growth_bytes_* | by how much a rank's resident memory grew during a weight sync, at most |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
 `--methods raw floor reshard` leaves the others out, and the figures that compare with them.
 
-`--replicas 1 2 4 8` publishes from two copies of the model in the trainer to N receivers instead.
-They run the product's weight client and receiver without an engine, or with `--servers` an SGLang
-server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
-(`limited_links` in weights_exchanges.py). One publish to the most receivers without the limit says
-what the senders could carry (`senders_limit_mb_s`). Figures: `scaling` in weights_figures.py.
+`--replicas 1 2 4 8` weight syncs from two copies of the model in the trainer to N receivers
+instead. They run the product's weight client and receiver without an engine, or with `--servers` an
+SGLang server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
+(`limited_links` in weights_exchanges.py). One weight sync to the most receivers without the limit
+says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling` in weights_figures.py.
 
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
@@ -142,7 +142,7 @@ def main() -> int:
 def scale(
     options: argparse.Namespace, model: Path, work_dir: Path, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Figures of publishes from two copies of the model to so many replicas."""
+    """Figures of weight syncs from two copies of the model to so many replicas."""
 
     def run(replicas: int, link_mb_s: int) -> list[Sample]:
         cfg = configure(
@@ -203,7 +203,7 @@ def run_layout(
     is_bare: bool = False,
     link_mb_s: int = 0,
 ) -> list[Sample]:
-    """Start all processes of a layout and have them publish. Raises ChildFailed."""
+    """Start all processes of a layout and have them sync. Raises ChildFailed."""
     arguments = ["--config", cfg.run.dir / "config.toml"]
     environment = rank_environment() | {
         REPEATS_VARIABLE: str(repeats),
@@ -228,8 +228,8 @@ def run_layout(
 
 
 def _parse() -> argparse.Namespace:
-    made = parser(__doc__, quick="a smaller model, few publishes")
-    made.add_argument("--repeats", type=int, help="publishes by each method")
+    made = parser(__doc__, quick="a smaller model, few weight syncs")
+    made.add_argument("--repeats", type=int, help="weight syncs by each method")
     made.add_argument(
         "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
     )
@@ -238,7 +238,11 @@ def _parse() -> argparse.Namespace:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="reshard among them"
     )
     made.add_argument(
-        "--replicas", type=int, nargs="+", metavar="N", help="instead: publishes to N replicas each"
+        "--replicas",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="instead: weight syncs to N replicas each",
     )
     made.add_argument(
         "--link-mb-s", type=int, default=0, metavar="N", help="with --replicas: MB/s to each"

@@ -13,7 +13,7 @@ import msgspec
 from megatron_rl.config.tree import Config
 from tools.bench.measuring import over
 
-TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
+TITLES = ("weight sync s", "transfer s", "pause s", "wire MB", "lo MB")
 RAW, FLOOR, RESHARD, OVERLAP = "raw", "floor", "reshard", "overlap"
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
 METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
@@ -23,7 +23,7 @@ LINK_VARIABLE, BARE_VARIABLE = "BENCH_LINK_BYTES_PER_S", "BENCH_BARE"
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One publish to all generators by one method."""
+    """One weight sync to all generators by one method."""
 
     method: str
     seconds: float
@@ -50,7 +50,7 @@ def _transfer(sample: Sample) -> float:
     return max(sample.transfers_s, default=0.0)
 
 
-def _publish(sample: Sample) -> float:
+def _sync(sample: Sample) -> float:
     """All of it."""
     return sample.seconds
 
@@ -59,14 +59,14 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
     ("time_over_raw", RESHARD, RAW, _transfer),
     ("floor_over_raw", FLOOR, RAW, _transfer),
     ("time_over_floor", RESHARD, FLOOR, _transfer),
-    ("publish_over_floor", RESHARD, FLOOR, _publish),
-    ("publish_over_raw", RESHARD, RAW, _publish),
+    ("sync_over_floor", RESHARD, FLOOR, _sync),
+    ("sync_over_raw", RESHARD, RAW, _sync),
     ("host_time_over_raw", HOST, RAW, _transfer),
     ("ipc_time_over_raw", IPC, RAW, _transfer),
-    ("broadcast_over_reshard", BROADCAST, RESHARD, _publish),
-    ("disk_over_reshard", DISK, RESHARD, _publish),
+    ("broadcast_over_reshard", BROADCAST, RESHARD, _sync),
+    ("disk_over_reshard", DISK, RESHARD, _sync),
 )
-"""(figure, method, the method it stands over, what of a publish): those that were measured."""
+"""(figure, method, the method it stands over, what of a weight sync): those that were measured."""
 
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
@@ -125,7 +125,7 @@ def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
-    """Figures of publishes to so many replicas, by their number; medians."""
+    """Figures of weight syncs to so many replicas, by their number; medians."""
     rows: dict[str, dict[str, float]] = {}
     first = min(found)
     for replicas, samples in sorted(found.items()):
@@ -138,7 +138,7 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
             return statistics.median(key(sample) for sample in by[method])
 
         rows[str(replicas)] = row = {
-            "publish_s": middle(RESHARD, lambda sample: sample.seconds),
+            "sync_s": middle(RESHARD, lambda sample: sample.seconds),
             "transfer_s": middle(RESHARD, _transfer),
             "raw_transfer_s": middle(RAW, _transfer),
             "time_over_raw": over(*(list(map(_transfer, by[name])) for name in (RESHARD, RAW))),
@@ -148,7 +148,7 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
             "wire_mb": by[RESHARD][0].wire_bytes / 1e6,
         }
         row["time_over_one"] = row["transfer_s"] / rows[str(first)]["transfer_s"]
-        row["publish_over_one"] = row["publish_s"] / rows[str(first)]["publish_s"]
+        row["sync_over_one"] = row["sync_s"] / rows[str(first)]["sync_s"]
         row["raw_over_one"] = row["raw_transfer_s"] / rows[str(first)]["raw_transfer_s"]
     return rows
 
@@ -158,7 +158,7 @@ def against_limit(
 ) -> dict[str, dict[str, float]]:
     """Rows of `scaling` with what all links carry together, over what the senders can.
 
-    unlimited: the row of a publish without limits to the links.
+    unlimited: the row of a weight sync without limits to the links.
     """
     limit = unlimited["wire_mb"] / unlimited["transfer_s"]
     return {

@@ -1,4 +1,5 @@
-"""A trainer rank of tools.bench.weights: publishes in turn by every method and notes how it went.
+"""A trainer rank of tools.bench.weights: weight syncs in turn by every method and notes how it
+went.
 
 Entry, under torchrun: `python -m tools.bench.weights_ranks --config FILE`. Rank 0 writes
 a list of `Sample` to RUN_DIR/samples.json.
@@ -24,11 +25,11 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
 from megatron_rl.weights.exchange import parcels, sender
-from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Member, Outcome
-from megatron_rl.weights.publish.publisher import Method
-from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.reshard import Reshard, receiver_slices
+from megatron_rl.weights.sync.syncer import Method
 from tools.bench.measuring import rotations, start_peak, status_bytes
 from tools.bench.weights_exchanges import limited_links, send_floor, send_raw
 from tools.bench.weights_figures import (
@@ -46,7 +47,7 @@ AWAY_S = 0.02
 
 
 class Wrapped:
-    """A reshard that publishes in another way."""
+    """A reshard that weight syncs in another way."""
 
     def __init__(self, method: Reshard) -> None:
         self._method = method
@@ -61,22 +62,22 @@ class Raw(Wrapped):
         self._send = send_floor if is_floor else send_raw
         self._digest = parcels.digest_in_place if is_floor else lambda packets: None
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
         with (
             patch.object(sender, "send", self._send),
             patch.object(parcels, "digest_in_place", self._digest),
         ):
-            return self._method.publish(members, version)
+            return self._method.sync(members, version)
 
 
 class Overlapped(Wrapped):
     """Reshard in threads, while the caller does something else."""
 
     stall_s = 0.0
-    """How long the caller waited in the last publish."""
+    """How long the caller waited in the last weight sync."""
 
-    def publish(self, members: list[Member], version: int) -> Outcome:
+    def sync(self, members: list[Member], version: int) -> Outcome:
         """Begin, be away until it is over on rank 0, end."""
         started = time.monotonic()
         self._method.begin(members, version)
@@ -91,7 +92,7 @@ class Overlapped(Wrapped):
 
 
 def main(cfg: Config, repeats: int) -> None:
-    """Set up this rank, publish, write the samples."""
+    """Set up this rank, weight sync, write the samples."""
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
         link = None
@@ -107,7 +108,7 @@ def main(cfg: Config, repeats: int) -> None:
         methods = {name: make_method(name, cfg, policy, control, link) for name in names}
         link_bytes_per_s = int(os.environ[LINK_VARIABLE])
         with limited_links(link_bytes_per_s):
-            samples = publish_all(methods, members, control, policy, repeats)
+            samples = sync_all(methods, members, control, policy, repeats)
         for method in methods.values():
             method.close()
         if control.rank == 0:
@@ -132,7 +133,7 @@ def make_method(
     return Overlapped(method) if name == OVERLAP else method
 
 
-def publish_all(
+def sync_all(
     methods: dict[str, Method],
     members: list[Member],
     control: Control,
@@ -161,11 +162,11 @@ def publish_all(
 def measure(
     name: str, method: Method, members: list[Member], control: Control, version: int
 ) -> Sample:
-    """One publish."""
+    """One weight sync."""
     control.all(True)
     start_peak()
     resident, loopback, started = status_bytes("VmRSS"), loopback_bytes(), time.monotonic()
-    outcome = method.publish(members, version)
+    outcome = method.sync(members, version)
     seconds, loopback = time.monotonic() - started, loopback_bytes() - loopback
     growth = status_bytes("VmHWM") - resident
     if outcome.failed or outcome.damaged:

@@ -342,7 +342,7 @@ class WorkerPool:
         self._settle(item, judge(item.faults), detail)
 
     def _expire(self, item: Item) -> None:
-        detail = f"open for over {self._answer_within_s:.0f} s (verifier.answer_within_s)"
+        detail = f"open for over {self._answer_within_s:.0f} s (expert.verifier.answer_within_s)"
         self._settle(item, judge_unfinished(item.faults), detail)
 
     def _settle(self, item: Item, outcome: Outcome, detail: str) -> None:

@@ -38,7 +38,6 @@ from generation.sglang_messages import (
     pack,
     unpack,
 )
-from generation.sglang_passes import PassCosts, count_passes, open_pass_costs
 
 RECEIVE_BYTES = 1 << 18
 PAUSED_POLL_MS = 20
@@ -254,7 +253,6 @@ def install(module: ModuleType) -> None:
     module.compute_weight_version_spans = compute_weight_version_spans
     scheduler_class = module.Scheduler
     served: list[Requests] = []
-    costs: list[PassCosts] = []
     init_request_receiver = scheduler_class.init_request_receiver
 
     def open_connection(self: Any) -> None:
@@ -263,13 +261,11 @@ def install(module: ModuleType) -> None:
         if (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0, 0):
             poller = self.idle_sleeper.poller if self.idle_sleeper is not None else None
             served.append(Requests(Connection(path, poller), self, module))
-            costs.extend(open_pass_costs())
 
     scheduler_class.init_request_receiver = open_connection
     _install_input(module, served)
     _install_output(module, served)
     _install_prefixes(module)
-    count_passes(module, costs)
 
 
 def _install_prefixes(module: ModuleType) -> None:

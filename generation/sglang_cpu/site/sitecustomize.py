@@ -4,18 +4,25 @@ SGLang's scheduler and detokenizer are forked, not spawned: spawned they import 
 which takes ten seconds of a core each. Some modules are prepared when SGLang imports them:
 - torchvision: its CUDA-built wheel registers fakes for two C++ operators that are absent without
   CUDA, so they are defined first.
-- those in PATCHES: a module of this folder replaces what is slow or fails in them.
+- those in NEEDED: a module of this folder replaces what fails in them without CUDA.
+- those in FASTER: a module of this folder replaces what is slow in them. Only in the version that
+  the patches were written for, and not under MEGATRON_RL_SGLANG_PATCHES=needed.
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from types import ModuleType
 
-PATCHES = {
+WRITTEN_FOR = "0.5.23"
+"""Version of SGLang whose code FASTER replaces."""
+WANTED_VARIABLE = "MEGATRON_RL_SGLANG_PATCHES"
+FASTER = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
     "sglang.srt.models.llama": "lean_decoder:install_llama",
     "sglang.srt.models.qwen2": "lean_decoder:install_qwen2",
@@ -29,11 +36,28 @@ PATCHES = {
     ),
     "sglang.srt.layers.sampler": "inverse_sampling",
     "sglang.srt.mem_cache.allocator.token": "sorted_slots",
-    "sglang.srt.managers.scheduler": "direct_requests",
-    "sglang.srt.state_capturer.base": "unpinned_memory",
     "torch": "uncompiled",
 }
 """SGLang's module -> ours and the function called with it; `install` if none is named."""
+NEEDED = {
+    # The generator's own way to the scheduler: `generation/sglang_direct.py`.
+    "sglang.srt.managers.scheduler": "direct_requests",
+    "sglang.srt.state_capturer.base": "unpinned_memory",
+}
+
+
+def patches() -> dict[str, str]:
+    """The patches that this process applies."""
+    if os.environ.get(WANTED_VARIABLE) == "needed":
+        return NEEDED
+    found = version("sglang")
+    if found.partition(".post")[0] != WRITTEN_FOR:
+        sys.stderr.write(
+            f"SGLang {found}: what makes {WRITTEN_FOR} faster without CUDA is off; install "
+            f"{WRITTEN_FOR} to have it\n"
+        )
+        return NEEDED
+    return NEEDED | FASTER
 
 
 def define_torchvision_operators() -> None:
@@ -67,7 +91,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Sees imports go by; leaves the search itself to Python's own finder."""
 
     def __init__(self) -> None:
-        self._awaited = {"torchvision", *PATCHES}
+        self._patches = patches()
+        self._awaited = {"torchvision", *self._patches}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -81,7 +106,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader, PATCHES[name])
+            spec.loader = _PatchingLoader(spec.loader, self._patches[name])
         return spec
 
 

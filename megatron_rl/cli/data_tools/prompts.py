@@ -263,7 +263,9 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
     found = []
     for prompt in prompts:
         try:
-            ids = renderer.render(prompt.messages, 0, task=prompt.task)
+            ids = renderer.render(
+                prompt.messages, 0, task=prompt.task, is_program=prompt.is_program
+            )
             text, tokens, refusal = renderer.decode(ids), len(ids), ""
             room = renderer.context_tokens - config.sampling.max_new_tokens
             if tokens > room:

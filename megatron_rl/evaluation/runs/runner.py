@@ -20,11 +20,12 @@ from megatron_rl.evaluation.runs.results import (
     write_report,
 )
 from megatron_rl.evaluation.runs.tables import print_report
+from megatron_rl.launcher.node import first_node
+from megatron_rl.launcher.phases import evaluate_folder
 from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
 from megatron_rl.launcher.prompt_record import pin_revisions
-from megatron_rl.launcher.run import eval_limit_s, prepare_run_folder, serve_evaluation
+from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
-from megatron_rl.launcher.session import Session
 from megatron_rl.rollout_queue.evaluated import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
 from megatron_rl.data.prompts import prompts_of_run
@@ -136,14 +137,8 @@ def _again_text(config: Config, missing: int) -> str:
 
 
 def _generate(config: Config, label: str, console: Console, *, lock: FolderLock) -> None:
-    with (
-        Session(config, console, lock=lock) as session,
-        session.phase("evaluation", f"evaluation {label}"),
-    ):
-        arguments = ["--keep-evaluated"]
-        queue = serve_evaluation(session, label, config.model.path, queue_arguments=arguments)
-        session.wait_for(queue, f"evaluation {label}", eval_limit_s(config))
-        session.end_serving()
+    with first_node(config, console, lock) as node:
+        evaluate_folder(node, label, ["--keep-evaluated"])
 
 
 def _say_where(config: Config, label: str, report: Report, console: Console) -> None:

@@ -61,9 +61,9 @@ class Exporter:
 
     def _open(self) -> None:
         self._writers = open_writers(self._config)
-        self._follower.restart()
         self.passed_on = 0
-        self._pass_on(self._follower.read_all())
+        for rows in self._follower.read_all():
+            self._pass_on(rows)
 
     def _close(self) -> None:
         with ExitStack() as stack:
@@ -138,5 +138,5 @@ def settings(config: Config) -> dict[str, float]:
         "queue.max_staleness": config.queue.max_staleness,
         "generator.replicas": config.generator.replicas,
         "train.prompts_per_batch": config.train.prompts_per_batch,
-        "train.batch_timeout_s": config.train.batch_timeout_s,
+        "expert.train.batch_timeout_s": config.train.batch_timeout_s,
     }

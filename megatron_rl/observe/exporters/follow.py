@@ -1,13 +1,15 @@
 """Reads metrics.jsonl as it grows. Used by the exporter."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.protocol.metrics import RESUMED, without_superseded
+from megatron_rl.protocol.metrics import RESUMED, end_of_lines, stream_rows
 
 Row = dict[str, Any]
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 100
 """Read at once; a longer file takes several calls."""
 
 
@@ -36,20 +38,18 @@ class Follower:
                 rows = [json.loads(line) for line in lines if line]
         return rows
 
-    def read_all(self) -> list[Row]:
-        """All rows until now, without those of steps that were taken again."""
-        rows: list[Row] = []
-        while new := self.read():
-            rows += new
-        return without_superseded(rows)
+    def read_all(self) -> Iterator[list[Row]]:
+        """All rows until now, some at a time, without those of steps that were taken again."""
+        if not self._path.exists():
+            return
+        self._position, self._torn = end_of_lines(self._path), b""
+        stream = stream_rows(self._path, end=self._position)
+        while rows := list(itertools.islice(stream, CHUNK_ROWS)):
+            yield rows
 
     def skip(self) -> None:
         """Pass over the rows that are there."""
         self._position = self._path.stat().st_size if self._path.exists() else 0
-
-    def restart(self) -> None:
-        """Begin anew with the first row."""
-        self._position, self._torn = 0, b""
 
 
 def is_rewritten(rows: list[Row]) -> bool:

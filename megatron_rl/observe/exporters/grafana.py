@@ -24,17 +24,13 @@ def _gauge(name: str, where: str = "") -> str:
     return f"{PREFIX}{name}{where}"
 
 
-def _rate(name: str, by: str = "") -> str:
-    total = f"sum{by}(rate({PREFIX}{name}_total[5m]))"
-    return total
+def _rate(name: str) -> str:
+    return f"sum(rate({PREFIX}{name}_total[5m]))"
 
 
 _TRAINER = '{source="trainer"}'
 _STALENESS = f'{SETTING}{{key="queue.max_staleness"}}'
-_BUSY, _IDLE = (
-    _rate("generator_busy_s", " by (source) "),
-    _rate("generator_idle_s", " by (source) "),
-)
+_BUSY, _IDLE = _rate("generator_busy_s"), _rate("generator_idle_s")
 _ZERO_VARIANCE = f'increase({PREFIX}queue_groups_dropped_total{{what="zero_variance"}}[30m])'
 _LEFT_OUT = f"{PREFIX}activity_completions_dropped_total"
 _TRAINED = f"increase({PREFIX}queue_groups_trained_total[30m])"
@@ -56,9 +52,10 @@ PANELS = (
            "largest": _gauge("queue_staleness_versions_max"), "queue.max_staleness": _STALENESS}),
     Panel("Seconds of a step", "s",
           {"update": _gauge("train_update_s", _TRAINER), "wait for a batch": _gauge("wait_batch_s"),
-           "publish": _gauge("publish_s")}),
+           "weight sync": _gauge("weight_sync_s")}),
     Panel("Idle share of generators", "percentunit",
-          {"{{source}}": f"{_IDLE} / ({_IDLE} + {_BUSY})"}),
+          {"all": f"{_IDLE} / ({_IDLE} + {_BUSY})",
+           "most idle one": _gauge("generator_idle_share_max")}),
     Panel("Tokens a second", "none",
           {"generated": _rate("activity_tokens"), "trained": _rate("train_padded_tokens")}),
     Panel("Dropped groups an hour", "none",
@@ -84,8 +81,8 @@ ALERTS = (
           "Mean staleness is above queue.max_staleness: more generators, or shorter completions."),
     Alert("RoleStalled",
           f'time() - {LAST_ROW}{{source="trainer"}} > '
-          f'scalar({SETTING}{{key="train.batch_timeout_s"}})',
-          "1m", "The trainer wrote no row for train.batch_timeout_s: see logs/ and the live view."),
+          f'scalar({SETTING}{{key="expert.train.batch_timeout_s"}})',
+          "1m", "The trainer wrote no row for that long: see logs/ and the live view."),
     Alert("LogprobGapLarge", f"{_gauge('train_logprob_gap')} > 0.05", "10m",
           "Trainer and generators disagree on logprobs: weights, dtypes or sampling differ."),
     Alert("MostGroupsHaveZeroVariance", f"{_ZERO_VARIANCE} > 2 * ignoring(what) {_TRAINED}", "30m",
@@ -98,8 +95,8 @@ ALERTS = (
           f"{_gauge('train_effective_sample_share', _TRAINER)} < 0.5", "10m",
           "Few tokens carry the steps: fresher data, or wider algorithm.correction bounds."),
     Alert("GeneratorDropped",
-          f'{_gauge("publish_generators")} < scalar({SETTING}{{key="generator.replicas"}})', "15m",
-          "A generator takes no publishes: see logs/generator-*.log."),
+          f'{_gauge("sync_generators")} < scalar({SETTING}{{key="generator.replicas"}})', "15m",
+          "A generator takes no weight syncs: see logs/generator-*.log."),
     Alert("StepsSkipped", f"increase({PREFIX}train_skipped_steps_total{_TRAINER}[30m]) > 2", "0m",
           "Optimizer steps are skipped: a lower optimizer.lr; RUN holds the minibatches."),
 )  # fmt: skip

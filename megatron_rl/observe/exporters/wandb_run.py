@@ -85,13 +85,12 @@ class WandbRun:
 def name_of(source: str, metric: str) -> str:
     """The metric's name there: as in metrics.jsonl, with the role as group where roles share names.
 
-    Several generators write `generator/*`, and the cold start writes `train/*` as the trainer does.
+    The cold start writes `train/*` as the trainer does.
     """
     if source in _ONLY_WRITERS:
         return metric
     group, _, name = metric.partition("/")
-    is_own = source.startswith(f"{group}-") or (source, group) == ("sft", "train")
-    return f"{source}/{name if is_own else metric}"
+    return f"{source}/{name if (source, group) == ('sft', 'train') else metric}"
 
 
 def _id_of(folder: Path) -> str:

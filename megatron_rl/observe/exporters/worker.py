@@ -1,7 +1,7 @@
 """Process that passes metrics on: `python -m megatron_rl.observe.exporters.worker --config FILE`.
 
-Reads RUN/metrics.jsonl every `metrics.poll_s`, until SIGTERM; then once more. Nobody waits for it,
-and its end does not end the run.
+Reads RUN/metrics.jsonl every `expert.metrics.poll_s`, until SIGTERM; then once more. Nobody waits
+for it, and its end does not end the run.
 """
 
 import argparse

@@ -155,7 +155,7 @@ def _lengths(runs: Sequence[Run]) -> Plot | None:
 def _seconds(runs: Sequence[Run]) -> Plot | None:
     """What a step of the trainer is made of."""
     parts = (("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
-             ("publish/s", "publish"))  # fmt: skip
+             ("weight_sync/s", "weight sync"))  # fmt: skip
     return _bars(runs, parts, Plot("Seconds of a step", "Of the trainer, one part on the other.",
                                    go.Figure()))  # fmt: skip
 

@@ -4,22 +4,20 @@ Records are read in one pass, as only what is plotted; a long run wrote gigabyte
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.line_errors import line_error
+from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import FOLDER, rollout_files
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
 Row = dict[str, Any]
-Kind = TypeVar("Kind")
+_EXPECTED = "a recorded rollout"
 MAX_TRACED = 20_000
 """Rollouts of a timeline."""
 MAX_EXAMPLES = 8
@@ -99,7 +97,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
     for file in rollout_files(folder) if (folder / FOLDER).is_dir() else []:
         if file.step is None or file.is_dropped:
             continue
-        for record in _decoded(file.path, decoder):
+        for record in decode_lines(file.path, decoder, expected=_EXPECTED):
             # The batch of step s makes version s + 1 from version s.
             run.staleness[file.step - min(record.versions, default=file.step)] += 1
             run.lengths.append(record.tokens)
@@ -121,20 +119,6 @@ def _answers(path: Path) -> dict[str, Answer]:
     """The first completion of each prompt."""
     decoder = msgspec.json.Decoder(Answer)
     found: dict[str, Answer] = {}
-    for answer in _decoded(path, decoder) if path.exists() else ():
+    for answer in decode_lines(path, decoder, expected=_EXPECTED):
         found.setdefault(answer.prompt_id, answer)
     return found
-
-
-def _decoded(path: Path, decoder: msgspec.json.Decoder[Kind]) -> Iterator[Kind]:
-    """Whole lines of a file. Raises InputError for one that is damaged, or may not be read."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if line:
-            try:
-                yield decoder.decode(line)
-            except msgspec.MsgspecError as error:
-                raise line_error(path, number, error, expected="a recorded rollout") from error

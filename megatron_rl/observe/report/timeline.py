@@ -1,7 +1,7 @@
-"""Who generated, verified, trained and published when: a plot, and a trace for Perfetto.
+"""Who generated, verified, trained and synced when: a plot, and a trace for Perfetto.
 
-Of metrics.jsonl (the trainer's steps, generators' busy shares, evaluations) and of recorded
-rollouts (leased, done, scored). Times are seconds since 1970.
+Of metrics.jsonl (the trainer's steps, the busy share of all generators, evaluations) and of
+recorded rollouts (leased, done, scored). Times are seconds since 1970.
 """
 
 import json
@@ -12,10 +12,12 @@ import plotly.graph_objects as go
 
 from megatron_rl.observe.report.figures import LEGEND, Plot
 from megatron_rl.observe.report.material import Run
+from megatron_rl.rollout_queue.generator_rows import REPORTING
 
 TRAINER, VERIFIER, EVALUATIONS = "trainer", "verifier", "evaluations"
-WAIT, UPDATE, PUBLISH = "waits", "update", "publish"
-_COLOURS = {WAIT: "#d8d8d8", UPDATE: "#1f77b4", PUBLISH: "#d62728", "generates": "#2ca02c",
+GENERATORS = "generators"
+WAIT, UPDATE, WEIGHT_SYNC = "waits", "update", "weight sync"
+_COLOURS = {WAIT: "#d8d8d8", UPDATE: "#1f77b4", WEIGHT_SYNC: "#d62728", "generates": "#2ca02c",
             "idle": "#f2f2f2", "evaluates": "#9467bd"}  # fmt: skip
 _SHOWN_SPANS = 4_000
 """Of a role in the plot; the trace has all."""
@@ -38,12 +40,14 @@ def spans(run: Run) -> list[Span]:
 
 
 def _trainer(run: Run) -> Iterator[Span]:
-    """A step's row is written at its end: wait, then update, then publish."""
+    """A step's row is written at its end: wait, then update, then sync."""
     for row in run.steps:
-        publish, update = row.get("publish/s", 0.0), row.get("train/update_s", 0.0)
+        sync, update = row.get("weight_sync/s", 0.0), row.get("train/update_s", 0.0)
         wait, end = row.get("wait/batch_s", 0.0), row["time"]
-        edges = [end - publish - update - wait, end - publish - update, end - publish, end]
-        for what, start, stop in zip((WAIT, UPDATE, PUBLISH), edges[:-1], edges[1:], strict=True):
+        edges = [end - sync - update - wait, end - sync - update, end - sync, end]
+        for what, start, stop in zip(
+            (WAIT, UPDATE, WEIGHT_SYNC), edges[:-1], edges[1:], strict=True
+        ):
             if stop > start:
                 yield Span(TRAINER, what, start, stop)
 
@@ -52,8 +56,8 @@ def _generators(run: Run) -> Iterator[Span]:
     for row in run.rows:
         busy, idle = row.get("generator/busy_s"), row.get("generator/idle_s")
         if busy is not None and idle is not None and busy + idle > 0:
-            start = row["time"] - busy - idle
-            yield Span(row["source"], "generates", start, row["time"], busy / (busy + idle))
+            start = row["time"] - (busy + idle) / row.get(REPORTING, 1)
+            yield Span(GENERATORS, "generates", start, row["time"], busy / (busy + idle))
 
 
 def _evaluations(run: Run) -> Iterator[Span]:

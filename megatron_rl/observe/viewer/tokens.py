@@ -65,7 +65,7 @@ def load_decoder(model: Path) -> Decoder | None:
 
 def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
     """Raises InputError where the generator's arrays are missing or do not fit."""
-    if record.words is None or not place.path.with_suffix(".int32").exists():
+    if record.words is None:
         raise InputError("recorded without token ids (queue.record_tokens = false)")
     _, token_ids, logprobs = read_arrays(record, place.path)
     versions = np.empty(len(token_ids), np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
-from megatron_rl.protocol.rollout_files import read_file, rollout_files
+from megatron_rl.protocol.rollout_files import WORDS, read_file, rollout_files
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import (
     ChatMessage,
@@ -54,6 +54,8 @@ class RewardedExample(msgspec.Struct, frozen=True):
     reward: float
     task: str = "math"
     """Whose system prompt it gets, as in reinforcement learning."""
+    is_program: bool = False
+    """Of the task code: the response is a program that reads standard input, not a function."""
 
     @property
     def messages(self) -> list[ChatMessage]:
@@ -65,7 +67,11 @@ class RewardedExample(msgspec.Struct, frozen=True):
     @property
     def key(self) -> tuple:
         """The same for the SFT examples of a group."""
-        return (self.task, *((message.role, message.content) for message in self.messages))
+        return (
+            self.task,
+            self.is_program,
+            *((message.role, message.content) for message in self.messages),
+        )
 
 
 def folder_of_datasets(run_dir: Path) -> Path:
@@ -122,6 +128,8 @@ def check_tokens(config: Config) -> None:
         files = [file for file in rollout_files(folder) if file.step is not None]
         if not files:
             raise InputError(f"replay.runs: {folder} holds no rollouts of training steps")
+        # Those of old steps may be thinned.
+        files = [file for file in files if file.path.with_suffix(WORDS).exists()] or files
         for record, _ in zip(read_file(files[0]), range(_COMPARED), strict=False):
             if renderer.decode(record.token_ids.tolist()) != record.text:
                 raise InputError(
@@ -195,7 +203,9 @@ def _group(
     for index, example in enumerate(examples):
         response = renderer.render_response(example.response)
         try:
-            prompt_ids = renderer.render(example.messages, len(response), task=example.task)
+            prompt_ids = renderer.render(
+                example.messages, len(response), task=example.task, is_program=example.is_program
+            )
         except RenderError as error:
             refusals[str(error)] += 1
             continue

@@ -16,7 +16,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.epochs import ShuffledEpochs
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.questions import normalized
-from megatron_rl.protocol.rollout_files import rollout_files
+from megatron_rl.protocol.rollout_files import TokensThinned, rollout_files
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.replay.datasets import folder_of_datasets
@@ -59,7 +59,8 @@ class StoredReplay:
             raise InputError(
                 "replay.runs and replay.datasets hold no group to train on; left out were "
                 f"{dict(stored.left_out)} groups (zero_variance: equal rewards, which "
-                "algorithm.zero_variance_groups='keep' trains on)"
+                "algorithm.zero_variance_groups='keep' trains on; tokens_thinned: removed by "
+                "queue.keep_tokens_of_steps of their run)"
             )
         self._groups, self._count = stored.groups, count
         self._epochs = ShuffledEpochs(len(stored.groups), f"{seed}/replay")
@@ -101,7 +102,11 @@ class BufferReplay:
         found: list[StoredGroup] = []
         files = [f for f in rollout_files(self._run_dir) if f.step is not None and f.step < step]
         for file in reversed([file for file in files if not file.is_dropped]):
-            found = [*read_groups(file), *found]
+            try:
+                found = [*read_groups(file), *found]
+            except TokensThinned as error:
+                log.warning("the replay buffer is not filled further: %s", error)
+                break
             if len(found) >= (self._groups.maxlen or 0):
                 break
         self._groups.extend(group.load(keeps_versions=True) for group in found)

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import (
     WORDS,
     RolloutFile,
     RolloutRecord,
+    TokensThinned,
+    missing_words,
     read_arrays,
     read_records,
     rollout_files,
+    without_texts,
 )
 from megatron_rl.protocol.types import (
     Prompt,
@@ -36,6 +37,8 @@ TOO_LONG = "too_long"
 """Why a group is left out of which a sequence has no place in the context."""
 HELD_OUT = "held_out"
 """Why a group is left out whose question is an evaluation's."""
+THINNED = "tokens_thinned"
+"""Why a group is left out whose token ids were removed: queue.keep_tokens_of_steps."""
 UNSCORED = "unscored"
 """Why a group is left out of which no completion has a reward."""
 
@@ -113,7 +116,12 @@ class StoredGroups:
         if not files:
             raise InputError(f"{run_dir} holds no rollouts of training steps to replay")
         for file in files:
-            for group in read_groups(file):
+            try:
+                groups = list(read_groups(file))
+            except TokensThinned:
+                groups = []
+                self.left_out[THINNED] += len({r.group for r in read_records(file.path)})
+            for group in groups:
                 reason = _reason_to_leave_out(
                     group, context_tokens, drops_zero_variance=drops_zero_variance
                 )
@@ -132,24 +140,21 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
     """
     members: defaultdict[int, list[RolloutRecord]] = defaultdict(list)
     questions: dict[int, str] = {}
+    has_words = file.path.with_suffix(WORDS).exists()
     for line, record in enumerate(read_records(file.path), 1):
-        if record.words is None or not file.path.with_suffix(WORDS).exists():
+        if record.words is None:
             raise InputError(
-                f"{file.path}:{line} has no token ids beside it: it was recorded with "
+                f"{file.path}:{line} has no token ids: it was recorded with "
                 "queue.record_tokens = false, and cannot be replayed"
             )
-        members[record.group].append(_without_texts(record))
+        if not has_words:
+            raise missing_words(file.path, f"{file.path}:{line}")
+        members[record.group].append(without_texts(record))
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
         # Its group went on without what was dropped alone.
         kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
-
-
-def _without_texts(record: RolloutRecord) -> RolloutRecord:
-    return msgspec.structs.replace(
-        record, problem="", text="", answer="", prompt_tail="", detail="", times=None
-    )
 
 
 def _reason_to_leave_out(

@@ -32,7 +32,7 @@ from megatron_rl.trainer.checkpoint.background_save import (
 )
 from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Checkpoints:
         """companion: what is saved beside the trainer's state of a step, on rank 0; what others
         return is ignored.
 
-        control: its collectives may take checkpoint.write_timeout_s.
+        control: its collectives may take expert.checkpoint.write_timeout_s.
         """
         self._cfg = cfg
         self._run_dir = run_dir
@@ -120,8 +120,8 @@ class Checkpoints:
     def save_if_due(self, step: int, trainer: Trainer) -> None:
         """Save after batch number `step` where that is due; the files are written meanwhile.
 
-        Waits for the checkpoint before, at most until checkpoint.write_timeout_s after its start.
-        Raises InputError when a checkpoint could not be written, DeadlineExceeded.
+        Waits for the checkpoint before, at most until expert.checkpoint.write_timeout_s after its
+        start. Raises InputError when a checkpoint could not be written, DeadlineExceeded.
         """
         self.metrics = []
         flight = self._flight
@@ -196,7 +196,7 @@ class Checkpoints:
         if not self._control.all(flight.save.wait(flight.deadline)):
             raise DeadlineExceeded(
                 f"the checkpoint of step {flight.step} was not on the disk within "
-                f"{self._cfg.write_timeout_s:.0f} s (checkpoint.write_timeout_s)"
+                f"{self._cfg.write_timeout_s:.0f} s (expert.checkpoint.write_timeout_s)"
             )
         self._complete(flight)
 

@@ -85,7 +85,8 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
 def build_frozen(backend: Backend, cfg: Config, shape: ModelShape) -> list[torch.nn.Module]:
     """The same without gradients, for a model that is never trained; parameters not yet filled.
 
-    The buffers of parallel.overlap_tensor are the policy's, so it exchanges positions without.
+    The buffers of expert.parallel.overlap_tensor are the policy's, so it exchanges positions
+    without.
     """
     plain = cfg.parallel.model_copy(update={"overlap_tensor": False})
     config = transformer_config(backend, cfg.model_copy(update={"parallel": plain}), shape)
@@ -100,7 +101,8 @@ def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
     """Have every parameter whole on this rank, also where the next forward pass would gather it.
 
     Collective. Call before parameters are read outside a forward pass: with
-    parallel.overlap_parameters an optimizer step leaves each rank with its own part of them new.
+    expert.parallel.overlap_parameters an optimizer step leaves each rank with its own part of them
+    new.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:

@@ -1,4 +1,4 @@
-"""Microbatches of one size (`train.pad_microbatches`): what sequences leave is filled up.
+"""Microbatches of one size (`expert.train.pad_microbatches`): what sequences leave is filled up.
 
 Runs in trainer ranks. Filling positions are sequences of their own, so that no other one sees them,
 and predict nothing: loss, gradients and metrics are those of the sequences.
@@ -52,7 +52,7 @@ def check_fits(tokens: int, positions: int) -> None:
     """Raise InputError for sequences that take more than the positions of a microbatch."""
     if tokens > positions:
         raise InputError(
-            f"train.pad_microbatches=true: sequences of {tokens} tokens do not fit into the "
+            f"expert.train.pad_microbatches=true: sequences of {tokens} tokens do not fit into the "
             f"{positions} positions of a microbatch; raise train.microbatch_tokens to at least "
             f"{tokens}, or leave longer ones out"
         )

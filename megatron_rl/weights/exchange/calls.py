@@ -16,7 +16,7 @@ class Call(msgspec.Struct, frozen=True):
     """What rank 0 tells the senders of one generator."""
 
     receive: Receive | None = None
-    """The transfer that begins; None: the publish to this generator is over."""
+    """The transfer that begins; None: the weight sync to this generator is over."""
     left_s: float = 0.0
     """Until the transfer's deadline."""
 

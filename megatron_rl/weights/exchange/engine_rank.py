@@ -1,4 +1,4 @@
-"""An engine rank's part in publishes: it takes slices, and may pass them on.
+"""An engine rank's part in weight syncs: it takes slices, and may pass them on.
 
 Shared by engines, which call it while they are paused; needs torch and messages alone.
 """

@@ -1,8 +1,8 @@
 """A sender's parameters as plain numbers. Used by trainer ranks; needs torch alone.
 
 A parameter that a library keeps quantised (TransformerEngine's Float8Tensor, with
-`model.fp8_parameters`) says that it has the compute dtype, but `view(torch.uint8)` gives its codes
-without their scales, and any other view of a part of it dequantises all of it.
+`expert.model.fp8_parameters`) says that it has the compute dtype, but `view(torch.uint8)` gives its
+codes without their scales, and any other view of a part of it dequantises all of it.
 """
 
 import threading
@@ -14,8 +14,8 @@ from torch import Tensor
 class PlainParameters(dict[str, Tensor]):
     """Parameters by name: plain ones themselves, quantised ones dequantised when first asked for.
 
-    For one publish: what was dequantised is kept, so that it happens once for all slices and all
-    generators. It takes as much memory as the quantised parameters in their nominal dtype.
+    For one weight sync: what was dequantised is kept, so that it happens once for all slices and
+    all generators. It takes as much memory as the quantised parameters in their nominal dtype.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

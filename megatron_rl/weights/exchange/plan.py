@@ -194,8 +194,8 @@ def _cut(offer: Offer, limit: int) -> Iterator[Offer]:
     rows = max(1, limit // _PIECES // move.columns)
     if move.columns > limit:
         raise ValueError(
-            f"a bucket (weights.bucket_bytes) holds {limit} elements, but one row of {move.source} "
-            f"has {move.columns}: give it more"
+            f"a bucket (expert.weights.bucket_bytes) holds {limit} elements, but one row of "
+            f"{move.source} has {move.columns}: give it more"
         )
     for start in range(0, move.rows, rows):
         piece = move._replace(

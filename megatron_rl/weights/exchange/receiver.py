@@ -114,7 +114,7 @@ class Receiver:
         if self._link is not None:
             self._link.channel.close()
         self._link, self._name = None, ""
-        # Their memory goes back: the next publisher may come much later, or never.
+        # Their memory goes back: the next syncer may come much later, or never.
         self._buffers.drop()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:

@@ -3,7 +3,7 @@
 Runs on the trainer ranks of the copy that serves the generator, in a thread of its own or, over
 NCCL, in one that serves all generators of the rank in turn; and in the ranks of an engine that
 passes weights on (`relay.py`). It uses nothing that another thread uses: store, group and buffers
-are its own, and the parameters do not change before its publish has ended.
+are its own, and the parameters do not change before its weight sync has ended.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Sender:
         """Most memory of buffers that this sender has needed."""
 
     def serve(self, ends: Ends, *, fault: str = "") -> None:
-        """Do what rank 0 calls for until the publish to the generator is over.
+        """Do what rank 0 calls for until the weight sync to the generator is over.
 
         ends: see `outgoing`; of this sender alone. fault: why there is nothing to send; rank 0 then
         calls for no transfer.

@@ -246,7 +246,7 @@ class SharedTransport:
         """Wait for a parcel and give its packets their bytes."""
         self._store.wait([key], timeout)
         location = msgspec.json.decode(self._store.get(key), type=_Location)
-        # No key is used twice; left there, they would pile up in the store with every publish.
+        # No key is used twice; left there, they would pile up in the store with every weight sync.
         self._store.delete_key(key)
         handle = location.handle
         # A half serves many parcels, but is mapped into this process once a transfer.

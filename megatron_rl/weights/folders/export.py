@@ -1,9 +1,9 @@
 """The sharded model as a stream of full Hugging Face tensors. Runs on every trainer rank.
 
-    export_tensors -> (name, tensor) one by one -> bucketed -> what a publisher sends
+    export_tensors -> (name, tensor) one by one -> bucketed -> what a syncer sends
                                                 -> save_hf  -> a folder
 
-A publisher takes any iterator of buckets, so an exchange from shard to shard can take the place of
+A syncer takes any iterator of buckets, so an exchange from shard to shard can take the place of
 `export_tensors` without a change there.
 """
 

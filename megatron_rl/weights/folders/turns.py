@@ -1,8 +1,8 @@
 """Trainer ranks that wait for rank 0 while it does what takes long, such as writing to a disk.
 
 Runs on every trainer rank. A rank that waited in a collective would be ended after
-`train.collective_timeout_s`, on a device by the watchdog of its group; so it waits for a key of the
-store by which the ranks met:
+`expert.train.collective_timeout_s`, on a device by the watchdog of its group; so it waits for a key
+of the store by which the ranks met:
 
 | key | set by | deleted by | says |
 |---|---|---|---|

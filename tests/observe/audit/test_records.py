@@ -97,6 +97,23 @@ def test_sound_records_hold(run_dir: Path) -> None:
     assert looked_at["accuracies are those of recorded completions"] == 1
 
 
+def test_thinned_tokens_are_told_and_break_no_rule(run_dir: Path) -> None:
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text().replace("record_tokens = false", "record_tokens = true"))
+    for name in REWARDS:
+        change_lines(f"rollouts/{name}.jsonl", lambda rows: [r.update(words=[0, 2]) for r in rows])(
+            run_dir
+        )
+    for before, broken in ((1, 2), (2, 0)):
+        (run_dir / "rollouts/tokens_thinned.json").write_text(json.dumps({"before_step": before}))
+        findings = audited(run_dir)
+        # Of step 1 two files are lost, unless it is thinned too.
+        assert sum(rule.broken for name, rule in findings.rules.items() if "ids" in name) == broken
+        assert sum("tokens thinned" in text for text in findings.skipped) == 1
+    assert findings.is_sound
+    assert findings.rules["a reward is the sum of its parts"].looked_at == 10
+
+
 def change_lines(name: str, change: Callable[[list[dict]], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = folder / name

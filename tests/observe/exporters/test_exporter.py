@@ -43,7 +43,7 @@ def test_steps_that_are_taken_again_replace_the_former_ones(tmp_path: Path) -> N
 
 def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     rows = [row("trainer", 1, train__loss=1.0), row("sft", 1, train__loss=2.0)]
-    rows += [row(f"generator-{n}", 1, generator__tokens_per_s=3.0) for n in range(2)]
+    rows.append(row("queue", 1, generator__tokens=3.0))
     write(tmp_path / "metrics.jsonl", rows)
     named = [
         "metrics.wandb_entity=my-team", "metrics.wandb_group=seeds-of-a",
@@ -56,9 +56,9 @@ def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     content = files.read_bytes()
     assert b"train/loss" in content and b"max_staleness" in content
     # One prefix each, and names that several roles write stay apart.
-    for name in (b"sft/loss", b"generator-0/tokens_per_s", b"generator-1/tokens_per_s"):
+    for name in (b"sft/loss", b"generator/tokens"):
         assert name in content
-    for doubled in (b"trainer/train/", b"sft/train/", b"/generator/"):
+    for doubled in (b"trainer/train/", b"sft/train/", b"queue/generator/"):
         assert doubled not in content
     for text in (b"my-team", b"seeds-of-a", b"my-first", b"tag-one", b"tag-two"):
         assert text in content
@@ -77,7 +77,7 @@ def test_a_missing_package_is_told_before_a_run(
 
 
 def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path: Path) -> None:
-    overrides = ["metrics.tensorboard=true", "metrics.poll_s=0.1"]
+    overrides = ["metrics.tensorboard=true", "expert.metrics.poll_s=0.1"]
     (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, *overrides)))
     path = tmp_path / "metrics.jsonl"
     write(path, [row("trainer", 1, train__loss=1.0)])

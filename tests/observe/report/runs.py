@@ -38,7 +38,7 @@ def leave_run(folder: Path) -> Path:
     """Two steps, an evaluation before and after, one generator."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.toml").write_text(dump_toml(load_config(None, [f"run.dir={folder}"])))
-    common = {"train__update_s": 2.0, "publish__s": 0.5}
+    common = {"train__update_s": 2.0, "weight_sync__s": 0.5}
     evaluated = {"source": "queue", "eval/accuracy_se": 0.1, "eval/seconds": 3.0, "eval/n": 4}
     rows = [
         {"time": 103.0, "step": 0, "label": "before", "eval/accuracy": 0.25, **evaluated},
@@ -46,8 +46,8 @@ def leave_run(folder: Path) -> Path:
                  **{"reason__correct": 3, "reason__</script><b>": 1}),
         step_row(2, 114.0, wait__batch_s=1.0, rollout__reward=0.4, **common,
                  **{"queue__groups_dropped_zero_variance": 2}),
-        {"time": 112.0, "source": "generator-0", "step": 1, "generator/busy_s": 3.0,
-         "generator/idle_s": 1.0},
+        {"time": 112.0, "source": "queue", "step": 1, "generator/busy_s": 6.0,
+         "generator/idle_s": 2.0, "generator/reporting": 2},
         {"time": 120.0, "step": 2, "label": "after", "eval/accuracy": 0.75, **evaluated},
         {"time": 121.0, "step": 2, "label": "after.aime", "eval/accuracy": 0.5, **evaluated},
     ]  # fmt: skip

@@ -41,13 +41,13 @@ def test_plots_without_data_are_left_out_and_runs_keep_their_names(tmp_path: Pat
 def test_spans_follow_from_the_ends_of_steps(tmp_path: Path) -> None:
     found = timeline.spans(read(leave_run(tmp_path / "run")))
     trainer = [span for span in found if span.role == "trainer"]
-    # The first row is of 110.0: 0.5 s publish, 2 s update, 1.5 s wait before.
+    # The first row is of 110.0: 0.5 s weight sync, 2 s update, 1.5 s wait before.
     assert trainer[:3] == [
         Span("trainer", "waits", 106.0, 107.5),
         Span("trainer", "update", 107.5, 109.5),
-        Span("trainer", "publish", 109.5, 110.0),
+        Span("trainer", "weight sync", 109.5, 110.0),
     ]
-    assert Span("generator-0", "generates", 108.0, 112.0, 0.75) in found
+    assert Span("generators", "generates", 108.0, 112.0, 0.75) in found
     assert Span("evaluations", "before", 100.0, 103.0) in found
 
 

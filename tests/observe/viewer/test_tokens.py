@@ -56,7 +56,7 @@ def test_each_token_has_its_logprob_and_version(tmp_path: Path, tokenizer: Token
     assert seen.versions == [1] + [2] * (count - 1)
     assert seen.trained is None
     path.with_suffix(".int32").unlink()
-    with pytest.raises(InputError, match="without token ids"):
+    with pytest.raises(InputError, match="which does not exist"):
         view_tokens(place, read_record(place), tokenizer)
 
 

@@ -33,7 +33,7 @@ from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.checkpoint.trainer_state import restore
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_models import PLAIN, write_model
 
@@ -260,9 +260,9 @@ def never_written(cfg: Config) -> str:
 
 
 def test_a_save_that_takes_too_long_ends_the_run(model: Path, tmp_path: Path) -> None:
-    cfg = config(model, tmp_path, "checkpoint.write_timeout_s=0.5")
+    cfg = config(model, tmp_path, "expert.checkpoint.write_timeout_s=0.5")
     [message] = run_ranks(never_written, 1, cfg)
-    assert "step 2 was not on the disk within 0 s (checkpoint.write_timeout_s)" in message
+    assert "step 2 was not on the disk within 0 s (expert.checkpoint.write_timeout_s)" in message
 
 
 def full_disk(cfg: Config) -> list[Any]:

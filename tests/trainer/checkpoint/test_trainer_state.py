@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
@@ -77,9 +78,15 @@ def config(model: Path, *overrides: str) -> Config:
     return load_config(None, [*common, *overrides])
 
 
+def public_key_of(size: str) -> str:
+    """The override of a size of [parallel], such as "tensor=2"."""
+    name, _, value = size.partition("=")
+    return f"{public_key(f'parallel.{name}')}={value}"
+
+
 def splits(*texts: str) -> list[list[str]]:
     """Overrides of each "tensor=2 data=2"."""
-    return [[f"parallel.{size}" for size in text.split()] for text in texts]
+    return [[public_key_of(size) for size in text.split()] for text in texts]
 
 
 def check(model: Path, folder: Path, saved: list[str], resumed: list[list[str]]) -> None:
@@ -106,7 +113,7 @@ def test_a_reference_that_follows_the_policy_and_a_value_are_resumed(
     dense: Path, tmp_path: Path
 ) -> None:
     average = ["algorithm.reference.policy=ema", "algorithm.reference.decay=0.5"]
-    average += ["algorithm.preset=dro", "algorithm.shaping.value_lr=0.5"]
+    average += ["algorithm.preset=dro", "expert.algorithm.shaping.value_lr=0.5"]
     held = ["algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.5", *average]
     splits_of_ranks = [[*split, *held] for split in splits("tensor=1", "tensor=2", "pipeline=2")]
     check(dense, tmp_path / "c", held, splits_of_ranks)

@@ -142,5 +142,7 @@ def test_time_for_one_more_test_is_asked_for_where_tests_are_counted() -> None:
     assert Config().verifier.code.timeout_s >= 5 + 2 * (10 + 84)
     pool = {"timeout_s": 190.0, "max_elapsed_s": 400.0}
     given = {"reward": {"code_credit": "proportional"}, "verifier": {"code": pool}}
-    with pytest.raises(ValueError, match="verifier.code.timeout_s=190 is less than the 193 s"):
+    with pytest.raises(
+        ValueError, match="expert.verifier.code.timeout_s=190 is less than the 193 s"
+    ):
         Config.model_validate(given)

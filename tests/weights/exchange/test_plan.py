@@ -34,7 +34,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the trainer's ranks and the engines that it publishes to."""
+    """A model, the trainer's ranks and the engines that it syncs to."""
 
     shape: ModelShape
     world_size: int

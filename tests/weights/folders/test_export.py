@@ -183,7 +183,7 @@ def slow_export(folder: Path, pause_s: float, patience_s: float) -> str:
 
     export.write_tensors = slow
     loaded = load_on_rank(folder, ParallelConfig(tensor=2))
-    # For collectives from here on, as train.collective_timeout_s sets it for all.
+    # For collectives from here on, as expert.train.collective_timeout_s sets it for all.
     distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
     started = time.monotonic()
     try:

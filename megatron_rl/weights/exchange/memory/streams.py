@@ -1,7 +1,7 @@
 """In which order a device does what several threads ask of it. Used by trainer ranks and engines.
 
 A device does what stands in one stream in its order, and streams beside each other. All threads
-begin in the same stream: what a thread of a publish copies there would wait for all that the
+begin in the same stream: what a thread of a weight sync copies there would wait for all that the
 training has queued before. Needs torch alone.
 """
 

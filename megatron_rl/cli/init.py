@@ -1,0 +1,130 @@
+"""`megatron-rl init`: writes a configuration from the answers to five questions."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override
+from megatron_rl.config.paths import is_hub_name
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.launcher.placement import listed_gpus, place
+from megatron_rl.protocol.whole_file import write_whole
+
+app = plain_app()
+_QUESTIONS = {
+    "model": "Model: a folder with config.json, or a name of the Hugging Face Hub",
+    "data": "Data: a file or folder of questions and answers, or a name of the Hub",
+    "task": f"Task: one of {', '.join(RewardConfig().all_tasks)}",
+    "gpus": "GPUs of this node that the run may use (0: CPU cores alone)",
+    "steps": "Training steps",
+}
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """What `init` is given; what is missing, it asks for."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file to write")] = Path(
+        "my.toml"
+    )
+    model: Annotated[str | None, typer.Option(help="model folder, or a name of the Hub")] = None
+    data: Annotated[str | None, typer.Option(help="data file or folder, or a Hub name")] = None
+    task: Annotated[str | None, typer.Option(help="task of the questions, such as math")] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs of this node; 0: CPU cores")] = None
+    steps: Annotated[int | None, typer.Option(help="training steps")] = None
+
+
+@command(app, "init", "Write a configuration: answers to five questions.")
+def init(options: InitOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input; nothing is written)."""
+    if options.file.exists():
+        raise InputError(f"{options.file} exists: name another file, or remove it")
+    answers = _answers(options)
+    gpus, steps = _whole(answers, "gpus", least=0), _whole(answers, "steps", least=1)
+    text = configuration(answers["model"], answers["data"], answers["task"], gpus, steps)
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    partial = options.file.with_name(f"{options.file.name}.partial")
+    partial.write_text(text)
+    try:
+        config = load_config(partial, [override("run.dir", "runs/mine")])
+        if gpus:
+            place(config, nodes=1, gpus_per_node=gpus)
+    finally:
+        partial.unlink()
+    write_whole(options.file, text)
+    card = f"megatron-rl plan {options.file}" if gpus else ""
+    lines = [
+        f"Wrote {options.file}. Next:",
+        *([f"  {card}    # memory and seconds of a step; does it fit?"] if card else []),
+        f"  megatron-rl run --config {options.file} --dry-run    # data, rewards, layout",
+        f"  megatron-rl run --config {options.file}",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _answers(options: InitOptions) -> dict[str, str]:
+    """Each answer as text, asked for where the command line has none. Raises InputError."""
+    given = {name: getattr(options, name) for name in _QUESTIONS}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and not sys.stdin.isatty():
+        raise InputError(f"give {' '.join(f'--{name}' for name in missing)}: nobody can be asked")
+    defaults = {"task": "math", "gpus": str(len(listed_gpus())), "steps": "200"}
+    for name in missing:
+        given[name] = typer.prompt(_QUESTIONS[name], default=defaults.get(name))
+    return {name: str(value) for name, value in given.items()}
+
+
+def _whole(answers: dict[str, str], name: str, *, least: int) -> int:
+    text = answers[name]
+    if not text.isdigit() or int(text) < least:
+        raise InputError(f"{name}={text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> str:
+    """The file's text. gpus: of one node; the trainer and the engines take half of them each."""
+    if task not in RewardConfig().all_tasks:
+        raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
+    parts = [
+        "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
+        override("path", model).replace("=", " = ", 1),
+        "\n[[prompts]]",
+        *_source(data),
+        override("task", task).replace("=", " = ", 1),
+        f"\n[train]\nsteps = {steps}",
+        *_sizes(gpus),
+        '\n[run]\ndir = "runs/mine"\n',
+    ]
+    return "\n".join(parts)
+
+
+def _source(data: str) -> list[str]:
+    if is_hub_name(data) and not Path(data).expanduser().exists():
+        return ['kind = "hub"', override("name", data).replace("=", " = ", 1)]
+    return [override("path", data).replace("=", " = ", 1)]
+
+
+def _sizes(gpus: int) -> list[str]:
+    """Batch, lengths and layout: small without a GPU, shared on one, divided on several."""
+    if not gpus:
+        sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
+        return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]
+    lengths = "\n[sampling]\nmax_new_tokens = 3072  # tokens of a completion, at most"
+    lengths += "\n\n[generator]\ncontext_tokens = 4096  # prompt and completion"
+    if gpus == 1:
+        lengths += "\ncolocate = true  # trainer and engine share the GPU"
+        return [lengths, '\n[weights]\nmethod = "ipc"  # as NCCL ranks cannot share a GPU']
+    replicas = gpus // 2
+    return [
+        f"{lengths}\nreplicas = {replicas}  # engines, on a GPU each",
+        f"\n[parallel]\ndata = {gpus - replicas}  # copies of the model in the trainer; "
+        "tensor = 2 and more divides it",
+    ]

@@ -1,0 +1,213 @@
+"""One node of a run: the processes that it starts, and how it watches them.
+
+Used by `run.py`, `nodes.py` and `evaluation/runs/`, in their one thread. A run on one node is a run
+whose first node is the only one.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.backend.environment import (
+    collective_environment,
+    device_of_host,
+    ranks_environment,
+    role_environment,
+)
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.live_view import LiveView
+from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
+from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
+from megatron_rl.launcher.restarts import Restart, RestartRule
+from megatron_rl.launcher.roster import write_restart
+from megatron_rl.launcher.run_folder import CONFIG, FolderLock
+from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's part of the run; a node other than the first tells the first what happens here."""
+
+    config: Config
+    roles: NodeRoles
+    gpus: list[str]
+    """Names of the GPUs that this node lists."""
+    supervisor: Supervisor
+    link: NodeLink
+    number: int = 0
+    """Its place among `count` nodes."""
+    count: int = 1
+    wall_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase so far."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self.config.run.dir
+
+    def role(self, name: str) -> str:
+        """Name of this node's part of a role that several nodes share."""
+        return f"{name}-node-{self.number}" if self.number else name
+
+    def start(
+        self, name: str, module: str, arguments: Sequence[str], *,
+        config_file: str = CONFIG, outlives: str | None = None,
+        restarts: RestartRule | None = None, gpus: range | None = None,
+        is_expendable: bool = False,
+    ) -> None:  # fmt: skip
+        """Start one Python process of the run.
+
+        config_file: in the run folder. gpus: those that it sees, none of them on a node without
+        any; None: it needs no device.
+        """
+        path = str(self.run_dir / config_file)
+        command = [sys.executable, "-m", module, "--config", path, *arguments]
+        environment = role_environment("cpu" if gpus is None else device_of_host(self.gpus))
+        if gpus:
+            environment |= gpu_environment(gpus, self.gpus)
+        self.supervisor.start(
+            name, command, outlives=outlives, restarts=restarts, environment=environment,
+            is_expendable=is_expendable,
+        )  # fmt: skip
+
+    def start_ranks(self, name: str, torchrun: Sequence[str], arguments: Sequence[str]) -> None:
+        """Start this node's trainer ranks. torchrun: its arguments, the ranks' module too."""
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        command += ["--config", str(self.run_dir / CONFIG), *arguments]
+        environment = ranks_environment(
+            device_of_host(self.gpus),
+            self.roles.trainer_ranks,
+            expandable_segments=self.config.has_expandable_segments,
+            deterministic=self.config.train.deterministic,
+        )
+        self.supervisor.start(name, command, environment=environment)
+
+    def wait_for(self, name: str) -> None:
+        """Wait until a role has ended well; its own deadlines bound the wait.
+
+        Returns at once if it was not started here. Raises RoleDied, NodeLost.
+        """
+        while self.supervisor.is_running(name):
+            self.look()
+
+    def look(self) -> None:
+        """Wait a moment, then check this node's roles and the other nodes.
+
+        Raises RoleDied, NodeLost.
+        """
+        time.sleep(POLL_S)
+        for restart in self.supervisor.check():
+            self.record(restart)
+        self.beat()
+        self.supervisor.end_silent(self.link.missing)
+
+    def beat(self) -> None:
+        """Tell the other nodes that this one lives. Raises NodeLost."""
+        replicas = self.supervisor.replicas
+        self.link.given_up = replicas.given_up
+        self.link.exchange(time.monotonic())
+        replicas.given_up_elsewhere = self.link.given_up_elsewhere
+
+    def record(self, restart: Restart) -> None:
+        """Tell the first node of a role that was started again."""
+        assert isinstance(self.link, OtherNodeLink)
+        self.link.tell_restart(restart)
+
+    def show(self, text: str) -> None:
+        """Say what this node does now."""
+        log.info("%s", text)
+
+    @contextmanager
+    def phase(self, name: str, text: str) -> Iterator[None]:
+        """Show a phase, and add its seconds to `wall_s[name]`."""
+        started = time.monotonic()
+        self.show(text)
+        yield
+        self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - started
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstNode(Node):
+    """The first node, which shows and records how the run goes."""
+
+    link: FirstNodeLink
+    view: LiveView
+    lock: FolderLock
+    """Of the run folder."""
+
+    def look(self) -> None:
+        """As on every node; then show what is new. Raises FolderTaken too."""
+        super().look()
+        for restart in self.link.take_restarts():
+            self.record(restart)
+        self.view.refresh(self.supervisor.roles)
+        self.link.missing = list(self.view.roster.missing)
+        self.lock.heartbeat.check()
+
+    def record(self, restart: Restart) -> None:
+        """Write a row about a role of any node that was started again."""
+        write_restart(self.run_dir, self.view.last_step, restart)
+
+    def show(self, text: str) -> None:
+        """Say what the run does now."""
+        super().show(text)
+        self.view.enter_phase(text)
+        self.lock.heartbeat.phase = text
+
+
+@contextmanager
+def first_node(
+    config: Config, console: Console, lock: FolderLock, *,
+    nodes: int = 1, roles: NodeRoles | None = None,
+) -> Iterator[FirstNode]:  # fmt: skip
+    """The first node of a run; its processes end when the context is left.
+
+    roles: None: all of the run's. Raises InputError when they do not fit.
+    """
+    gpus, started = listed_gpus(), time.monotonic()
+    roles = roles or only_node(config, gpus)
+    # The view closes last, so that it still shows what the children wrote at their end; the link
+    # first, so that other nodes hear of an error before this one ends its processes.
+    with (
+        LiveView(config, console) as view,
+        _supervisor(config, inherited=(lock.descriptor,)) as supervisor,
+        FirstNodeLink(config, nodes) as link,
+    ):
+        # An earlier launcher has shown the rows that are there.
+        view.skip_rows()
+        node = FirstNode(
+            config, roles, gpus, supervisor, count=nodes, link=link, view=view, lock=lock
+        )
+        is_done = False
+        try:
+            yield node
+            is_done = True
+        finally:
+            if not is_done:
+                view.enter_phase("ending all processes of the run")
+    node.wall_s["total"] = time.monotonic() - started
+
+
+@contextmanager
+def other_node(config: Config, roles: NodeRoles, *, number: int, nodes: int) -> Iterator[Node]:
+    """A node that does what the first one says; its processes end when the context is left."""
+    with (
+        _supervisor(config) as supervisor,
+        OtherNodeLink(config, number, nodes) as link,
+    ):
+        yield Node(config, roles, listed_gpus(), supervisor, link, number, nodes)
+
+
+def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:
+    environment = collective_environment(
+        config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
+    )
+    return Supervisor(config.run.dir / "logs", extra_environment=environment, inherited=inherited)

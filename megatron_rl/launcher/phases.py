@@ -1,0 +1,322 @@
+"""The phases of a run: which there are, and what one node does in each.
+
+Used by `run.py`, `nodes.py` and `evaluation/runs/`, in their one thread. The first node leads, the
+others follow (`node_link.py`); on one node nobody follows.
+
+| phase        | runs                                                                            |
+|--------------|---------------------------------------------------------------------------------|
+| cold start   | sft ranks, on the nodes of the trainer; where a choice or an evaluation follows |
+| evaluation   | queue, generators, verifiers, on a model folder that nobody trains              |
+| training     | these, trainer ranks and scorer; before them the cold start, without a choice   |
+| SFT baseline | sft ranks                                                                       |
+| end          | nothing                                                                         |
+
+A phase ends on the first node when its queue has ended, or its own ranks have. Each node then ends
+what is left of its processes, and the next phase begins when all have. A generator, verifier or
+scorer that dies is started again (`restarts.py` says when); the death of any other role ends the
+run.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.backend.environment import address_towards
+from megatron_rl.config.files import override
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.cold_start import (
+    begin_with,
+    choose_model,
+    cold_start_folder,
+    first_model,
+    is_due,
+    is_evaluated,
+    is_trained,
+)
+from megatron_rl.launcher.node import FirstNode, Node
+from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
+from megatron_rl.launcher.placement import EngineNode, NodeRoles
+from megatron_rl.launcher.ports import check_engine_ports
+from megatron_rl.launcher.restarts import (
+    follower_rule,
+    generator_rule,
+    scorer_rule,
+    verifier_rule,
+)
+from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
+from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
+from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
+from megatron_rl.protocol.process import verifier_name
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+QUEUE = "queue"
+TRAINER = "trainer"
+SFT = "sft"
+SCORER = "scorer-0"
+# Over expert.eval.timeout_s: the queue itself gives up first and says why.
+_EVAL_MARGIN_S = 60.0
+# After the queue has ended, the roles that it told to stop have this long to close.
+_END_S = 60.0
+# A shared file system shows one node within this time what another one has written.
+_VISIBLE_S = 120.0
+
+log = logging.getLogger(__name__)
+
+
+def lead(own: FirstNode, *, is_resumed: bool) -> None:
+    """All phases, in order, as the first node decides them."""
+    config = own.config
+    is_first = is_due(config, is_resumed=is_resumed)
+    if is_first and (config.sft.candidates or not config.train.steps):
+        if not is_trained(config):
+            _begin(own, PhaseKind.COLD_START)
+        if config.sft.candidates:
+            _choose(own)
+    model = str(first_model(config, is_resumed=is_resumed))
+    if config.train.steps:
+        is_first = is_due(config, is_resumed=is_resumed)
+        _begin(own, PhaseKind.TRAINING, model=model, has_cold_start=is_first)
+        # The SFT baseline takes as many tokens as reinforcement learning took.
+        if config.sft.baseline:
+            _begin(own, PhaseKind.SFT_BASELINE, model=model)
+            if config.eval.is_wanted:
+                _evaluate(own, SFT_BASELINE, "sft_baseline_evaluation")
+    elif config.eval.is_wanted:
+        _evaluate(own, "before", "evaluation", model)
+    own.link.end_run(own.look)
+
+
+def follow(own: Node) -> None:
+    """All phases, as the first node says."""
+    assert isinstance(own.link, OtherNodeLink)
+    while (phase := own.link.next_phase(own.look)).kind != PhaseKind.END:
+        _take_part(own, phase)
+
+
+def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> None:
+    """Evaluate the configured model, on this node alone; arguments: more of the queue's."""
+    wanted = RunPhase(0, PhaseKind.EVALUATION, label=label, model=str(own.config.model.path))
+    phase = own.link.begin(wanted, own.look)
+    with own.phase("evaluation", f"evaluation {label}"):
+        _take_part(own, phase, arguments)
+
+
+def _begin(
+    own: FirstNode, kind: PhaseKind, *, label: str = "", model: str = "",
+    has_cold_start: bool = False,
+) -> None:  # fmt: skip
+    wanted = RunPhase(0, kind, label=label, model=model, has_cold_start=has_cold_start)
+    phase = own.link.begin(wanted, own.look)
+    log.info("phase %d: %s %s", phase.number, kind, label)
+    _take_part(own, phase)
+
+
+def _evaluate(own: FirstNode, label: str, name: str, model: str = "") -> None:
+    """Evaluate a model; model: its folder, by default the one of that label."""
+    with own.phase(name, f"evaluation of {label}"):
+        folder = model or str(own.run_dir / "hf" / label)
+        _begin(own, PhaseKind.EVALUATION, label=label, model=folder)
+
+
+def _choose(own: FirstNode) -> None:
+    """Evaluate the models that the cold start exported, and begin with the most accurate one."""
+    config = own.config
+    for step in config.sft.candidates:
+        if not is_evaluated(config, step):
+            _evaluate(own, candidate_name(step), "cold_start_choice")
+    begin_with(config, choose_model(config), after_file=own.beat)
+
+
+def _take_part(own: Node, phase: RunPhase, arguments: Sequence[str] = ()) -> None:
+    """What this node does in a phase, until nothing of it runs here."""
+    if own.number == 0 and own.config.metrics.is_on:
+        own.start("metrics", "megatron_rl.observe.exporters.worker", [], is_expendable=True)
+    match phase.kind:
+        case PhaseKind.COLD_START:
+            _cold_start(own)
+        case PhaseKind.SFT_BASELINE:
+            with own.phase("sft_baseline", "SFT baseline: supervised training continues"):
+                model = override("model.path", phase.model)
+                _tune(own, "sft-baseline", "--sft-baseline", model)
+        case PhaseKind.EVALUATION:
+            _await(own, Path(phase.model))
+            queue = _start_serving(own, phase, arguments)
+            _end_serving(own, queue)
+        case PhaseKind.TRAINING:
+            _train(own, phase)
+        case PhaseKind.END:
+            return
+    own.supervisor.stop()
+
+
+def _cold_start(own: Node) -> None:
+    with own.phase("cold_start", "supervised cold start"):
+        _tune(own, SFT)
+
+
+def _tune(own: Node, name: str, *arguments: str) -> None:
+    """Supervised training with the other nodes of the trainer.
+
+    The collectives of its ranks have deadlines, which bound the wait for them.
+    """
+    if own.roles.trainer_ranks:
+        _start_ranks(own, name, "megatron_rl.trainer.sft", arguments)
+        own.wait_for(own.role(name))
+
+
+def _train(own: Node, phase: RunPhase) -> None:
+    """Reinforcement learning; the engines load during a cold start that comes before it."""
+    after = ["--after", str(cold_start_folder(own.config))] if phase.has_cold_start else []
+    queue = _start_serving(own, phase, after)
+    if phase.has_cold_start:
+        _cold_start(own)
+    with own.phase("rl", "reinforcement learning"):
+        if own.roles.trainer_ranks:
+            _await(own, Path(phase.model))
+            model = [override("model.path", phase.model)]
+            _start_ranks(own, TRAINER, "megatron_rl.trainer.train", model)
+            if own.config.algorithm.needs_scorer:
+                _start_scorer(own, model)
+        own.wait_for(own.role(TRAINER))
+    if own.number or not own.config.eval.is_wanted:
+        _end_serving(own, queue)
+        return
+    with own.phase("last_evaluation", "evaluation after the last step"):
+        _end_serving(own, queue)
+
+
+def _await(own: Node, path: Path) -> None:
+    """Until this node sees what another one has written. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{path} was written, and is not there after {_VISIBLE_S:.0f} s: is the run "
+                "folder on a file system that all nodes share?"
+            )
+        own.look()
+
+
+def _start_ranks(own: Node, name: str, module: str, arguments: Sequence[str]) -> None:
+    torchrun = torchrun_arguments(own.config, own.roles, own.number, module)
+    own.start_ranks(own.role(name), torchrun, arguments)
+
+
+def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str) -> list[str]:
+    """Arguments of torchrun on one node, up to those of the trainer."""
+    # A port each: one node may be at its ranks of RL while another one leaves the cold start.
+    port = config.ports.sft if module.endswith(".sft") else config.ports.torchrun
+    return [
+        f"--nnodes={roles.trainer_nodes}",
+        f"--node-rank={node}",
+        f"--nproc-per-node={roles.trainer_ranks}",
+        f"--master-addr={config.ports.host}",
+        f"--master-port={port}",
+        "-m",
+        module,
+    ]
+
+
+def _start_scorer(own: Node, arguments: Sequence[str]) -> None:
+    """Start the scorer; the trainer waits for it and tells it to end."""
+    rule = scorer_rule(own.config, SCORER, until=TRAINER)
+    own.start(
+        SCORER, "generation.scorer", arguments,
+        outlives=TRAINER, restarts=rule, gpus=own.roles.scorer,
+    )  # fmt: skip
+
+
+def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
+    """Start queue, engines and verifier of this node; returns the queue's name.
+
+    arguments: more of the queue's. In training the engines take weights at the first weight sync.
+    """
+    label, file = phase.label, CONFIG
+    suffix, only = "", list[str]()
+    if label:
+        suffix, only = f"-{label}", ["--evaluate-only", label]
+        file = _evaluation_file(own, label, Path(phase.model))
+    queue = f"{QUEUE}{suffix}"
+    is_first = own.number == 0
+    if is_first:
+        queue_arguments = [*only, *arguments]
+        own.start(queue, "megatron_rl.rollout_queue.server", queue_arguments, config_file=file)
+    parts = own.roles.engine_nodes
+    leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
+    check_engine_ports(own.config, leads)
+    outlives, until = queue if is_first else None, queue if label else TRAINER
+    for index, gpus in own.roles.engines.items():
+        part = own.roles.engine_nodes.get(index)
+        name, module, given = engine_command(own.config, index, part)
+        role, rule_of = f"{name}{suffix}", generator_rule if part is None else follower_rule
+        if part is not None and part.rank == 0:
+            rule_of = generator_rule
+        own.start(
+            role, module, given, config_file=file, outlives=outlives, gpus=gpus,
+            restarts=rule_of(own.config, name, role=role, until=until),
+        )  # fmt: skip
+    name = verifier_name(own.number)
+    role = f"{name}{suffix}"
+    rule = verifier_rule(own.config, name, role=role, until=queue, replicas=own.count)
+    own.start(
+        role, "verification.worker", ["--index", str(own.number)], config_file=file,
+        outlives=outlives, restarts=rule,
+    )  # fmt: skip
+    return queue
+
+
+def _evaluation_file(own: Node, label: str, model: Path) -> str:
+    """Name of the evaluation's configuration, which the first node writes."""
+    name = f"config.{label}.toml"
+    if own.number == 0:
+        write_evaluation_config(own.config, label, model)
+    else:
+        _await(own, own.run_dir / name)
+    return name
+
+
+def engine_command(
+    config: Config, index: int, node: EngineNode | None
+) -> tuple[str, str, list[str]]:
+    """Name, module and arguments of the role that runs an engine, or a node's part of one."""
+    name, arguments = f"generator-{index}", ["--index", str(index)]
+    if node is None:
+        return name, "generation.worker", arguments
+    arguments += ["--nodes", str(node.count)]
+    if node.rank:
+        part = ["--node", str(node.rank)]
+        return f"{name}-node-{node.rank}", "generation.follower", [*arguments, *part]
+    address = address_towards(config.ports.host)
+    return name, "generation.worker", [*arguments, "--address", address]
+
+
+def eval_limit_s(config: Config) -> float:
+    """Within which all that is evaluated must be done; the queue itself gives up first."""
+    return config.generator.start_timeout_s + config.eval.all_timeout_s + _EVAL_MARGIN_S
+
+
+def _end_serving(own: Node, queue: str) -> None:
+    """Wait for the end of the queue, then for the roles that it told to stop.
+
+    Raises RoleDied, NodeLost, DeadlineExceeded.
+    """
+    started, ends_at, limit_s = time.monotonic(), None, eval_limit_s(own.config)
+    while running := [
+        name
+        for name, role in own.supervisor.roles.items()
+        if own.supervisor.is_running(name) and not role.is_expendable
+    ]:
+        own.look()
+        now = time.monotonic()
+        if queue in running and now - started > limit_s:
+            raise DeadlineExceeded(f"{queue} has not ended after {limit_s:.0f} s")
+        link = own.link
+        if isinstance(link, FirstNodeLink) and not link.is_ending and queue not in running:
+            link.end_phase()
+        if not link.is_ending:
+            continue
+        ends_at = ends_at or now + _END_S
+        if now > ends_at:
+            log.warning("%s did not end within %.0f s of the queue", ", ".join(running), _END_S)
+            return

@@ -1,0 +1,130 @@
+"""What generators do, as rows of the metrics: one row about all of them, however many there are.
+
+Used by the rollout queue, which hears their figures with each heartbeat. The files that a run
+appends to for weeks thus grow with time alone.
+
+| value                        | meaning                                                          |
+|------------------------------|------------------------------------------------------------------|
+| `generator/busy_s`, `idle_s` | seconds with and without a completion to work on, all together   |
+| `generator/tokens`           | tokens of the completions that were finished, all together       |
+| `generator/running`          | completions in flight, all together; `_max`: in one generator    |
+| `generator/reporting`        | generators that the row is about                                 |
+| `generator/idle_share_max`   | idle share of the most idle generator                            |
+| `generator/busy_tokens_per_s_min` | tokens a busy second of the slowest one; `generator/slowest` |
+| `generator/unfinished_s_max` | seconds for which one has had work and finished nothing;         |
+|                              | `generator/longest_unfinished` names it                          |
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_rl.protocol.generator_messages import EngineActivity
+
+REPORTING, TOKENS = "generator/reporting", "generator/tokens"
+SLOWEST, SLOWEST_TOKENS_PER_S = "generator/slowest", "generator/busy_tokens_per_s_min"
+UNFINISHED, UNFINISHED_S = "generator/longest_unfinished", "generator/unfinished_s_max"
+_ROW_S, _LATE_ROW_S = 5.0, 60.0
+_LATE_S = 600.0
+
+Row = dict[str, float | int | str]
+
+
+@dataclass
+class _Generator:
+    session: int
+    finished_at: float
+    """When it last finished a completion, or had none to work on."""
+    last: EngineActivity = field(default_factory=EngineActivity)
+    told: EngineActivity = field(default_factory=EngineActivity)
+    """Its figures at the last row."""
+
+
+class GeneratorRows:
+    """Adds up the figures of all generators; gives a row when one is due. Pure."""
+
+    def __init__(self) -> None:
+        self._generators: dict[str, _Generator] = {}
+        self._began_at: float | None = None
+        self._row_at = 0.0
+
+    def note(self, name: str, session: int, activity: EngineActivity, now: float) -> None:
+        """Take in a heartbeat: sums since the session began, so that a lost one loses nothing."""
+        if self._began_at is None:
+            self._began_at, self._row_at = now, now
+        known = self._generators.get(name)
+        if known is None or known.session != session:
+            known = self._generators[name] = _Generator(session, now)
+        if activity.tokens > known.last.tokens or not activity.running:
+            known.finished_at = now
+        known.last = activity
+
+    def take_row(self, alive: Iterable[str], now: float, *, is_last: bool = False) -> Row | None:
+        """What happened since the last row; None when none is due. alive: who is still there."""
+        if self._began_at is None or not (is_last or now - self._row_at >= self._interval_s(now)):
+            return None
+        self._row_at = now
+        row = _summed({name: _since_row(one) for name, one in self._generators.items()})
+        if row:
+            row |= self._longest_unfinished(set(alive), now)
+        for one in self._generators.values():
+            one.told = one.last
+        return row or None
+
+    def _interval_s(self, now: float) -> float:
+        assert self._began_at is not None
+        return _ROW_S if now - self._began_at < _LATE_S else _LATE_ROW_S
+
+    def _longest_unfinished(self, alive: set[str], now: float) -> Row:
+        working = [
+            (one.finished_at, name)
+            for name, one in self._generators.items()
+            if one.last.running and name in alive
+        ]
+        if not working:
+            return {UNFINISHED_S: 0.0}
+        since, name = min(working)
+        return {UNFINISHED_S: round(now - since, 1), UNFINISHED: name}
+
+
+def _since_row(one: _Generator) -> EngineActivity:
+    last, told = one.last, one.told
+    return EngineActivity(
+        last.idle_s - told.idle_s, last.busy_s - told.busy_s, last.tokens - told.tokens,
+        last.running,
+    )  # fmt: skip
+
+
+def _summed(found: dict[str, EngineActivity]) -> Row:
+    """Sums and extremes over generators; {} where none had weights to generate with."""
+    counted = {name: one for name, one in found.items() if one.idle_s + one.busy_s > 0}
+    if not counted:
+        return {}
+    ones = counted.values()
+    row: Row = {
+        "generator/busy_s": round(sum(one.busy_s for one in ones), 3),
+        "generator/idle_s": round(sum(one.idle_s for one in ones), 3),
+        TOKENS: sum(one.tokens for one in ones),
+        "generator/running": sum(one.running for one in ones),
+        "generator/running_max": max(one.running for one in ones),
+        REPORTING: len(counted),
+        "generator/idle_share_max": round(
+            max(one.idle_s / (one.idle_s + one.busy_s) for one in ones), 3
+        ),
+    }
+    speeds = [(one.tokens / one.busy_s, name) for name, one in counted.items() if one.busy_s]
+    if speeds:
+        speed, name = min(speeds)
+        row |= {SLOWEST_TOKENS_PER_S: round(speed, 1), SLOWEST: name}
+    return row
+
+
+def generators_text(row: Row) -> str:
+    """One line about a row, for people; "" for another row."""
+    if REPORTING not in row:
+        return ""
+    parts = [f"{row[REPORTING]} generators, {row['generator/running']} completions in flight"]
+    if SLOWEST in row:
+        parts.append(f"slowest {row[SLOWEST]} ({row[SLOWEST_TOKENS_PER_S]:,.0f} tok/s)")
+    if UNFINISHED in row:
+        parts.append(f"{row[UNFINISHED]} has finished nothing for {row[UNFINISHED_S]:.0f} s")
+    return ", ".join(parts)

@@ -1,0 +1,60 @@
+"""What trainer ranks agree on while they sync or save: values, and whether all succeeded.
+
+Runs on every trainer rank, in its main thread, over one group for host memory.
+"""
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Control:
+    """A small channel over all trainer ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """group: of all trainer ranks, for tensors in host memory."""
+        self._group = group
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def share(self, value: Any, kind: type[T]) -> T:
+        """Rank 0's value on every rank; what the others give is ignored."""
+        frame = msgspec.msgpack.encode(value) if self.rank == 0 else b""
+        size = torch.tensor([len(frame)])
+        dist.broadcast(size, src=0, group=self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self._group)
+        return msgspec.msgpack.decode(payload.numpy().tobytes(), type=kind)
+
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """The values of all ranks, in their order, on every rank."""
+        frame = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(frame)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(frame)] = frame
+        frames = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(frames, padded, group=self._group)
+        return [
+            msgspec.msgpack.decode(frame[: int(size)].numpy().tobytes(), type=kind)
+            for frame, size in zip(frames, sizes, strict=True)
+        ]
+
+    def all(self, is_good: bool, timeout_s: float = 0.0) -> bool:
+        """Whether it is good on every rank.
+
+        timeout_s: how long to wait for the other ranks; 0: as long as the group allows. Raises
+        RuntimeError (torch's own) when it has passed.
+        """
+        flag = torch.tensor([int(is_good)])
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        work.wait(timedelta(seconds=timeout_s))
+        return bool(flag)

@@ -1,0 +1,350 @@
+"""Rank 0's conversation with one generator and with the ranks that send to it.
+
+A weight sync to a generator is an iterator of single looks, so that one thread leads the
+conversations with all generators at once (`lead`): each goes on when what it waits for is there.
+
+The ranks that send are those of a copy of the model, or of another generator's engine that passes
+the version on. Where that goes wrong but the receiving engine is idle again, the generator is
+passed over instead of dropped: the copy serves it in a weight sync of its own.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+import msgspec
+
+from megatron_rl.protocol.types import Fence, PassOn, Pause, Receive, Resume
+from megatron_rl.weights.exchange.calls import (
+    ENGINE_MARGIN_S,
+    Call,
+    call_key,
+    failed_key,
+    gives_key,
+    prepared_key,
+)
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.receiver import Report
+from megatron_rl.weights.sync.course import Course
+from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.settings import ATTEMPTS, ExchangeSettings
+
+log = logging.getLogger(__name__)
+
+GLANCE_S = 0.004
+"""Between two looks into a store."""
+LONGEST_POLL_S = 0.02
+
+
+class RelayFailed(RuntimeError):
+    """A generator did not pass the version on; the one that waited for it is idle."""
+
+
+class Desk:
+    """What rank 0 keeps for one generator: the store, and the count of calls and transfers."""
+
+    def __init__(
+        self,
+        member: Member,
+        plan: Plan,
+        *,
+        source: str,
+        name: str,
+        settings: ExchangeSettings,
+    ) -> None:
+        """source: who serves it, see `Relays`. name: of the group."""
+        self.member, self.name, self._settings = member, name, settings
+        self._senders, self._source = plan.senders, source
+        self._course = Course({}, {})
+        """Of the weight sync that is going on."""
+        self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
+        self._attempts = self._calls = 0
+        self._old_keys: list[str] = []
+        self.has_served = False
+        """Whether it has taken a version: then its group is formed."""
+        # Before any Receive names this store: an engine rank reads its plan as soon as it is there.
+        for rank in self._engine_ranks:
+            self._store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
+        if source:
+            for rank in range(self._senders):
+                self._store.set(gives_key(rank), msgspec.json.encode(plan.of_sender(rank)))
+
+    @property
+    def port(self) -> int:
+        """Of the store."""
+        return self._store.port
+
+    @property
+    def _engine_ranks(self) -> range:
+        return range(self._senders, self._senders + self.member.hello.world_size)
+
+    def sync(
+        self, link: GeneratorLink, version: int, outcome: Outcome, course: Course, *, turns: int
+    ) -> Generator[None]:
+        """Bring the generator to the version; how that went is added to the outcome.
+
+        turns: how many generators its senders may serve before they have served this one.
+        """
+        member, self._course = self.member, course
+        old, self._old_keys = self._old_keys, []
+        try:
+            link.begin(member.name, member.hello.session)
+            if self._source:
+                yield from self._ask_source(link, version)
+            yield from self._prepared(link, turns)
+            # All senders have read what was called in the last weight sync.
+            for key in old:
+                self._store.delete_key(key)
+            paused_at = time.monotonic()
+            yield from self._transfers(link, version, outcome)
+            self._call(Call())
+            course.note_held(member.name)
+            outcome.relayed += bool(self._source)
+            yield from self._passing_on(link)
+            # Every engine rank has reported whole parcels: the version may be served.
+            resume = Resume(version)
+            link.tell(member.name, resume)
+            yield from link.awaiting_ack(member.name, resume, self._deadline())
+            outcome.pauses_s.append(time.monotonic() - paused_at)
+            self.has_served = True
+        except RelayFailed as error:
+            outcome.passed_over[member.name] = str(error)
+            course.note_failed(member.name)
+            self._call(Call())
+        except GeneratorLost as error:
+            outcome.failed[member.name] = str(error)
+            course.note_failed(member.name)
+            self._fence(link, str(error))
+            # A second time where the senders know already: this desk is used no more.
+            self._call(Call())
+
+    def _ask_source(self, link: GeneratorLink, version: int) -> Iterator[None]:
+        """Wait until it is this generator's turn, and have its source send. Raises RelayFailed."""
+        name, course = self.member.name, self._course
+        yield from link.waiting(
+            name, lambda: course.is_turn(name), self._last(), f"{self._source} was not done"
+        )
+        if not course.holds(self._source):
+            raise RelayFailed(f"{name}: {self._source} failed, which was to pass the version on")
+        order = PassOn(
+            address=self._settings.host,
+            port=self.port,
+            group_name=self.name,
+            version=version,
+            deadline_s=self._settings.deadline_s,
+            kept=course.groups_of(self._source),
+        )
+        try:
+            # No wait for its Ack: it obeys in order, so that its Resume comes after this.
+            link.tell(self._source, order)
+        except GeneratorLost as error:
+            raise RelayFailed(f"{name}: {error}") from error
+
+    def _passing_on(self, link: GeneratorLink) -> Iterator[None]:
+        """Wait until the others have the version that this generator passes on."""
+        name, course = self.member.name, self._course
+        if not course.served_by(name):
+            return
+        yield from link.waiting(
+            name, lambda: course.has_passed_on(name), self._last(), "it did not pass it on"
+        )
+
+    def _last(self) -> float:
+        """When every transfer that this one may have to wait for has met its own deadlines."""
+        each_s = (ATTEMPTS + 1) * (self._settings.deadline_s + ENGINE_MARGIN_S)
+        return time.monotonic() + self._course.size * each_s
+
+    def _prepared(self, link: GeneratorLink, turns: int) -> Iterator[None]:
+        keys = [prepared_key(self._calls, rank) for rank in range(self._senders)]
+        self._old_keys += keys
+        ends_at = time.monotonic() + turns * (ATTEMPTS + 1) * self._settings.deadline_s
+        yield from self._before_sending(link, keys, ends_at, "no sender came")
+        faults = [text for key in keys if (text := self._store.get(key).decode())]
+        if faults:
+            raise self._failure(faults[0])
+
+    def _failure(self, reason: str) -> GeneratorLost | RelayFailed:
+        """Of a transfer that has ended at the generator."""
+        reason = f"{self.member.name}: {reason}"
+        if self._source:
+            return RelayFailed(f"{reason} (passed on by {self._source})")
+        return GeneratorLost(reason)
+
+    def _before_sending(
+        self, link: GeneratorLink, keys: list[str], ends_at: float, why: str
+    ) -> Iterator[None]:
+        """Wait for the keys. Raises GeneratorLost, or RelayFailed when the source is lost."""
+
+        def are_there() -> bool:
+            if self._source and self._course.is_lost(self._source):
+                raise RelayFailed(f"{self.member.name}: {self._source} was lost as it passed on")
+            return self._store.check(keys)
+
+        return self._looking(link, are_there, ends_at, why)
+
+    def _transfers(self, link: GeneratorLink, version: int, outcome: Outcome) -> Iterator[None]:
+        name, damaged = self.member.name, 0
+        for _ in range(ATTEMPTS):
+            damaged = yield from self._transfer(link, version, outcome)
+            outcome.damaged += damaged
+            if not damaged:
+                return
+            log.warning("%d damaged parcels at %s: once more", damaged, name)
+        raise self._failure(f"{damaged} parcels arrived damaged, {ATTEMPTS} times")
+
+    def _transfer(
+        self, link: GeneratorLink, version: int, outcome: Outcome
+    ) -> Generator[None, None, int]:
+        """One transfer; its value is the count of damaged parcels. Raises GeneratorLost."""
+        name, ends_at = self.member.name, self._deadline()
+        # Part of each key of this transfer, so that a late answer to an earlier one does not count.
+        self._attempts += 1
+        receive = self._receive(version)
+        yield from self._make_ready(link, receive, ends_at)
+        self._call(Call(receive, ends_at - time.monotonic()))
+        done, failed = self._keys("done", receive), failed_key(receive.attempt)
+
+        def is_over() -> bool:
+            # Where one rank could not send, the reports would not come before the deadline.
+            return self._store.check(done) or self._store.check([failed])
+
+        yield from self._looking(link, is_over, ends_at, "no report came")
+        if not self._store.check(done):
+            raise GeneratorLost(f"{name}: {self._store.get(failed).decode()}")
+        # The engine's call ends after its ranks' reports, and Resume must not come before that.
+        yield from link.awaiting_ack(name, receive, ends_at)
+        return self._read(done, outcome)
+
+    def _make_ready(self, link: GeneratorLink, receive: Receive, ends_at: float) -> Iterator[None]:
+        """Pause the generator and wait until all its ranks can receive. Raises GeneratorLost."""
+        name, ready, go = self.member.name, self._keys("ready", receive), f"go/{receive.attempt}"
+        self._old_keys.append(go)
+        try:
+            # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
+            link.tell(name, Pause())
+            link.tell(name, receive)
+            yield from self._before_sending(link, ready, ends_at, "it is not ready")
+        except (GeneratorLost, RelayFailed):
+            # Ranks of it that are ready wait for `go`, and would do so until their deadline.
+            self._store.set(go, "0")
+            raise
+        refusals = [text for key in ready if (text := self._store.get(key).decode())]
+        self._store.set(go, "0" if refusals else "1")
+        if refusals:
+            raise GeneratorLost(f"{name}: {refusals[0]}")
+
+    def _read(self, done: Sequence[str], outcome: Outcome) -> int:
+        """Take in the engine ranks' reports; how many parcels are damaged. Raises GeneratorLost."""
+        reports = [msgspec.json.decode(self._store.get(key), type=Report) for key in done]
+        outcome.transfers_s.append(max(report.seconds for report in reports))
+        outcome.wire_bytes += sum(report.payload_bytes for report in reports)
+        outcome.peak_bytes = max(outcome.peak_bytes, *(report.peak_bytes for report in reports))
+        if errors := [report.error for report in reports if report.error]:
+            raise self._failure(errors[0])
+        return sum(report.damaged for report in reports)
+
+    def _looking(
+        self, link: GeneratorLink, is_over: Callable[[], bool], ends_at: float, why: str
+    ) -> Iterator[None]:
+        """As `GeneratorLink.waiting`, for what a look into the store costs time."""
+        look_at = 0.0
+
+        def glance() -> bool:
+            nonlocal look_at
+            if time.monotonic() < look_at:
+                return False
+            found = is_over()
+            look_at = time.monotonic() + GLANCE_S
+            return found
+
+        return link.waiting(self.member.name, glance, ends_at, why)
+
+    def _call(self, call: Call) -> None:
+        key = call_key(self._calls)
+        self._old_keys.append(key)
+        self._store.set(key, msgspec.json.encode(call))
+        self._calls += 1
+
+    def _fence(self, link: GeneratorLink, reason: str) -> None:
+        """Its parameters may be half old and half new; nobody waits for it to obey."""
+        try:
+            link.tell(self.member.name, Fence(reason))
+        except GeneratorLost as error:
+            log.info("%s", error)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._settings.deadline_s + ENGINE_MARGIN_S
+
+    def _receive(self, version: int) -> Receive:
+        return Receive(
+            address=self._settings.host,
+            port=self.port,
+            group_name=self.name,
+            backend=self._settings.backend,
+            rank_offset=self._senders,
+            world_size=self._engine_ranks.stop,
+            attempt=self._attempts,
+            version=version,
+            deadline_s=self._settings.deadline_s,
+        )
+
+    def _keys(self, kind: str, receive: Receive) -> list[str]:
+        keys = [f"{kind}/{receive.attempt}/{rank}" for rank in self._engine_ranks]
+        self._old_keys += keys
+        return keys
+
+
+def lead(
+    link: GeneratorLink,
+    desks: Sequence[Desk],
+    version: int,
+    sources: Mapping[str, str],
+    *,
+    grace_s: float | None,
+) -> Outcome:
+    """The conversations with all generators, at the same time.
+
+    sources: who serves each generator, see `Relays`. grace_s: a generator that has taken a version
+    before, and has not taken this one so long after another one did, is dropped; one that waits for
+    a generator to pass it on, so long and a transfer; None: each has its whole deadline.
+    """
+    outcome = Outcome()
+    course = Course(sources, {desk.member.name: desk.name for desk in desks})
+    turns = 1 if grace_s is not None else len(desks)
+    talks = {d.member.name: d.sync(link, version, outcome, course, turns=turns) for d in desks}
+    known = {desk.member.name for desk in desks if desk.has_served}
+    # Looks at many generators take longer than at one.
+    poll_s = min(LONGEST_POLL_S, POLL_S * len(talks))
+    waits_until, passes_on = math.inf, any(sources.values())
+    while talks:
+        link.listen(poll_s)
+        if grace_s is not None and time.monotonic() > waits_until:
+            for name in course.are_late(known & talks.keys()):
+                reason = (
+                    f"{name}: not done {grace_s:g} s after another one (expert.weights.grace_s)"
+                )
+                _give_up(talks[name], reason)
+                # Who passed on to it, or waited for it, goes on only now.
+                waits_until = time.monotonic() + grace_s
+        for name, talk in list(talks.items()):
+            if next(talk, _END) is _END:
+                del talks[name]
+                # Others that end, one after the other, show that the senders are at work.
+                if grace_s is not None and name not in outcome.failed:
+                    longest_s = max(outcome.transfers_s, default=0.0) if passes_on else 0.0
+                    waits_until = time.monotonic() + grace_s + longest_s
+    return outcome
+
+
+def _give_up(talk: Generator[None], reason: str) -> None:
+    """Have a conversation end as it does when its generator is lost."""
+    try:
+        talk.throw(GeneratorLost(reason))
+    except StopIteration:
+        return
+
+
+_END = object()

@@ -1,0 +1,206 @@
+"""Trainer rank 0's conversation with all generators about weights.
+
+ROUTER of the weights endpoint: StartRequest, MayStart, Hello, Release, Reclaim, Pause, Receive,
+JoinGroup, Bucket, Load, Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
+What one generator does or fails to do is raised as `GeneratorLost` and concerns that generator
+alone.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from megatron_rl.protocol.types import (
+    Ack,
+    AnyMessage,
+    Failed,
+    Hello,
+    MayStart,
+    Ping,
+    StartRequest,
+)
+from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.002
+"""Between two looks at whether a wait is over: what is waited for may be a key in a store, of which
+no message tells."""
+PING_S = 0.5
+"""Sending is what notices a socket that is gone: ROUTER sockets report no lost connection."""
+
+
+class GeneratorLost(RuntimeError):
+    """A generator failed, fell silent or restarted during a weight sync; the text says why."""
+
+
+class GeneratorLink:
+    """Who is there, and requests to them."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.peers: dict[str, Hello] = {}
+        """The last Hello of each generator that has not been dropped."""
+        self._sessions: dict[str, int] = {}
+        """Which life of each generator is being served, since `begin`."""
+        self._acks: dict[str, set[str]] = {}
+        self._failures: dict[str, str] = {}
+        self.may_start = True
+        """Whether there is room for engines that ask before they start."""
+        self._starting: dict[str, int] = {}
+        """Generators that were told so and have not said Hello yet, with their session."""
+
+    def listen(self, wait_s: float = 0.0) -> None:
+        """Take in what has arrived; waits for a first message up to wait_s."""
+        while (received := self._receive(wait_s)) is not None:
+            wait_s = 0.0
+            peer, message = received
+            match message:
+                case StartRequest(session):
+                    self._let_start(peer, session)
+                case Hello():
+                    self._greet(peer, message)
+                case Ack():
+                    self._acks.setdefault(peer, set()).add(message.done)
+                case Failed():
+                    self._failures[peer] = f"{message.doing}: {message.reason}"
+
+    def _receive(self, wait_s: float) -> tuple[str, AnyMessage] | None:
+        try:
+            return self._router.receive(wait_s)
+        except WireError as error:
+            # What one generator sends must not end training for the others.
+            if not error.peer:
+                raise
+            return error.peer, Failed("message", str(error))
+
+    def _greet(self, peer: str, hello: Hello) -> None:
+        # A generator that nobody serves repeats its Hello: only another session is another life.
+        known = self.peers.get(peer)
+        if known is not None and known.session != hello.session:
+            self._failures[peer] = "it restarted"
+        self.peers[peer] = hello
+        self._starting.pop(peer, None)
+
+    def _let_start(self, peer: str, session: int) -> None:
+        if self._starting.get(peer, session) != session:
+            # The life that was told so is over.
+            del self._starting[peer]
+        if self.peers.pop(peer, None) is not None:
+            self._failures[peer] = "it restarted"
+        # It asks again and again, so that one that must wait needs no answer.
+        if self.may_start and self._router.send(peer, MayStart()):
+            self._starting[peer] = session
+
+    def await_starts(self, ends_at: float) -> None:
+        """Wait until no engine is starting any more: ready, gone, or given up at `ends_at`."""
+        ping_at = time.monotonic()
+        while self._starting and time.monotonic() < ends_at:
+            if time.monotonic() >= ping_at:
+                for peer in list(self._starting):
+                    if not self._router.send(peer, Ping()):
+                        del self._starting[peer]
+                ping_at = time.monotonic() + PING_S
+            self.listen(POLL_S)
+        for peer in self._starting:
+            log.warning("%s: its engine is not ready, and keeps the memory that it has", peer)
+        self._starting.clear()
+
+    def await_peers(self, number: int, limit_s: float, *, least: int | None = None) -> None:
+        """Wait until so many generators have said Hello, or limit_s has passed.
+
+        least: how many must have by then; None: all. Raises DeadlineExceeded.
+        """
+        ends_at = time.monotonic() + limit_s
+        while len(self.peers) < number and (left_s := ends_at - time.monotonic()) > 0:
+            self.listen(left_s)
+        if (found := len(self.peers)) < number:
+            text = (
+                f"{found} of {number} generators said hello in {limit_s:.0f} s "
+                "(expert.weights.join_timeout_s): see logs/generator-*.log"
+            )
+            if found < (number if least is None else least):
+                raise DeadlineExceeded(text)
+            log.warning("training begins without the others: %s", text)
+
+    def begin(self, peer: str, session: int) -> None:
+        """Serve a generator anew: what it answered to earlier requests no longer counts.
+
+        session: of the Hello that what it is sent was made for. From here on nothing is sent to
+        another life of it, also if its Hello came while another generator was served.
+        """
+        self._forget_answers(peer)
+        self._sessions[peer] = session
+
+    def _forget_answers(self, peer: str) -> None:
+        self._acks.pop(peer, None)
+        self._failures.pop(peer, None)
+
+    def _has_restarted(self, peer: str) -> bool:
+        """Whether the generator said Hello again as another life than the one being served."""
+        hello = self.peers.get(peer)
+        return hello is not None and self._sessions.get(peer, hello.session) != hello.session
+
+    def ask(self, peer: str, message: AnyMessage, ends_at: float) -> None:
+        """Send a message and wait until it is obeyed. Raises GeneratorLost."""
+        self.tell(peer, message)
+        self.await_ack(peer, message, ends_at)
+
+    def tell(self, peer: str, message: AnyMessage) -> None:
+        """Send a message. Raises GeneratorLost when the generator is gone or has restarted."""
+        if self._has_restarted(peer):
+            raise GeneratorLost(f"{peer} failed: it restarted")
+        # An Ack that is still here answered an earlier message of this kind.
+        self._acks.get(peer, set()).discard(type(message).__name__)
+        if not self._router.send(peer, message):
+            raise GeneratorLost(f"{peer} is gone: cannot send {type(message).__name__}")
+
+    def await_ack(self, peer: str, message: AnyMessage, ends_at: float) -> None:
+        """Wait until a message that was sent is obeyed. Raises GeneratorLost."""
+        for _ in self.awaiting_ack(peer, message, ends_at):
+            self.listen(POLL_S)
+
+    def awaiting_ack(self, peer: str, message: AnyMessage, ends_at: float) -> Iterator[None]:
+        """As `await_ack`, but by whoever iterates; see `waiting`."""
+        name = type(message).__name__
+        return self.waiting(
+            peer, lambda: name in self._acks.get(peer, ()), ends_at, f"it did not answer {name}"
+        )
+
+    def wait(self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str) -> None:
+        """Poll until it is over. Raises GeneratorLost on the generator's failure or the deadline.
+
+        ends_at: monotonic time.
+        """
+        for _ in self.waiting(peer, is_over, ends_at, why):
+            # Messages of all generators: what the others say meanwhile is kept for their turn.
+            self.listen(POLL_S)
+
+    def waiting(
+        self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str
+    ) -> Iterator[None]:
+        """One look at an iteration, until it is over; whoever iterates listens in between.
+
+        So several generators can be waited for at once. Raises GeneratorLost as `wait` does.
+        """
+        ping_at = time.monotonic() + PING_S
+        while not is_over():
+            # After the check: an answer that came together with a later failure counts.
+            if peer in self._failures:
+                raise GeneratorLost(f"{peer} failed: {self._failures[peer]}")
+            now = time.monotonic()
+            if now > ends_at:
+                raise GeneratorLost(
+                    f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
+                )
+            if now > ping_at:
+                self.tell(peer, Ping())
+                ping_at = now + PING_S
+            yield
+
+    def drop(self, peer: str) -> None:
+        """Forget a generator; it comes back with its next Hello, which may be here already."""
+        if not self._has_restarted(peer):
+            self.peers.pop(peer, None)
+        self._sessions.pop(peer, None)
+        self._forget_answers(peer)

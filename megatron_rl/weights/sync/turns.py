@@ -1,0 +1,85 @@
+"""Engines on the trainer's GPUs give their memory back while the trainer computes.
+
+Runs on every trainer rank; rank 0 speaks with the generators (Release, Reclaim; StartRequest and
+MayStart of those whose engines are about to take memory). The engines' turn lasts from the
+beginning of a weight sync until the trainer has its next batch.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_rl.protocol.types import AnyMessage, Reclaim, Release
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.conversation import Conversation
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
+
+
+class MemoryTurns:
+    """Whose turn it is."""
+
+    def __init__(
+        self,
+        control: Control,
+        link: GeneratorLink | None,
+        *,
+        deadline_s: float,
+        start_timeout_s: float,
+        free_cache: Callable[[], None],
+    ) -> None:
+        """link: on rank 0 only. start_timeout_s: that an engine's start may take.
+
+        free_cache: gives back what this rank keeps of the memory that it has freed.
+        """
+        self._control, self._link = control, link
+        self._deadline_s, self._start_timeout_s = deadline_s, start_timeout_s
+        self._free_cache = free_cache
+        self.release_s = 0.0
+        self.reclaim_s = 0.0
+        """Seconds that the ranks waited for either, since `pop_seconds`."""
+
+    def pop_seconds(self) -> tuple[float, float]:
+        """Those of `release` and `reclaim` since the last call."""
+        found = self.release_s, self.reclaim_s
+        self.release_s = self.reclaim_s = 0.0
+        return found
+
+    def end_engines_turn(self) -> None:
+        """On rank 0: let no engine start from now on, and wait for those that are starting."""
+        if self._link is not None:
+            self._link.may_start = False
+            self._link.await_starts(time.monotonic() + self._start_timeout_s)
+
+    def begin_engines_turn(self) -> None:
+        """Make room for engines, those that start too. Collective."""
+        self._free_cache()
+        # Every rank has, before an engine needs it.
+        self._control.all(True)
+        if self._link is not None:
+            self._link.may_start = True
+
+    def release(self, members: Sequence[Member]) -> dict[str, str]:
+        """Have the engines give their memory back; those that failed, with the reason. Collective.
+
+        They put their requests back, which go on after the next weight sync.
+        """
+        started = time.monotonic()
+        failed = self._have_all(Release(), members)
+        self.release_s += time.monotonic() - started
+        return failed
+
+    def reclaim(self, members: Sequence[Member]) -> dict[str, str]:
+        """Have them take it again, without its content; those that failed. Collective.
+
+        One that has given nothing back, as its start or the trainer's is new, does nothing.
+        """
+        started = time.monotonic()
+        failed = self._have_all(Reclaim(), members)
+        self.reclaim_s += time.monotonic() - started
+        return failed
+
+    def _have_all(self, message: AnyMessage, members: Sequence[Member]) -> dict[str, str]:
+        outcome = Outcome()
+        if self._link is not None:
+            Conversation(self._link, members, outcome, self._deadline_s).ask(message)
+        return self._control.share(outcome.failed, dict[str, str])

@@ -1,0 +1,62 @@
+"""`megatron-rl init`: what it writes loads, fits the GPUs, and is ten lines."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.cli.init import InitOptions, configuration, init
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher.placement import place
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
+def test_what_is_written_loads_and_fits(gpus: int, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    path = tmp_path / "made" / "my.toml"
+    output = io.StringIO()
+    options = InitOptions(path, "/models/mine", str(tmp_path / "train.jsonl"), "math", gpus, 50)
+    assert init(options, Console(file=output, width=200)) == 0
+    config = load_config(path)
+    assert (config.train.steps, str(config.model.path)) == (50, "/models/mine")
+    assert config.prompts[0].path == tmp_path / "train.jsonl"
+    assert f"run --config {path} --dry-run" in output.getvalue()
+    if gpus:
+        [roles] = place(config, nodes=1, gpus_per_node=gpus)
+        used = {
+            *range(roles.trainer_ranks),
+            *(gpu for one in roles.engines.values() for gpu in one),
+        }
+        assert used == set(range(gpus))
+    keys = [line for line in path.read_text().splitlines() if " = " in line]
+    assert len(keys) <= 10
+    with pytest.raises(InputError, match="my.toml exists: name another file"):
+        init(options, Console(file=output))
+
+
+def test_a_data_set_of_the_hub_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(configuration("Qwen/Qwen3-0.6B", "openai/gsm8k", "math", 0, 3))
+    config = load_config(path)
+    assert (config.prompts[0].kind, config.prompts[0].name) == ("hub", "openai/gsm8k")
+    assert str(config.model.path) == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task": "maths"}, "task 'maths' is none of math, exact"),
+        ({"steps": 0}, "steps='0' is not a whole number of at least 1"),
+        ({"model": None, "gpus": None}, "give --model --gpus: nobody can be asked"),
+    ],
+)
+def test_bad_answers_write_nothing(
+    changed: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    given = {"model": "m", "data": "d", "task": "math", "gpus": 0, "steps": 5} | changed
+    with pytest.raises(InputError, match=message):
+        init(InitOptions(tmp_path / "my.toml", **given), Console(file=io.StringIO()))  # type: ignore[arg-type]
+    assert not (tmp_path / "my.toml").exists()

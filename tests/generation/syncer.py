@@ -1,0 +1,241 @@
+"""The trainer's side of a weight sync, written out in the test's own terms."""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from generation.engine import Engine
+from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
+from megatron_rl.weights.exchange.group import close_group, join_group, open_store
+from megatron_rl.weights.exchange.parcels import outgoing, send
+from megatron_rl.weights.exchange.plan import Plan, make_plan
+from megatron_rl.weights.exchange.receiver import Report
+from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
+from megatron_rl.weights.layout.engine_layout import hf_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.sync.reshard import receiver_slices
+from tests.generation.passed_on import PassedOn, plan_passing, take_passed_on
+from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
+from tests.ports import free_port
+
+TIMEOUT_S = 30.0
+BUCKET_ELEMENTS = 25_000
+
+
+def join_message(group_name: str) -> JoinGroup:
+    return JoinGroup("127.0.0.1", free_port(), 1, 2, group_name, "gloo", TIMEOUT_S)
+
+
+def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, Tensor]]:
+    """All tensors of a model in two buckets: (message, flattened bytes)."""
+    named = list(parameters_of(model).items())
+    result = []
+    for part in (named[:7], named[7:]):
+        message = Bucket(
+            [name for name, _ in part],
+            [DTYPE_NAME] * len(part),
+            [list(tensor.shape) for _, tensor in part],
+            version,
+        )
+        flat = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for _, tensor in part])
+        result.append((message, flat))
+    return result
+
+
+def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(flat, src=0, group=group, async_op=True).wait(timedelta(seconds=TIMEOUT_S))
+
+
+@dataclass
+class Exchange:
+    """What to tell both ends: one trainer rank that holds all of a model, and an engine."""
+
+    receive: Receive
+    plan: Plan
+
+
+def plan_exchange(shape: ModelShape, hello: Hello, group_name: str) -> Exchange:
+    receivers = {1 + rank: receiver_slices(shape, hello, rank) for rank in range(hello.world_size)}
+    held, itemsize = {0: hf_slices(shape)}, DTYPE.itemsize
+    plan = make_plan(held, receivers, itemsize=itemsize, bucket_bytes=BUCKET_ELEMENTS * itemsize)
+    assert len(plan.rounds) > 3
+    receive = Receive(
+        "127.0.0.1", free_port(), group_name, BACKEND, 1, 1 + hello.world_size, 0, 0, TIMEOUT_S
+    )
+    return Exchange(receive, plan)
+
+
+def of_attempt(exchange: Exchange, attempt: int, version: int) -> Exchange:
+    order = msgspec.structs.replace(exchange.receive, attempt=attempt, version=version)
+    return replace(exchange, receive=order)
+
+
+class SliceSender:
+    """Trainer rank 0 of one exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        order = exchange.receive
+        self._store = open_store(order.address, order.port, is_master=True, timeout_s=TIMEOUT_S)
+        for rank in range(1, order.world_size):
+            rounds = exchange.plan.of_receiver(rank)
+            self._store.set(f"plan/{rank}", msgspec.json.encode(rounds))
+        self._channel = Channel(self._store, 0, Buffers())
+
+    def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
+        """What the receivers say."""
+        order, ranks = exchange.receive, range(1, exchange.receive.world_size)
+        for rank in ranks:
+            refusal = self._store.get(f"ready/{order.attempt}/{rank}")
+            assert not refusal, refusal
+        self._store.set(f"go/{order.attempt}", "1")
+        ends_at = time.monotonic() + TIMEOUT_S
+        transport = self._channel.open(order, DEVICE, ends_at)
+        held = {name: tensor.to(DEVICE) for name, tensor in parameters.items()}
+        ends = outgoing(
+            exchange.plan.of_sender(0), held, DTYPE, stages_all=stages_all(order.backend)
+        )
+        send(ends, transport, dtype=DTYPE, version=order.version, ends_at=ends_at)
+        found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
+        return [msgspec.json.decode(report, type=Report) for report in found]
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def check_reports(reports: list[Report], plan: Plan) -> None:
+    for rank, report in enumerate(reports, start=1):
+        assert (report.error, report.damaged) == ("", 0)
+        assert report.payload_bytes == plan.received_bytes()[rank]
+
+
+def parameters_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(DTYPE) for name, tensor in model.named_parameters()}
+
+
+def serve_trainer(pipe: Connection) -> None:
+    """Take rank 0's part in what the pipe asks for.
+
+    That is a JoinGroup, bytes to broadcast, an Exchange to prepare, (Exchange, parameters) to send,
+    a PassedOn to take, or None to leave the group that was opened last.
+    """
+    torch.set_num_threads(1)
+    closings: list[Callable[[], None]] = []
+    while (asked := pipe.recv()) != "end":
+        if isinstance(asked, JoinGroup):
+            store = open_store(asked.address, asked.port, is_master=True, timeout_s=TIMEOUT_S)
+            group = join_group(
+                store,
+                0,
+                asked.world_size,
+                name=asked.group_name,
+                backend=asked.backend,
+                timeout_s=TIMEOUT_S,
+            )
+            closings.append(partial(close_group, group))
+        elif isinstance(asked, bytes):
+            broadcast(torch.frombuffer(bytearray(asked), dtype=torch.uint8), group)
+        elif isinstance(asked, Exchange):
+            sender = SliceSender(asked)
+            closings.append(sender.close)
+        elif isinstance(asked, PassedOn):
+            take_passed_on(asked)
+        elif isinstance(asked, tuple):
+            check_reports(sender.send(*asked), asked[0].plan)
+        else:
+            closings.pop()()
+        pipe.send("done")
+
+
+class TrainerProcess:
+    """Trainer rank 0 in a process of its own: torch allows a group's name once in a process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve_trainer, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def ask(self, what: object) -> None:
+        self._pipe.send(what)
+        assert self._pipe.poll(TIMEOUT_S), "the trainer process did not answer"
+        assert self._pipe.recv() == "done"
+
+    def close(self) -> None:
+        self._pipe.send("end")
+        self._process.join(TIMEOUT_S)
+
+
+class SliceSyncer:
+    """Calls an engine's weight methods while a trainer process sends slices."""
+
+    def __init__(
+        self, engine: Engine, trainer: TrainerProcess, shape: ModelShape, group_name: str
+    ) -> None:
+        self._engine, self._trainer = engine, trainer
+        self._shape = shape
+        self._hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
+        self._exchange = plan_exchange(shape, self._hello, group_name)
+        self._attempts = 0
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._trainer.ask, self._exchange)
+
+    async def sync(self, model: LlamaForCausalLM, version: int, *, passes_on: bool = False) -> None:
+        """passes_on: also to another engine, before this one goes on."""
+        await self._engine.pause()
+        self._attempts += 1
+        exchange = of_attempt(self._exchange, self._attempts, version)
+        await asyncio.gather(
+            self._engine.receive(exchange.receive),
+            asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
+        )
+        if passes_on:
+            passed_on = plan_passing(self._shape, self._hello, version, parameters_of(model))
+            # Rank 0 makes the store before it asks; here both begin at once, and ranks wait for it.
+            await asyncio.gather(
+                self._engine.pass_on(passed_on.order),
+                asyncio.to_thread(self._trainer.ask, passed_on),
+            )
+        await self._engine.resume(version)
+
+    async def close(self) -> None:
+        await self._engine.leave_group()
+        await asyncio.to_thread(self._trainer.ask, None)
+
+
+class BroadcastSyncer:
+    """Calls an engine's weight methods while a trainer process broadcasts full tensors."""
+
+    def __init__(self, engine: Engine, trainer: TrainerProcess, group_name: str) -> None:
+        self._engine = engine
+        self._trainer = trainer
+        self._join = join_message(group_name)
+
+    async def open(self) -> None:
+        await asyncio.gather(
+            self._engine.join_group(self._join), asyncio.to_thread(self._trainer.ask, self._join)
+        )
+
+    async def sync(self, model: LlamaForCausalLM, version: int) -> None:
+        await self._engine.pause()
+        for message, flat in buckets(model, version):
+            await asyncio.gather(
+                self._engine.receive_bucket(message),
+                asyncio.to_thread(self._trainer.ask, flat.numpy().tobytes()),
+            )
+        await self._engine.resume(version)
+
+    async def close(self) -> None:
+        await self._engine.leave_group()
+        await asyncio.to_thread(self._trainer.ask, None)

@@ -1,0 +1,242 @@
+"""Who takes part in a weight sync, and what is counted; with a scripted method over real sockets.
+
+What a whole weight sync does to generators is in test_exchange.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.protocol.types import Hello
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.syncer import WeightSyncer
+from megatron_rl.weights.sync.turns import MemoryTurns
+from tests.distributed import run_ranks
+from tests.ports import free_port
+
+WAIT_S = 5.0
+
+
+class Scripted:
+    """Moves nothing; notes what it is asked."""
+
+    def __init__(self, failing: Callable[[str], bool]) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._failing = failing
+
+    def sync(self, members: list[Member], version: int) -> Outcome:
+        self.calls.append(("sync", [version, *(member.name for member in members)]))
+        failed = {m.name: f"{m.name} is broken" for m in members if self._failing(m.name)}
+        good = len(members) - len(failed)
+        return Outcome(failed, [0.1 * good], 10**6 * good, 10**6, damaged=len(failed))
+
+    def forget(self, name: str) -> None:
+        self.calls.append(("forget", name))
+
+    def close(self) -> None:
+        self.calls.append(("close", None))
+
+
+class Scene:
+    """A syncer of one rank, and generators that say hello."""
+
+    def __init__(
+        self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False,
+        min_replicas: int | None = None,
+    ) -> None:  # fmt: skip
+        port = free_port()
+        dist.init_process_group("gloo")
+        self.address = f"127.0.0.1:{port}"
+        self.failing: set[str] = set()
+        self.method = Scripted(lambda name: name in self.failing)
+        self.link = GeneratorLink(Router("127.0.0.1", port))
+        control = Control(dist.new_group(backend="gloo"))
+        turns = MemoryTurns(
+            control, self.link, deadline_s=WAIT_S, start_timeout_s=WAIT_S, free_cache=lambda: None
+        )
+        self.syncer = WeightSyncer(
+            self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s,
+            turns=turns if takes_turns else None, min_replicas=min_replicas,
+        )  # fmt: skip
+        self._dealers: dict[str, Dealer] = {}
+
+    def hello(self, name: str, session: int = 1, *, is_held: bool = False) -> None:
+        """Returns when it has arrived."""
+        if name not in self._dealers:
+            self._dealers[name] = Dealer(self.address, name)
+        self._dealers[name].send(Hello(1, "scripted", "1", session=session, is_held=is_held))
+        ends_at = time.monotonic() + WAIT_S
+        sent = (session, is_held)
+        while (known := self.link.peers.get(name)) is None or (
+            known.session,
+            known.is_held,
+        ) != sent:
+            assert time.monotonic() < ends_at
+            self.link.listen(0.1)
+
+    def metrics(self) -> dict[str, float]:
+        return {metric.name: metric.value for metric in self.syncer.metrics}
+
+
+def held_and_let_go() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.hello("a")
+    scene.hello("b")
+    scene.syncer.sync(0)
+    scene.hello("b", is_held=True)
+    scene.syncer.sync(1)
+    scene.syncer.admit()
+    scene.syncer.sync(2)
+    scene.hello("b", is_held=False)
+    scene.syncer.admit()
+    scene.syncer.sync(3)
+    return scene.method.calls
+
+
+def test_a_generator_that_holds_its_version_is_passed_by_until_it_lets_go() -> None:
+    [calls] = run_ranks(held_and_let_go, 1)
+    assert calls == [
+        ("sync", [0, "a", "b"]),
+        ("sync", [1, "a"]),
+        ("sync", [2, "a"]),
+        ("sync", [2, "b"]),
+        ("sync", [3, "a", "b"]),
+    ]
+
+
+def first_and_late() -> tuple[list[tuple[str, Any]], dict[str, float], dict[str, float]]:
+    scene = Scene(replicas=2)
+    scene.hello("a")
+    scene.hello("b")
+    scene.syncer.await_generators()
+    scene.failing = {"b"}
+    scene.syncer.sync(0)
+    first = scene.metrics()
+    scene.syncer.admit()  # b has not come back
+    scene.failing = set()
+    scene.hello("b")
+    scene.hello("c")
+    scene.syncer.admit()
+    scene.syncer.admit()
+    scene.hello("a", session=2)
+    scene.syncer.admit()
+    scene.syncer.sync(1)
+    second = scene.metrics()
+    scene.syncer.close()
+    return scene.method.calls, first, second
+
+
+def test_who_failed_is_late_or_restarted_gets_the_version_and_nobody_else() -> None:
+    [(calls, first, second)] = run_ranks(first_and_late, 1)
+    assert calls == [
+        ("sync", [0, "a", "b"]),
+        ("forget", "b"),
+        ("sync", [0, "b", "c"]),
+        ("forget", "a"),
+        ("sync", [0, "a"]),
+        ("sync", [1, "a", "b", "c"]),
+        ("close", None),
+    ]
+    assert (first["weight_sync/generators"], first["weight_sync/dropped_generators"]) == (1, 1)
+    assert (first["weight_sync/wire_mb"], first["weight_sync/damaged_parcels"]) == (1, 1)
+    assert (second["weight_sync/generators"], second["weight_sync/dropped_generators"]) == (3, 1)
+    # Three late transfers and three of version 1.
+    assert (second["weight_sync/wire_mb"], second["weight_sync/damaged_parcels"]) == (6, 0)
+    assert second["weight_sync/pause_s"] == pytest.approx(0.3)
+
+
+def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
+    scene = Scene(replicas=1, join_timeout_s=1.0)
+    scene.hello("a")
+    scene.failing = {"a"}
+    started = time.monotonic()
+    try:
+        scene.syncer.sync(4)
+    except DeadlineExceeded as error:
+        return str(error), time.monotonic() - started, scene.method.calls
+    return "", 0.0, []
+
+
+def test_a_weight_sync_without_a_generator_ends_with_the_last_reason() -> None:
+    [(error, seconds, calls)] = run_ranks(nobody_left, 1)
+    assert error.startswith(
+        "no generator took version 4 in 1 s (expert.weights.join_timeout_s): a is broken; see logs/"
+    )
+    assert 1 <= seconds < 3 and calls == [("sync", [4, "a"]), ("forget", "a")]
+
+
+def always_failing() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.failing = {"b"}
+    for version in range(12):
+        scene.hello("a")
+        scene.hello("b")
+        scene.syncer.sync(version)
+    scene.failing = set()
+    scene.hello("b")
+    scene.syncer.sync(12)
+    scene.hello("b", session=2)
+    scene.syncer.sync(13)
+    return scene.method.calls
+
+
+def test_a_generator_that_fails_again_and_again_is_passed_by_for_longer_each_time() -> None:
+    [calls] = run_ranks(always_failing, 1)
+    served = [what[0] for kind, what in calls if kind == "sync" and "b" in what]
+    # 0 and 1 fail, then 2 weight syncs pass it by, then 4, then 8; a restarted one is served at
+    # once.
+    assert served == [0, 1, 4, 9, 13]
+    assert [what[0] for kind, what in calls if kind == "sync" and "a" in what] == [*range(14)]
+
+
+def alone_and_failing() -> list[int]:
+    scene = Scene(replicas=1, join_timeout_s=3.0)
+    scene.hello("a")
+    scene.failing = {"a"}
+    thread = threading.Thread(target=let_it_succeed, args=(scene,))
+    thread.start()
+    scene.syncer.sync(0)
+    thread.join()
+    return [what[0] for kind, what in scene.method.calls if kind == "sync"]
+
+
+def let_it_succeed(scene: Scene) -> None:
+    """Say Hello again after each failure; the fourth weight sync succeeds."""
+    dealer = Dealer(scene.address, "a")
+    for tries in range(1, 4):
+        while len([None for kind, _ in scene.method.calls if kind == "forget"]) < tries:
+            time.sleep(0.01)
+        if tries == 3:
+            scene.failing = set()
+        dealer.send(Hello(1, "scripted", "1", session=1))
+
+
+def test_the_only_generator_is_never_passed_by() -> None:
+    [versions] = run_ranks(alone_and_failing, 1)
+    assert versions == [0] * 4
+
+
+def first_is_missing(min_replicas: int | None = None) -> str:
+    scene = Scene(replicas=2, join_timeout_s=0.3, min_replicas=min_replicas)
+    scene.hello("a")
+    try:
+        scene.syncer.await_generators()
+    except DeadlineExceeded as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_generator_is_a_deadline_that_says_where_to_look() -> None:
+    [error] = run_ranks(first_is_missing, 1)
+    assert "1 of 2 generators said hello" in error and "logs/generator-*.log" in error
+
+
+def test_training_begins_with_as_many_generators_as_it_needs() -> None:
+    assert run_ranks(first_is_missing, 1, 1) == [""]

@@ -1,0 +1,227 @@
+"""Engines that give their memory back between weight syncs, and lose their weights; see `peers.py`.
+
+`sync` of `plays.py` compares every element that a generator serves with the version's, and a
+scripted engine refuses weights as long as it has no memory for them.
+"""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from generation.async_dealer import AsyncDealer
+from generation.weight_client import WeightClient
+from megatron_rl.protocol.types import MayStart, Pause, StartRequest
+from megatron_rl.protocol.wire import Router
+from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.turns import MemoryTurns
+from tests.distributed import run_ranks
+from tests.ports import free_port
+from tests.weights.plays import SLACK_S, sync, versions
+from tests.weights.scripted_generators import Generator, PipedEngine
+from tests.weights.sync.test_link import Peers, peers, soon  # noqa: F401 - a fixture
+from tests.weights.sync.test_syncer import Scene
+
+TURNS = "sync 0, release 0, sync 1, release 0, sync 2"
+METHODS = ["disk", "ipc"]
+
+
+def events(lines: list[dict[str, Any]], *names: str) -> list[str]:
+    return [line["event"] for line in lines if line["event"] in names]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_weight_sync_follows_the_memory_and_no_version_is_lost(
+    tmp_path: Path, method: str
+) -> None:
+    # Engines that share a GPU are on one node: ipc has one rank, disk any number.
+    size = {"tensor": 2} if method == "disk" else {}
+    ranks = 0 if method == "disk" else 1
+    generators = [Generator("a", ranks), Generator("b", ranks)]
+    steps, notes = sync(tmp_path, generators, TURNS, method=method, takes_turns=True, **size)
+    for name in "ab":
+        found = events(notes[name], "version", "releases", "reclaims")
+        turn = ["releases", "reclaims", "version"]
+        assert found == ["version", *turn, *turn]
+        assert versions(notes[name]) == [0, 1, 2]
+    # Each weight sync begins with what the ranks freed, and the wait for generators before it.
+    trainers = size.get("tensor", 1)
+    reclaims = [line for line in notes["a"] if line["event"] == "reclaims"]
+    assert [line["freed"] for line in reclaims] == [3 * trainers, 4 * trainers]
+    # Weights that were given back are nobody's version.
+    assert [step.held for step in steps] == [
+        {"a": 0, "b": 0}, {}, {"a": 1, "b": 1}, {}, {"a": 2, "b": 2},
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        metrics = step.metrics
+        assert (metrics["weight_sync/reclaim_s"] > 0) and step.failed == {}
+        # A row is written after a weight sync: with the release before it, of which the first has
+        # none.
+        assert (metrics["weight_sync/release_s"] > 0) == (number > 1)
+
+
+FAULTS = {
+    "fail": "scripted failure of",
+    "die": "restarted|is gone|did not answer",
+    "hang": "did not answer",
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("occasion", ["release", "reclaim"])
+def test_one_that_fails_its_turn_is_dropped_alone_and_comes_back(
+    tmp_path: Path, fault: str, occasion: str
+) -> None:
+    generators = [Generator("a", 1, ({0: f"{fault} {occasion}"}, {})), Generator("b", 1)]
+    script = "sync 0, release 0, sync 1, admit 2, release 0, sync 2"
+    options = {"method": "ipc", "takes_turns": True, "deadline_s": 1}
+    steps, notes = sync(tmp_path, generators, script, **options)
+    step = steps[1 if occasion == "release" else 2]
+    assert list(step.dropped) == ["a"] and re.search(FAULTS[fault], step.dropped["a"])
+    assert step.seconds < 1 + SLACK_S
+    assert versions(notes["b"]) == [0, 1, 2]
+    # It is late for version 1, at most; what it serves is always whole.
+    assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1, 2]
+    assert steps[3].held == {"a": 1, "b": 1} and steps[-1].held == {"a": 2, "b": 2}
+    assert steps[-1].metrics["weight_sync/dropped_generators"] >= 1
+
+
+def test_the_trainer_goes_on_though_no_engine_gave_its_memory_back(tmp_path: Path) -> None:
+    generators = [Generator("a", 1, ({0: "die release"}, {}))]
+    script = "sync 0, release 0, rest 0.2, sync 1"
+    steps, notes = sync(tmp_path, generators, script, method="ipc", takes_turns=True)
+    assert steps[1].held == {} and steps[-1].held == {"a": 1}
+    assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1]
+
+
+def test_an_engine_starts_only_while_the_trainer_needs_no_memory(tmp_path: Path) -> None:
+    """The late one asks from the release on, and again and again; so does one that died."""
+    late = Generator("late", 1, starts_after=1, start_s=0.1)
+    again = Generator("again", 1, ({0: "die release"}, {}), start_s=0.1)
+    script = "sync 0, release 0, rest 2.5, sync 1, admit 3, release 0, sync 2"
+    steps, notes = sync(
+        tmp_path, [Generator("a", 1), again, late], script, method="ipc", takes_turns=True
+    )
+    # Its new life tells of the death.
+    assert list(steps[1].dropped) == ["again"] and steps[1].seconds < 1.5
+    for name, earlier in (("again", 1), ("late", 0)):
+        starts = [line["step"] for line in notes[name] if line["event"] == "starts"]
+        # Once more than three steps are done only the weight sync of version 1 lets it start.
+        assert len(starts) == earlier + 1 and starts[-1] >= 3
+    assert steps[4].held == dict.fromkeys(("a", "again", "late"), 1)
+    assert steps[-1].held == dict.fromkeys(("a", "again", "late"), 2)
+
+
+def test_a_turn_of_the_trainer_begins_when_engines_that_start_are_ready(tmp_path: Path) -> None:
+    """Then they give back what they took."""
+    late = Generator("late", 1, starts_after=0, start_s=1.5)
+    script = "sync 0, await 1, release 0, sync 1"
+    steps, notes = sync(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
+    found = events(notes["late"], "starts", "is ready", "releases", "reclaims", "version")
+    assert found == ["starts", "is ready", "releases", "reclaims", "version"]
+    assert steps[-1].held == {"a": 1, "late": 1}
+
+
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_turn_does_not_wait_for_an_engine_that_died_at_its_start(
+    tmp_path: Path, lives: int
+) -> None:
+    """Neither where it is gone nor where its next life waits for its turn."""
+    faults = ({-1: "die start"}, {})[:lives]
+    late = Generator("late", 1, faults, starts_after=0, start_s=0.1)
+    script = f"sync 0, await 0.6, release 0, sync 1, admit {lives}"
+    steps, _ = sync(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
+    assert steps[2].seconds < SLACK_S < 10
+    assert steps[-1].held == ({"a": 1} if lives == 1 else {"a": 1, "late": 1})
+
+
+def make_room() -> float:
+    """Seconds until a rank has gone on to the engines' turn."""
+    dist.init_process_group("gloo")
+    control = Control(dist.new_group(backend="gloo"))
+    turns = MemoryTurns(
+        control,
+        None,
+        deadline_s=5,
+        start_timeout_s=5,
+        free_cache=lambda: time.sleep(0.6 * control.rank),
+    )
+    control.all(True)
+    started = time.monotonic()
+    turns.begin_engines_turn()
+    return time.monotonic() - started
+
+
+def test_the_engines_turn_begins_when_every_rank_has_given_back_what_it_freed() -> None:
+    first, _ = run_ranks(make_room, 2)
+    assert first >= 0.55
+
+
+def late_comers() -> list[str]:
+    """What admitting generators before and after a release leads to."""
+    scene = Scene(replicas=1, takes_turns=True)
+    found = []
+    for act in (scene.syncer.admit, scene.syncer.release, scene.syncer.admit):
+        try:
+            act()
+        except AssertionError:
+            found.append("refused")
+        else:
+            found.append("done")
+    return found
+
+
+def test_nobody_is_admitted_between_a_release_and_the_next_weight_sync() -> None:
+    assert run_ranks(late_comers, 1) == [["done", "done", "refused"]]
+
+
+def test_who_is_starting_is_waited_for_as_long_as_it_lives_and_no_longer_than_its_time(
+    peers: Peers,  # noqa: F811
+) -> None:
+    dealer, link = peers.join("a"), peers.link
+
+    def ask(session: int) -> None:
+        dealer.send(StartRequest(session))
+        link.listen(5)
+
+    ask(1)
+    assert isinstance(dealer.receive(5), MayStart)
+    started = time.monotonic()
+    link.await_starts(started + 0.5)
+    assert 0.5 <= time.monotonic() - started < 2
+    ask(2)
+    link.may_start = False
+    started = time.monotonic()
+    # Of its next life, which must wait.
+    dealer.send(StartRequest(session=3))
+    link.await_starts(started + 5)
+    assert time.monotonic() - started < 2
+
+
+def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) -> None:
+    """It asks again and again, and may have begun to serve when an answer comes late."""
+    port, told = free_port(), list[int]()
+    with Router("127.0.0.1", port) as router:
+        link = GeneratorLink(router)
+
+        def talk() -> None:
+            link.await_peers(1, 5)
+            link.tell("a", MayStart())
+            link.ask("a", Pause(), soon())
+
+        async def serve_and_talk() -> None:
+            with AsyncDealer(f"127.0.0.1:{port}", "a") as dealer:
+                engine = PipedEngine(Generator("a"), [], {}, tmp_path / "notes")
+                client = WeightClient(dealer, engine, lambda: told.append(1))  # type: ignore[arg-type]
+                serving = asyncio.create_task(client.run())
+                await asyncio.to_thread(talk)
+                serving.cancel()
+
+        asyncio.run(serve_and_talk())
+    assert not told, "it stands apart"
