@@ -7,8 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tools.bench.children import ChildFailed
-from tools.bench.peer_venv import VLLM_PINS, make_venv
+from tools.bench.children import VLLM_PINS, ChildFailed, make_venv
 
 NEEDED_BYTES = 5 << 30
 """The environment takes 3.1 GiB, what is unpacked meanwhile the rest."""

@@ -11,7 +11,7 @@ from megatron_rl.protocol.packing import (
     pack,
 )
 from megatron_rl.protocol.sequence_cost import SequenceCost
-from tools.bench.lengths import magistral_like
+from tools.bench.packing import magistral_like
 
 
 def slow_first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost, read_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, write_model
-from tools.bench.lengths import magistral_like
+from tools.bench.packing import magistral_like
 
 # Magistral Small: 40 layers of 32 heads and 8 key heads of 128, hidden 5,120, FFN 32,768.
 PROJECTIONS, UNITS = 5120 * 128 * (2 * 32 + 2 * 8), 3 * 5120 * 32_768

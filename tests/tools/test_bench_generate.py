@@ -8,25 +8,21 @@ import pytest
 import torch
 
 from tools.bench import generate, limits
-from tools.bench.generate_figures import (
-    Machine,
+from tools.bench.generate import (
     Speed,
     decode_roofline,
-    kv_bytes_per_token,
-    over,
     prefill_roofline,
     speed,
+    variables,
 )
-from tools.bench.generate_job import Job, endless_model, measure, prompts
-from tools.bench.generate_vllm import variables
-from tools.bench.limits import Shapes
-from tools.bench.loopback import loopback
+from tools.bench.generate_worker import Job, endless_model, measure, prompts
+from tools.bench.limits import Shapes, loopback
 
 SHAPES = Shapes(layer=((3, 2), (2, 2)), head=(5, 2), layers=4)
 
 
 def make_job(folder: Path, **changes: object) -> Job:
-    values = {"engine": "e", "model": "m", "rows": str(folder / "rows.jsonl"), "threads": 1}
+    values = {"engine": "e", "model": "m", "rows": str(folder / "rows.jsonl")}
     sizes = {"running": [3], "prompt_tokens": 4, "new_tokens": 8, "repeats": 2}
     return Job(**(values | sizes | changes))
 
@@ -44,15 +40,13 @@ def test_decode_leaves_the_first_token_out_and_prefill_counts_prompts() -> None:
 
 def test_roofline_is_bound_by_weights_or_products_and_adds_the_cache() -> None:
     assert SHAPES.weights == 4 * 10 + 10
-    memory = Machine(read_bytes_per_s=100.0, gemm_flops_per_s=1e9)
-    sizes = {"running": 2, "context_tokens": 5, "kv_bytes": 10}
+    sizes = {"running": 2, "context_tokens": 5, "kv_bytes": 10, "bytes_per_s": 100.0}
     # 50 weights of 2 bytes take 1 s, 2 x 5 tokens of 10 bytes another.
-    assert decode_roofline(SHAPES, memory, **sizes) == pytest.approx(1.0)
-    products = Machine(read_bytes_per_s=100.0, gemm_flops_per_s=100.0)
+    assert decode_roofline(SHAPES, **sizes, flops_per_s=1e9) == pytest.approx(1.0)
     # 2 x 50 x 2 FLOP take 2 s instead.
-    assert decode_roofline(SHAPES, products, **sizes) == pytest.approx(2 / 3)
+    assert decode_roofline(SHAPES, **sizes, flops_per_s=100.0) == pytest.approx(2 / 3)
     assert prefill_roofline(SHAPES, 800.0) == 10.0
-    assert kv_bytes_per_token(layers=30, kv_heads=3, head_dim=64, element_bytes=2) == 23_040
+    assert generate.KV_BYTES == 23_040
 
 
 def test_smollm2_has_its_134_million_weights_of_products() -> None:
@@ -143,16 +137,13 @@ def test_vllm_is_bound_to_the_cores_and_keeps_its_cache_apart(tmp_path: Path) ->
     assert found["VLLM_CACHE_ROOT"] == str(tmp_path / "cache") and found["VLLM_PLUGINS"] == ""
 
 
-def test_ratios_are_taken_at_the_most_running_requests_with_as_many_threads() -> None:
+def test_ratios_are_taken_at_the_most_running_requests() -> None:
     speeds = {
         "ours": {1: Speed(1.0, 10.0), 64: Speed(100.0, 60.0)},
         "vllm": {1: Speed(1.0, 1.0), 64: Speed(200.0, 80.0)},
-        "vllm_2threads": {64: Speed(400.0, 120.0)},
+        "roofline": {64: Speed(1000.0, 120.0)},
     }
-    roofs = {1: {64: Speed(1000.0, 120.0)}, 2: {64: Speed(2000.0, 240.0)}}
-    found = generate.figures(speeds, roofs)
+    found = generate.figures(speeds)
     assert found["decode_over_vllm"] == 0.75 and found["prefill_over_vllm"] == 0.5
     assert found["decode_over_roofline"] == 0.5 and found["decode_over_transformers"] is None
-    assert found["decode_over_vllm_2threads"] is None
     assert found["decode_tokens_per_s"]["ours"] == {"1": 10.0, "64": 60.0}
-    assert over(1.0, 4.0) == 0.25

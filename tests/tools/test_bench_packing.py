@@ -2,8 +2,15 @@
 
 import pytest
 
-from tools.bench.lengths import LONGEST, MAX_COMPLETION, magistral_like
-from tools.bench.packing import combine, figures, in_order_of_arrival, padded_tokens
+from tools.bench.packing import (
+    LONGEST,
+    MAX_COMPLETION,
+    combine,
+    figures,
+    in_order_of_arrival,
+    magistral_like,
+    padded_tokens,
+)
 
 
 def test_arrival_order_closes_a_microbatch_that_is_full() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.types import RolloutDone
 from megatron_rl.rollout_queue.groups import find_fault
 from tests.launcher.test_examples import COMMON, EXAMPLES, SLURM
+from tools.bench.measuring import read_times
 from tools.bench.queue import FLOOR, QUEUE, Seconds, Variant, figures, measure, variants
 from tools.bench.queue_load import (
     DENSE,
@@ -24,7 +25,6 @@ from tools.bench.queue_load import (
     Template,
     learnt_rollouts_per_s,
 )
-from tools.bench.queue_process import read_times
 
 
 def test_what_512_gpus_learn_from_is_their_flops_over_those_of_a_rollout() -> None:

@@ -10,20 +10,25 @@ import pytest
 from megatron_rl.config.files import load_config
 from megatron_rl.config.lookup import find_function
 from megatron_rl.protocol.types import ScoreRequest
-from tools.bench import real
+from tools.bench import end_to_end
 from tools.bench.children import ChildFailed
-from tools.bench.end_to_end import Runs, run_all
-from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer, tokens_per_s
-from tools.bench.memory import PeakMemory, pss_bytes
-from tools.bench.open_prompts import lines
-from tools.bench.text_reward import vowel_share
+from tools.bench.end_to_end import REAL, SETTINGS, Runs, Variant, quickest, run_all
+from tools.bench.loops import (
+    Scale,
+    StepMark,
+    compare_real,
+    marks_from_metrics,
+    marks_from_peer,
+    spread,
+    tokens_per_s,
+)
+from tools.bench.measuring import PeakMemory, pss_bytes, rounded
+from tools.bench.open_task import lines, vowel_share
 from tools.bench.variants import Workload, peer_job, write_peer_prompts
 from verification.rules import RewardRules
 from verification.score import score
 
-SCALE = real.Scale(
-    groups=8, max_new_tokens=192, steps=4, skip=2, peer_steps=3, peer_skip=1, repeats=1
-)
+SCALE = Scale(groups=8, max_new_tokens=192, steps=4, skip=2, peer_steps=3, peer_skip=1, repeats=1)
 
 
 def marks(*steps: tuple[float, int]) -> list[StepMark]:
@@ -38,7 +43,7 @@ def test_reward_is_the_share_of_vowels_among_letters(text: str, share: float) ->
 
 
 def test_our_verifier_gives_the_same_reward_as_the_peers(tmp_path: Path) -> None:
-    config = load_config(real.CONFIG, [f"model.path={tmp_path}", f"run.dir={tmp_path}"])
+    config = load_config(REAL, [f"model.path={tmp_path}", f"run.dir={tmp_path}"])
     rules = RewardRules(reward=config.reward, max_tokens=config.sampling.max_new_tokens)
     text = "Bread is older than writing."
     request = ScoreRequest(0, "open", "none", "", text, 7, True)
@@ -48,11 +53,11 @@ def test_our_verifier_gives_the_same_reward_as_the_peers(tmp_path: Path) -> None
 
 
 def test_prompts_are_distinct_and_enough_for_the_longest_run() -> None:
-    assert len(set(lines())) == len(lines()) >= 8 * (real.FULL.steps + 4)
+    assert len(set(lines())) == len(lines()) >= 8 * (end_to_end.FULL.steps + 4)
 
 
 def test_lengths_are_described_by_percentiles() -> None:
-    found = real.spread(list(range(1, 100)))
+    found = spread(list(range(1, 100)))
     assert found == {"p10": 10.0, "p50": 50.0, "p90": 90.0, "p90_over_p10": 9.0}
 
 
@@ -67,7 +72,7 @@ def test_the_peers_prompts_stand_in_the_order_of_our_queue(tmp_path: Path) -> No
         f"model.path={tmp_path / 'model'}", f"prompts.0.path={prompts}", "render.chat_template=",
         "generator.context_tokens=400",
     )  # fmt: skip
-    workload = Workload(real.CONFIG, overrides, tmp_path / "peer.jsonl")
+    workload = Workload(REAL, overrides, tmp_path / "peer.jsonl")
     config = workload.config
     assert write_peer_prompts(config, workload.peer_prompts, task="open") == 8
     stream = PromptStream(load_prompts(config.prompts, config.run.seed), config.run.seed)
@@ -79,18 +84,22 @@ def test_the_peers_prompts_stand_in_the_order_of_our_queue(tmp_path: Path) -> No
 
 
 def test_the_peers_job_has_its_settings_and_our_sizes(tmp_path: Path) -> None:
-    config = load_config(real.CONFIG, [f"model.path={tmp_path}"])
-    for name, setting in real.SETTINGS.items():
-        job = peer_job(config, Path("p"), threads=2, run_dir=tmp_path, setting=setting)
-        assert (job["microbatch"], job["max_new_tokens"], job["reward"]) == (16, 192, "text")
-        assert job["is_paged"] == ("paged" in name) and not job["is_shuffled"]
-        assert job["dtype"] == name.split("_")[0]
+    config = load_config(REAL, [f"model.path={tmp_path}"])
+    for name, setting in SETTINGS.items():
+        job = peer_job(config, Path("p"), threads=2, run_dir=tmp_path, settings=setting)
+        grpo = job["grpo"]
+        # 8 groups of 8 in microbatches of 16.
+        assert grpo["per_device_train_batch_size"] == 16
+        assert grpo["gradient_accumulation_steps"] == 4
+        assert (grpo["max_completion_length"], job["is_open_task"]) == (192, True)
+        assert grpo.get("use_transformers_continuous_batching", False) == ("paged" in name)
+        assert not grpo["shuffle_dataset"] and grpo["bf16"] == (name == "bfloat16")
 
 
 def test_the_quickest_setting_that_works_is_measured() -> None:
-    assert real.quickest({"a": 3.0, "b": 2.0, "c": "RuntimeError: no such thing"}) == "b"
+    assert quickest({"a": 3.0, "b": 2.0, "c": "RuntimeError: no such thing"}) == "b"
     with pytest.raises(ChildFailed, match="in every setting"):
-        real.quickest({"a": "broken"})
+        quickest({"a": "broken"})
 
 
 def test_tokens_of_a_step_are_those_of_its_completions() -> None:
@@ -119,7 +128,7 @@ def test_ratios_are_of_tokens_and_memory_is_beside_the_peers() -> None:
         "ours_sync": [marks((5, 9), (10, 9), (14, 800), (18, 800))],
         "trl": [marks((40, 9), (50, 1000), (60, 600))],
     }
-    found = real.compare(loops, {"ours": 3, "ours_sync": 3, "trl": 10}, SCALE)
+    found = rounded(compare_real(loops, {"ours": 3, "ours_sync": 3, "trl": 10}, SCALE))
     # 1600 tokens in 4, 8 and (of 1600) 20 s.
     assert found["tokens_per_s"] == {"ours": 400.0, "ours_sync": 200.0, "trl": 80.0}
     assert (found["over_trl"], found["over_sync"]) == (5.0, 2.0)
@@ -130,7 +139,7 @@ def test_ratios_are_of_tokens_and_memory_is_beside_the_peers() -> None:
 def test_a_variant_with_fewer_repeats_is_run_less_often(tmp_path: Path) -> None:
     runs, order = Runs(), []
 
-    def variant(name: str) -> real.Callable[[Path], list[StepMark]]:
+    def variant(name: str) -> Variant:
         def run(run_dir: Path) -> list[StepMark]:
             order.append(run_dir.name)
             return marks((1, 1))

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,13 +11,13 @@ from transformers import LlamaConfig
 
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import OptimizerConfig
-from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.plan.trainer_memory import fullest_rank, setting_of
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
 from tools.bench import train
-from tools.bench.lengths import Lengths, magistral_like
+from tools.bench.children import ROOT
+from tools.bench.packing import Lengths, magistral_like
 from tools.bench.train import GPU, PRECISIONS, make_config
 from tools.bench.train_figures import (
     PEERS,
@@ -44,14 +43,13 @@ def test_ratios_are_medians_of_steps_beside_each_other() -> None:
     times = {
         "ours": [1.0, 2.0, 4.0],
         "padded_peer": [2.0, 3.0, 20.0],
-        "budgeted_peer": [1.0, 2.0, 4.0],
         "packed_peer": [0.5, 2.0, 8.0],
     }
-    losses = {"ours": 1.0, "padded_peer": 1.25, "budgeted_peer": 1.0, "packed_peer": 1.0}
+    losses = {"ours": 1.0, "padded_peer": 1.25, "packed_peer": 1.0}
     found = compare(Measured(make_samples(times), "cpu", 1.0, losses, 0.7))
     # 2, 1.5 and 5; then 0.5, 1 and 2.
     assert found["ours_over_padded_peer"] == found["ours_over_padded_peer_cpu"] == 2.0
-    assert found["ours_over_packed_peer"] == found["ours_over_budgeted_peer"] == 1.0
+    assert found["ours_over_packed_peer"] == 1.0
     assert found["tokens_per_s_ours"] == 50.0
     assert found["loss_difference"] == 0.25
     assert found["logprob_peak_bytes_over_bound"] == 0.7
@@ -95,21 +93,21 @@ def test_ranks_on_a_gpu_see_it_and_have_the_settings_of_a_runs_trainer(
 ) -> None:
     environments: list[dict[str, str]] = []
 
-    def run_child(command: list[str], *, log: Path, environment: dict[str, str], **_: Any) -> None:
+    def torchrun(*_: object, log: Path, environment: dict[str, str], **__: object) -> None:
         environments.append(environment)
         measured = Measured(make_samples({"ours": [2.0]}), "NVIDIA H100 80GB HBM3", 989e12)
         (log.parent / "measured.json").write_bytes(msgspec.json.encode(measured))
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(train, "write_model", lambda folder, sizes: None)
-    monkeypatch.setattr(train, "run_child", run_child)
+    monkeypatch.setattr(train, "torchrun", torchrun)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert train.on_gpu(tmp_path)["mfu_bf16"] == 0.5
     for found in environments:
         assert not {"CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE", "MKL_NUM_THREADS"} & found.keys()
         assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
         assert found["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
-        assert found["PYTHONPATH"].startswith(str(train.ROOT))
+        assert found["PYTHONPATH"].startswith(str(ROOT))
 
 
 def test_the_model_of_a_gpu_fits_one_of_80_gb(tmp_path: Path) -> None:
@@ -125,12 +123,13 @@ def test_flops_of_a_step_match_a_count_by_hand(tmp_path: Path) -> None:
     write_model(tmp_path, hidden_size=8, intermediate_size=16, num_hidden_layers=2, vocab_size=10)
     shape = read_shape(tmp_path)
     # A layer of 4 heads of 2 with 2 of keys and values: 8 x (8 + 4 + 4 + 8) of attention and
-    # 3 x 8 x 16 of the feed-forward part; the norms, which multiply too, hold 8 x 5.
-    layers = 2 * (8 * 24 + 3 * 8 * 16) + 8 * 5
+    # 3 x 8 x 16 of the feed-forward part.
+    layers = 2 * (8 * 24 + 3 * 8 * 16)
     sequences = [Lengths(3, 5), Lengths(1, 2)]
-    attention = 2 * 2 * 8 * (8**2 + 3**2)
+    # 8 x 9 / 2 and 3 x 4 / 2 pairs of tokens, products of queries and of values.
+    attention = 2 * 4 * 8 * (36 + 6)
     expected = 3 * (2 * layers * 11 + 2 * 10 * 8 * 7 + attention)
-    assert step_flops(shape, sequences, model_parameters(shape)) == expected
+    assert step_flops(shape, sequences) == expected
 
 
 def make_sequences() -> list[TrainSequence]:

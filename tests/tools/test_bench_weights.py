@@ -19,8 +19,14 @@ from megatron_rl.weights.exchange.parcels import incoming, outgoing
 from megatron_rl.weights.exchange.plan import Move, Parcel
 from megatron_rl.weights.exchange.transport import Buffers, GroupTransport
 from tests.distributed import run_ranks
-from tools.bench.links import limit_connections
-from tools.bench.weights_exchanges import receive_floor, receive_raw, send_floor, send_raw
+from tools.bench.measuring import rounded
+from tools.bench.weights_exchanges import (
+    limit_connections,
+    receive_floor,
+    receive_raw,
+    send_floor,
+    send_raw,
+)
 from tools.bench.weights_figures import (
     METHODS,
     OVERLAP,
@@ -119,7 +125,7 @@ def test_scaling_compares_with_raw_beside_it_and_with_the_fewest_replicas() -> N
             for method, seconds in ((RAW, raw_s), (RESHARD, transfer_s), (OVERLAP, 2 * transfer_s))
         ]
 
-    rows = scaling({4: of(0.9, 0.6), 1: of(0.3, 0.2)})
+    rows = rounded(scaling({4: of(0.9, 0.6), 1: of(0.3, 0.2)}))
     assert list(rows) == ["1", "4"]
     assert rows["4"]["time_over_one"] == 3.0 and rows["4"]["raw_over_one"] == 3.0
     assert rows["1"]["time_over_one"] == 1.0 and rows["4"]["time_over_raw"] == 1.5

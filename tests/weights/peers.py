@@ -36,7 +36,7 @@ from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.lossy_router import Loss, LossyRouter
 from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
 from tests.weights.scripted_generators import Generator, host
-from tools.bench.links import limited_links
+from tools.bench.weights_exchanges import limited_links
 
 PATIENCE_S = 20.0
 POLL_S = 0.02

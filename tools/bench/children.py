@@ -1,66 +1,176 @@
-"""Runs the benchmark's commands one after another, each with a deadline and a log file."""
+"""Child processes of benchmarks, the models that they load, and other systems' environments.
 
+Every child runs in ROOT with a deadline and a log file, and ends with the benchmark.
+"""
+
+import contextlib
+import hashlib
 import os
+import shutil
 import subprocess
-import time
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-_END_GRACE_S = 20.0
+from megatron_rl.launcher.ports import find_free
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+HOST = "127.0.0.1"
+MODEL_TIMEOUT_S = 900.0
+TRL_PINS = Path(__file__).with_name("requirements-trl.txt")
+VLLM_PINS = ROOT / "requirements" / "vllm.txt"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_END_GRACE_S = 30.0
 _TAIL_LINES = 20
+_INSTALL_TIMEOUT_S = 1200.0
 
 
 class ChildFailed(RuntimeError):
     """A command failed or took too long; the text names it and shows the end of its log."""
 
 
-def run_child(
-    command: Sequence[str | Path],
-    *,
-    log: Path,
-    timeout_s: float,
-    environment: dict[str, str] | None = None,
-    cwd: Path | None = None,
-) -> float:
-    """Run a command and return its seconds; its output goes to `log`. Raises ChildFailed.
+@contextlib.contextmanager
+def background(
+    command: Sequence[object], *, log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """A command that runs in ROOT during the block; its output goes to `log`.
 
-    However this ends, the command is ended too: first with SIGTERM, so that it ends its own
-    children.
+    At the end of the block it gets SIGTERM, so that it can end its own children, then SIGKILL.
     """
-    words = [str(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
     with log.open("wb") as output:
         child = subprocess.Popen(
-            words,
+            [str(word) for word in command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | (environment or {}),
-            cwd=cwd,
+            cwd=ROOT,
         )
         try:
-            code = child.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise ChildFailed(_explain(words, f"still ran after {timeout_s:.0f} s", log)) from error
+            yield child
         finally:
-            _end(child)
-    if code:
-        raise ChildFailed(_explain(words, f"ended with exit code {code}", log))
-    return time.monotonic() - started
+            child.terminate()
+            try:
+                child.wait(_END_GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
+def run_child(
+    command: Sequence[object],
+    *,
+    log: Path,
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Run a command in ROOT to its end; its output goes to `log`. Raises ChildFailed."""
+    problem = f"still ran after {timeout_s:.0f} s"
+    with background(command, log=log, environment=environment) as child:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = child.wait(timeout_s)
+            problem = f"ended with exit code {code}" if code else ""
+    if problem:
+        tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        words = " ".join(map(str, command))
+        raise ChildFailed("\n".join([f"{words}\n{problem}. The end of {log}:", *tail]))
+
+
+def torchrun(
+    module: str,
+    arguments: Sequence[object],
+    *,
+    ranks: int,
+    log: Path,
+    timeout_s: float,
+    environment: dict[str, str],
+) -> None:
+    """Run a module as the ranks of one node. Raises ChildFailed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    command += ["--master-addr", HOST, "--master-port", find_free(HOST), "-m", module, *arguments]
+    run_child(command, log=log, timeout_s=timeout_s, environment=environment)
+
+
+def environment(*, threads: int = 1) -> dict[str, str]:
+    """What every child gets: `threads` threads a process, this tree's modules, no GPU, no hub."""
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+
+
+def rank_environment() -> dict[str, str]:
+    """`environment` of one thread, for ranks and generators that end with their parent."""
+    return environment() | {"MEGATRON_RL_LAUNCHED": "1"}
+
+
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct in bfloat16, made where absent. Raises ChildFailed."""
+    folder = CACHE / "smollm2-135m-instruct"
+    run_tool("convert_smollm2", folder, log=CACHE / "bench" / "convert_smollm2.log")
+    return folder
+
+
+def run_tool(name: str, *arguments: object, log: Path) -> None:
+    """Run `python -m tools.NAME`. Raises ChildFailed."""
+    command = [sys.executable, "-m", f"tools.{name}", *arguments]
+    run_child(command, log=log, timeout_s=MODEL_TIMEOUT_S)
+
+
+def write_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """Write a random Llama as a Hugging Face folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+
+
+def make_venv(folder: Path, pins: Path) -> Path:
+    """The interpreter of an environment with exactly the pinned packages. Raises ChildFailed.
+
+    The pins name the whole closure, torch's CPU build included. Instant where it exists.
+    """
+    folder = folder.absolute()
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    wanted = fingerprint(folder, pins)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    logs = folder.with_name(f"{folder.name}-log")
+    venv = [sys.executable, "-m", "venv", folder]
+    run_child(venv, log=logs / "venv.log", timeout_s=_INSTALL_TIMEOUT_S)
+    # --no-deps: the pins are the whole closure, so nothing is resolved.
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    pip += ["--no-compile", "--progress-bar", "off", "--retries", "2", "--no-deps"]
+    torch = torch_pin(pins)
     try:
-        child.wait(_END_GRACE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        run_child([*pip, torch], log=logs / "torch.log", timeout_s=_INSTALL_TIMEOUT_S)
+    except ChildFailed:
+        # The CPU build has its own index; a mirror may carry it too, so the mirror comes first.
+        from_index = [*pip, "--index-url", TORCH_CPU_INDEX, torch]
+        run_child(from_index, log=logs / "torch-index.log", timeout_s=_INSTALL_TIMEOUT_S)
+    run_child([*pip, "-r", pins], log=logs / "pins.log", timeout_s=_INSTALL_TIMEOUT_S)
+    stamp.write_text(wanted)
+    return python
 
 
-def _explain(words: list[str], what: str, log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n".join([f"{' '.join(words)}\n{what}. The end of {log}:", *lines])
+def fingerprint(folder: Path, pins: Path) -> str:
+    """Changes with the pins, the interpreter and the folder: an environment cannot be moved."""
+    text = f"{pins.read_text()}\n{sys.version}\n{sys.base_prefix}\n{folder.resolve()}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def torch_pin(pins: Path) -> str:
+    """The line of the pins that names torch's CPU build."""
+    return next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))

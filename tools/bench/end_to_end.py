@@ -1,4 +1,5 @@
-"""Ours beside our synchronous mode and beside TRL: `python -m tools.bench.end_to_end [--quick]`.
+"""Training as a whole, compared with our synchronous mode and with TRL:
+`python -m tools.bench.end_to_end [--quick]`.
 
 Runs on two cores, one variant after another in a rotating order. Two workloads:
 
@@ -12,77 +13,97 @@ Runs on two cores, one variant after another in a rotating order. Two workloads:
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl | GRPOTrainer, two threads, microbatches of 16, in the quickest of its settings |
 
-tiny: the sorting task of the quickstart. All start from the same weights after the same cold start,
-with the same train prompts as the same token ids, rewards, 16 prompts x 16 rollouts a step, at most
-12 new tokens, T=1, AdamW, clip-higher, float32, and take the same count of optimizer steps. One
-difference stays: TRL trains on zero-variance groups (which give no gradient), ours drops them and
-generates others in their place.
+tiny: the sorting task of the quickstart. All variants start from the same weights and take as many
+optimizer steps of 16 prompts x 16 rollouts, with the same prompts as token ids, rewards, sampling
+(at most 12 new tokens, T=1), AdamW, clip-higher and float32. One difference stays: TRL trains on
+zero-variance groups, which give no gradient; ours drops them and generates others.
 
-real: SmolLM2-135M-Instruct, open prompts whose answers differ in length (completion_tokens: p10,
-p50, p90 of what was measured), 8 groups of 8 rollouts a step, at most 192 new tokens, a smooth
-reward. Prompts come in the same order as the same token ids, one optimizer step each. TRL's setting
-is the quickest in a probe of two steps of 16 tokens (trl_probe_step_s): float32, bfloat16 by
-autocast, and float32 with its paged generation. --quick probes the first two, and halves groups and
-tokens: its ratios are smaller. Weights that are
-bfloat16 themselves are not among them: they lose the updates of a low learning rate. Rates count
-completion tokens that were trained on, so that nobody gains by short ones; over_trl_rollouts counts
-rollouts. Both sides keep float32 master weights; our products are bfloat16, as TRL's with bfloat16.
-What stays unfair: TRL generates a step's rollouts from one policy, ours from one up to
-max_staleness versions older; runs of TRL and of ours_sync are not repeated, for the sake of time.
+real: SmolLM2-135M-Instruct, open prompts whose answers differ in length (`completion_tokens`), 8
+groups of 8 rollouts a step, at most 192 new tokens, a smooth reward. --quick halves groups and
+tokens, so its ratios are smaller. TRL's setting is the quickest in a probe of two short steps
+(`trl_probe_step_s`): float32, bfloat16 by autocast, float32 with paged generation (not in --quick).
+Weights in bfloat16 are left out: they lose the updates of a low learning rate. Rates count
+completion tokens that were trained on, so that short ones give no advantage; over_*_rollouts
+count rollouts. Both sides keep float32 master weights. Unfair: TRL generates a step's rollouts from
+one policy, ours from versions up to max_staleness older; TRL and ours_sync run once.
 
-tiny: rollouts_per_s counts generated rollouts, those of dropped zero-variance groups included, from
-the end of step 3 to the end of the last step. rollouts_trained_per_s leaves the dropped ones out.
+| figure | what |
+|---|---|
+| rollouts_per_s | generated, dropped zero-variance groups included, after step 3 |
+| rollouts_trained_per_s | without the dropped groups |
+| over_sync, over_trl | ours over ours_sync, and over the faster TRL |
+| over_sync_bound | what over_sync would be if a synchronous run's waiting and work overlapped |
+| seconds_to_accuracy_0.7 | until 70 % of the rollouts of 3 steps are right; null: never |
+| peak_memory_bytes | PSS of all processes of a variant, sampled every 2 s, start-up included |
+| busy_share_between_runs | what other processes took of the cores before each run: must be near 0 |
 
-over_sync_bound is what over_sync would be if a synchronous run's waiting and the rest of its steps
-ran side by side, each step as long as the longer of the two.
-
-seconds_to_accuracy_0.7 is wall clock from the loop's start (ours: version 0 is synced; TRL:
-on_train_begin) to the end of the first step at which the rollouts of the last 3 steps, at least
-768, are right in 70 % of the cases. Nothing is evaluated meanwhile, so no time has to be taken
-out: the train prompts are new at each step, so that what is sampled for training (T=1,
-zero-variance groups included) is a sample of the policy's accuracy before it trained on them. Ours
-samples some of it from a policy up to max_staleness versions older, which delays it a little. null:
-never reached.
-
-peak_memory_bytes: the sum of PSS over all processes of a variant, sampled every 2 s, start-up
-included.
-
-busy_share_between_runs is what other processes took of the two cores in pauses of 2 s before each
-run: where it is not near 0, the figures say little.
-
-Progress goes to stderr; the last line on stdout is one JSON object with the medians of the repeats,
-one object a workload.
+The clock of seconds_to_accuracy starts with the loop (ours: version 0 is synced; TRL:
+on_train_begin). Train prompts are new at each step, so their rollouts measure its accuracy.
+The last line on stdout is one JSON object with medians of the repeats, one object a workload.
 """
 
 import argparse
 import dataclasses
 import json
-import os
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError
-from tools.bench import real
-from tools.bench.children import ChildFailed
-from tools.bench.contention import busy_share
-from tools.bench.measures import WARMUP_STEPS, StepMark, compare, learning
-from tools.bench.memory import PeakMemory
-from tools.bench.peer_venv import TRL_PINS, make_venv
-from tools.bench.variants import ROOT, Workload, run_ours, run_peer
-from tools.bench.workload import make_workload
+from tools.bench.children import CACHE, ROOT, TRL_PINS, ChildFailed, make_venv, run_tool, smollm2
+from tools.bench.loops import (
+    GROUP_SIZE,
+    WARMUP_STEPS,
+    Scale,
+    StepMark,
+    compare_real,
+    compare_tiny,
+    learning,
+    spread,
+)
+from tools.bench.measuring import (
+    CORES,
+    PeakMemory,
+    begin,
+    busy_share,
+    parser,
+    report,
+    rotations,
+    say,
+)
+from tools.bench.open_task import lines
+from tools.bench.variants import (
+    TIMED_OVERRIDES,
+    Workload,
+    completion_lengths,
+    run_cli,
+    run_ours,
+    run_peer,
+    with_steps,
+    write_peer_prompts,
+)
 
-CORES = 2
+TINY, REAL = ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "real.toml"
 QUIET_SHARE = 0.1
-PAUSE_S = 2.0
-QUICK = {"steps": 12, "repeats": 1}
-FULL = {"steps": 60, "repeats": 3}
+STEPS, QUICK_STEPS = 60, 12
+REPEATS, QUICK_REPEATS = 3, 1
+FULL = Scale(groups=8, max_new_tokens=192, steps=6, skip=2, peer_steps=3, peer_skip=1, repeats=3)
+QUICK = Scale(groups=4, max_new_tokens=96, steps=4, skip=2, peer_steps=2, peer_skip=1, repeats=1)
+"""Of the workload real."""
+TRL_THREADS = 2
+_REAL = {"per_device_train_batch_size": 16, "shuffle_dataset": False}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": _REAL,
+    "bfloat16": _REAL | {"bf16": True},
+    "float32_paged": _REAL | {"use_transformers_continuous_batching": True},
+}
+"""How TRL may do the work of real; the quickest in a probe is measured."""
+PROBE_STEPS, PROBE_TOKENS = 2, 16
 
 Variant = Callable[[Path], list[StepMark]]
 
@@ -90,39 +111,32 @@ Variant = Callable[[Path], list[StepMark]]
 def main() -> int:
     """Command line."""
     options = _parse()
-    steps = options.steps or (QUICK if options.quick else FULL)["steps"]
-    repeats = options.repeats or (QUICK if options.quick else FULL)["repeats"]
-    # As an exception, so that the run of the moment is ended too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    # Children inherit it: no variant gets a core that another one has not.
-    os.sched_setaffinity(0, cores)
-    work_dir = options.work_dir or ROOT / ".cache" / "bench" / time.strftime("%Y%m%d-%H%M%S")
+    work_dir, cores = begin("end-to-end", options.work_dir, CORES)
     shares: list[float] = []
-    bench = Bench(work_dir, options.quick, lambda: shares.append(busy_share(cores, PAUSE_S)))
+    bench = Bench(work_dir, options.quick, lambda: shares.append(busy_share(cores)))
     try:
-        work_dir.mkdir(parents=True)
-        _say(f"logs and metrics of all runs: {work_dir}")
         peer = make_venv(options.peer_venv, TRL_PINS)
         found: dict[str, Any] = {}
         if options.workload != "real":
+            steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+            repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
             found["tiny"] = run_tiny(bench, peer, steps, repeats)
         if options.workload != "tiny":
             found["real"] = run_real(bench, peer)
-    except (ChildFailed, ConfigError, InputError, FileExistsError) as error:
-        _say(str(error))
+    except (ChildFailed, ConfigError, InputError) as error:
+        say(str(error))
         return 1
-    conditions = {
-        "mode": "quick" if options.quick else "full",
-        "cores": len(cores),
-        "busy_share_between_runs": round(statistics.fmean(shares), 3),
-    }
     if max(shares) > QUIET_SHARE:
-        _say(
+        say(
             f"other processes took up to {max(shares):.0%} of the cores between the runs: these "
             "figures say little; run this again on a quiet machine"
         )
-    print(json.dumps(conditions | found))
+    conditions = {
+        "mode": "quick" if options.quick else "full",
+        "cores": len(cores),
+        "busy_share_between_runs": statistics.fmean(shares),
+    }
+    report(conditions | found)
     return 0
 
 
@@ -150,7 +164,7 @@ def run_tiny(bench: Bench, peer: Path, steps: int, repeats: int) -> dict[str, An
     work_dir.mkdir()
     runs = Runs()
     run_all(
-        variants(make_workload(work_dir, steps=steps), peer),
+        tiny_variants(make_tiny(work_dir, steps), peer),
         runs,
         repeats=repeats,
         work_dir=work_dir,
@@ -158,21 +172,26 @@ def run_tiny(bench: Bench, peer: Path, steps: int, repeats: int) -> dict[str, An
     )
     conditions = {"steps": steps, "repeats": repeats, "peak_memory_bytes": runs.peaks}
     learned = {} if bench.is_quick else learning(runs.loops)
-    return conditions | compare(runs.loops) | learned
+    return conditions | compare_tiny(runs.loops) | learned
 
 
 def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
     """Figures of the workload real. Raises ChildFailed."""
-    scale = real.QUICK if bench.is_quick else real.FULL
+    scale = QUICK if bench.is_quick else FULL
     work_dir = bench.work_dir / "real"
     work_dir.mkdir()
-    workload = real.make_real(work_dir, scale)
-    names = [name for name in real.SETTINGS if not (bench.is_quick and "paged" in name)]
-    probed = real.probe(workload, peer, work_dir, names)
-    setting = real.quickest(probed)
-    _say(f"real: TRL's settings, seconds of a short step: {probed}")
+    workload = make_real(work_dir, scale)
+    names = [name for name in SETTINGS if not (bench.is_quick and "paged" in name)]
+    probed = probe(workload, peer, work_dir, names)
+    setting = quickest(probed)
+    say(f"real: TRL's settings, seconds of a short step: {probed}")
     runs = Runs()
-    by_name = real.variants(workload, peer, real.SETTINGS[setting], scale)
+    slow = with_steps(workload, scale.peer_steps)
+    by_name = ours(workload) | {
+        "trl": lambda run_dir: run_peer(
+            slow, peer, threads=TRL_THREADS, run_dir=run_dir, settings=SETTINGS[setting]
+        )
+    }
     run_all(
         by_name,
         runs,
@@ -181,23 +200,29 @@ def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
         before_each=bench.before_each,
         at_most={"trl": 1, "ours_sync": 1},
     )
-    lengths = real.spread(real.lengths_of(work_dir, scale.repeats))
-    _say(f"real: tokens of completions: {lengths}")
+    lengths = spread(_lengths(work_dir, scale.repeats))
+    say(f"real: tokens of completions: {lengths}")
     return {
         **dataclasses.asdict(scale),
         "trl_setting": setting,
         "trl_probe_step_s": probed,
         "completion_tokens": lengths,
-        **real.compare(runs.loops, runs.peaks, scale),
+        **compare_real(runs.loops, runs.peaks, scale),
     }
 
 
-def variants(workload: Workload, peer: Path) -> dict[str, Variant]:
-    """The variants by name: each trains in the folder that it is given."""
+def ours(workload: Workload) -> dict[str, Variant]:
+    """Our two variants by name: each trains in the folder that it is given."""
     stale = workload.config.queue.max_staleness
     return {
         "ours": lambda run_dir: run_ours(workload, max_staleness=stale, run_dir=run_dir),
         "ours_sync": lambda run_dir: run_ours(workload, max_staleness=0, run_dir=run_dir),
+    }
+
+
+def tiny_variants(workload: Workload, peer: Path) -> dict[str, Variant]:
+    """All variants of the workload tiny by name."""
+    return ours(workload) | {
         "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
         "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
     }
@@ -226,37 +251,105 @@ def run_all(
                 marks = by_name[name](work_dir / f"{name}-{repeat}")
             runs.loops.setdefault(name, []).append(marks)
             runs.peaks[name] = max(runs.peaks.get(name, 0), memory.peak_bytes)
-            _say(
+            say(
                 f"repeat {repeat + 1}/{repeats} {name}: {len(marks)} steps in "
                 f"{marks[-1].seconds:.1f} s, {time.monotonic() - started:.0f} s with set-up, "
                 f"{memory.peak_bytes / 1e9:.1f} GB"
             )
 
 
-def rotations(names: list[str], repeats: int) -> list[list[str]]:
-    """The order of each repeat: the names, moved on by one each time."""
-    return [names[i % len(names) :] + names[: i % len(names)] for i in range(repeats)]
+def make_tiny(work_dir: Path, steps: int) -> Workload:
+    """Model, tasks, cold start and the peer's prompts, in `work_dir`. Raises ChildFailed."""
+    model, tasks = work_dir / "model", work_dir / "tasks"
+    run_tool("make_tiny_model", model, log=work_dir / "make_tiny_model.log")
+    run_tool("make_tasks", "sort", tasks, log=work_dir / "make_tasks.log")
+    data = [
+        _path_override("prompts.0.path", tasks / "prompts.jsonl"),
+        _path_override("sft.dataset", tasks / "sft.jsonl"),
+    ]
+    cold_start = work_dir / "cold_start"
+    run_cli(
+        TINY,
+        [*data, _path_override("model.path", model), "train.steps=0", "eval.prompts=0"],
+        run_dir=cold_start,
+    )
+    start = _path_override("model.path", cold_start / "hf" / "cold_start")
+    peer_prompts = work_dir / "peer_prompts.jsonl"
+    workload = with_steps(Workload(TINY, (*data, start, *TIMED_OVERRIDES), peer_prompts), steps)
+    write_peer_prompts(workload.config, peer_prompts)
+    return workload
 
 
-def _say(text: str) -> None:
-    print(f"[bench] {text}", file=sys.stderr, flush=True)
+def make_real(work_dir: Path, scale: Scale) -> Workload:
+    """Model, prompts and the peer's prompts. Raises ChildFailed."""
+    prompts = work_dir / "prompts.jsonl"
+    prompts.write_text("\n".join(lines()) + "\n")
+    overrides = (
+        _path_override("model.path", smollm2()),
+        _path_override("prompts.0.path", prompts),
+        f"train.prompts_per_batch={scale.groups}",
+        f"train.group_size={GROUP_SIZE}",
+        f"sampling.max_new_tokens={scale.max_new_tokens}",
+    )
+    workload = with_steps(Workload(REAL, overrides, work_dir / "peer_prompts.jsonl"), scale.steps)
+    write_peer_prompts(workload.config, workload.peer_prompts, task="open")
+    return workload
+
+
+def _path_override(key: str, path: Path) -> str:
+    return f"{key}={json.dumps(str(path.resolve()))}"
+
+
+def probe(
+    workload: Workload, python: Path, work_dir: Path, names: Sequence[str]
+) -> dict[str, float | str]:
+    """Seconds of TRL's second step with short completions, by setting; what failed, in words."""
+    short = dataclasses.replace(
+        with_steps(workload, PROBE_STEPS),
+        overrides=(
+            *workload.overrides,
+            f"train.steps={PROBE_STEPS}",
+            f"sampling.max_new_tokens={PROBE_TOKENS}",
+        ),
+    )
+    found: dict[str, float | str] = {}
+    for name in names:
+        run_dir = work_dir / f"probe-{name}"
+        try:
+            marks = run_peer(
+                short, python, threads=TRL_THREADS, run_dir=run_dir, settings=SETTINGS[name]
+            )
+        except ChildFailed as error:
+            found[name] = str(error).splitlines()[-1]
+        else:
+            found[name] = round(marks[-1].seconds - marks[-2].seconds, 2)
+    return found
+
+
+def quickest(probed: dict[str, float | str]) -> str:
+    """The setting with the least seconds. Raises ChildFailed where none worked."""
+    seconds = {name: value for name, value in probed.items() if isinstance(value, float)}
+    if not seconds:
+        raise ChildFailed(f"TRL failed in every setting: {probed}")
+    return min(seconds, key=lambda name: seconds[name])
+
+
+def _lengths(work_dir: Path, repeats: int) -> list[int]:
+    return [n for i in range(repeats) for n in completion_lengths(work_dir / f"ours-{i}")]
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps, once, throughput only")
-    parser.add_argument("--workload", choices=["tiny", "real", "all"], default="all")
-    parser.add_argument("--steps", type=int, help="optimizer steps of each run of tiny")
-    parser.add_argument("--repeats", type=int, help="runs of each variant of tiny")
-    parser.add_argument(
+    made = parser(__doc__, quick="few steps, once, throughput only")
+    made.add_argument("--workload", choices=["tiny", "real", "all"], default="all")
+    made.add_argument("--steps", type=int, help="optimizer steps of each run of tiny")
+    made.add_argument("--repeats", type=int, help="runs of each variant of tiny")
+    made.add_argument(
         "--work-dir", type=Path, help="new folder for all runs (default: in .cache/bench)"
     )
-    parser.add_argument("--peer-venv", type=Path, default=ROOT / ".cache" / "bench-trl-venv")
-    options = parser.parse_args()
+    made.add_argument("--peer-venv", type=Path, default=CACHE / "bench-trl-venv")
+    options = made.parse_args()
     if options.steps is not None and options.steps <= WARMUP_STEPS:
-        parser.error(f"--steps must exceed the first {WARMUP_STEPS}, which are left out")
+        made.error(f"--steps must exceed the first {WARMUP_STEPS}, which are left out")
     return options
 
 

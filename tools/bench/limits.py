@@ -17,19 +17,23 @@ caches and the memory are shared with strangers, and a large shared cache makes 
 look like memory. The last line is one JSON object.
 """
 
-import argparse
-import json
+import multiprocessing
+import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import zmq
 from torch import Tensor
 
-from tools.bench.loopback import loopback
+from tools.bench.children import HOST
+from tools.bench.measuring import parser, report
 
 WINDOWS = 5
 WINDOW_S = 0.05
@@ -37,6 +41,9 @@ WINDOW_S = 0.05
 SMALL_BYTES = 270 << 20
 LARGE_BYTES = 2 << 30
 THREADS = (1, 2)
+MESSAGE_BYTES, MESSAGES = 16 << 20, 16
+TRIP_BYTES, ROUND_TRIPS = 64, 500
+PEER_TIMEOUT_S = 60.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -239,20 +246,107 @@ def memory_rates(large_bytes: int = LARGE_BYTES) -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
-    """The same tree with four digits of every float."""
-    if isinstance(value, dict):
-        return {name: rounded(inner) for name, inner in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+Ends = tuple[Callable[[bytes], object], Callable[[int], object]]
+"""Send a message; receive one of as many bytes."""
+
+
+def loopback() -> dict[str, dict[str, float]]:
+    """Bytes/s and round trip of TCP and of ZeroMQ between this process and another one."""
+    found = {}
+    with socket.create_server((HOST, 0)) as server:
+        server.settimeout(PEER_TIMEOUT_S)
+        with _peer("tcp", server.getsockname()[1]):
+            connection, _ = server.accept()
+            with connection:
+                found["tcp"] = _ask(*_tcp_ends(connection))
+    with (
+        zmq.Context() as context,
+        _pair(context) as pair,
+        _peer("zeromq", pair.bind_to_random_port(f"tcp://{HOST}")),
+    ):
+        found["zeromq"] = _ask(*_zmq_ends(pair))
+    return found
+
+
+@contextmanager
+def _peer(kind: str, port: int) -> Iterator[None]:
+    # spawn: torch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_answer, args=(kind, port), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _ask(send: Callable[[bytes], object], receive: Callable[[int], object]) -> dict[str, float]:
+    payload, rates, trips = bytes(MESSAGE_BYTES), [], []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(MESSAGES):
+            send(payload)
+        receive(1)
+        rates.append(MESSAGES * MESSAGE_BYTES / (time.perf_counter() - started))
+    for _ in range(ROUND_TRIPS):
+        started = time.perf_counter()
+        send(bytes(TRIP_BYTES))
+        receive(TRIP_BYTES)
+        trips.append(time.perf_counter() - started)
+    return {"bytes_per_s": max(rates), "round_trip_s": statistics.median(trips)}
+
+
+def _answer(kind: str, port: int) -> None:
+    """The other process: a byte after the large messages, each small one whole."""
+    with zmq.Context() as context, _pair(context) as pair:
+        if kind == "tcp":
+            send, receive = _tcp_ends(socket.create_connection((HOST, port), PEER_TIMEOUT_S))
+        else:
+            pair.connect(f"tcp://{HOST}:{port}")
+            send, receive = _zmq_ends(pair)
+        for _ in range(3):
+            for _ in range(MESSAGES):
+                receive(MESSAGE_BYTES)
+            send(b"1")
+        for _ in range(ROUND_TRIPS):
+            receive(TRIP_BYTES)
+            send(bytes(TRIP_BYTES))
+
+
+def _tcp_ends(connection: socket.socket) -> Ends:
+    connection.settimeout(PEER_TIMEOUT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    buffer = bytearray(MESSAGE_BYTES)
+
+    def receive(count: int) -> None:
+        view = memoryview(buffer)[:count]
+        while view:
+            got = connection.recv_into(view)
+            if not got:
+                raise ConnectionError("the peer closed the connection")
+            view = view[got:]
+
+    return connection.sendall, receive
+
+
+def _pair(context: zmq.Context) -> zmq.Socket:
+    pair = context.socket(zmq.PAIR)
+    for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+        pair.setsockopt(option, int(PEER_TIMEOUT_S * 1000))
+    pair.setsockopt(zmq.LINGER, 1000)
+    return pair
+
+
+def _zmq_ends(pair: zmq.Socket) -> Ends:
+    return lambda data: pair.send(data, copy=False), lambda _: pair.recv(copy=False)
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="64 rows, smaller footprints")
-    quick = parser.parse_args().quick
+    quick = parser(__doc__, quick="64 rows, smaller footprints").parse_args().quick
     found = {
         "mode": "quick" if quick else "full",
         "torch": torch.__version__,
@@ -261,7 +355,7 @@ def main() -> int:
         **memory_rates((1 << 30) if quick else LARGE_BYTES),
         "loopback": loopback(),
     }
-    print(json.dumps(rounded(found)))
+    report(found)
     return 0
 
 

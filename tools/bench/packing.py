@@ -1,6 +1,6 @@
 """How full packed microbatches are: `python -m tools.bench.packing [--quick]`.
 
-2,048 sequences (--quick: 512) of the lengths that tools/bench/lengths.py describes, a token budget
+2,048 sequences (--quick: 512) as long as those that Magistral trains on, a token budget
 of 40,960, one data-parallel rank and eight.
 
 | figure | what |
@@ -16,36 +16,67 @@ ours: `deal` of the product. first_fit: the paper's greedy, longest sequence fir
 open microbatch with room. arrival: in order of arrival, a microbatch is closed when the next
 sequence does not fit. arrival_padded: the same, but rows are padded to the longest of their
 microbatch, as a trainer without packed attention must. The last line is one JSON object.
+
+Lengths. The paper (arXiv 2506.10910) gives no histogram.
+It says that completions reach 32k tokens, that the longest take up to five times the shortest, and
+that training grew them from a few thousand on. Here: completions are log-normal with a median of
+7,000 tokens and sigma 0.7, cut at 32,768 as max_new_tokens cuts them (the middle nine tenths span a
+factor of 10); prompts with their system prompt are uniform from 80 to 600.
 """
 
-import argparse
-import json
 import math
+import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_rl.protocol.packing import Microbatch, deal, first_fit_decreasing
-from tools.bench.lengths import LONGEST, magistral_like
+from tools.bench.measuring import parser, report
 
 SEQUENCES, QUICK_SEQUENCES = 2048, 512
 DRAWS = 5
 BUDGET = 40_960
 DP_SIZE = 8
+MEDIAN_TOKENS = 7_000
+SIGMA = 0.7
+MAX_COMPLETION = 32_768
+PROMPT_TOKENS = (80, 600)
+LONGEST = MAX_COMPLETION + PROMPT_TOKENS[1]
+
+
+class Lengths(NamedTuple):
+    """Tokens of one sequence."""
+
+    prompt: int
+    completion: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.prompt + self.completion
+
+
+def magistral_like(count: int, *, seed: int, scale: float = 1.0) -> list[Lengths]:
+    """`count` sequences; scale: all lengths are multiplied by it, for small machines."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        completion = min(MEDIAN_TOKENS * chance.lognormvariate(0, SIGMA), MAX_COMPLETION)
+        prompt = chance.randint(*PROMPT_TOKENS)
+        found.append(Lengths(max(1, round(prompt * scale)), max(1, round(completion * scale))))
+    return found
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer sequences")
-    count = QUICK_SEQUENCES if parser.parse_args().quick else SEQUENCES
+    is_quick = parser(__doc__, quick="fewer sequences").parse_args().quick
+    count = QUICK_SEQUENCES if is_quick else SEQUENCES
     draws = [[s.total for s in magistral_like(count, seed=seed)] for seed in range(DRAWS)]
     found = [figures(lengths, BUDGET) for lengths in draws]
     conditions = {"sequences": count, "budget_tokens": BUDGET, "draws": DRAWS, "longest": LONGEST}
-    print(json.dumps(conditions | combine(found)))
+    report(conditions | combine(found))
     return 0
 
 

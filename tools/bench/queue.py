@@ -1,10 +1,9 @@
 """`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
 
-The real process of the queue, over real sockets, with scripted peers: 1,000 generators, verifiers
-that answer at once, data-parallel leaders, a weight sync after each batch. Rollouts have 32,768
-tokens, or as many as the simulator's on average, with logprobs, two version spans and a text.
-Beside it, in the same run, the *floor*: bare ZeroMQ sockets through which the same bytes go, and
-nothing else (queue_floor.py).
+The real process of the queue, over real sockets, serves scripted peers (queue_peers.py): 1,000
+generators, verifiers that answer at once, data-parallel leaders, a weight sync after each batch.
+Rollouts have 32,768 tokens, or the simulator's mean, with logprobs, two version spans and a text.
+The *floor* in the same run is bare ZeroMQ sockets that carry the same bytes (queue_floor.py).
 
 | variant     | what                                                           |
 |-------------|----------------------------------------------------------------|
@@ -38,12 +37,10 @@ On a few cores peers compete with the queue for them: a rate is a lower bound, a
 rollout are what counts. The last line is one JSON object.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -60,8 +57,16 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.keys import load_keys, make_keys
 from megatron_rl.weights.layout.shape import ModelShape
-from tools.bench.contention import busy_share
-from tools.bench.queue_generators import Control, run_generators
+from tools.bench.children import background
+from tools.bench.measuring import (
+    busy_share,
+    parser,
+    percentile,
+    read_times,
+    report,
+    rounded,
+    say,
+)
 from tools.bench.queue_load import (
     DENSE,
     DENSE_PRODUCED,
@@ -70,11 +75,9 @@ from tools.bench.queue_load import (
     TARGET,
     Load,
     Produced,
-    Wiring,
     learnt_rollouts_per_s,
-)  # fmt: skip
-from tools.bench.queue_others import run_others
-from tools.bench.queue_process import ProcessTimes, read_times
+)
+from tools.bench.queue_peers import Control, Wiring, run_generators, run_others
 
 GENERATOR_PROCESSES = 2
 PROMPTS = 2000
@@ -100,33 +103,24 @@ class Window(NamedTuple):
     ended: float
     rollouts: int
     """Given back."""
-    before: ProcessTimes
-    after: ProcessTimes
-
-    @property
-    def seconds(self) -> float:
-        """How long it was."""
-        return self.ended - self.began
+    cpu_s: float
+    """User and system time of the server's threads."""
+    loop_s: float
+    """The same of its main thread."""
 
     @property
     def rollouts_per_s(self) -> float:
         """The rate."""
-        return self.rollouts / self.seconds
+        return self.rollouts / (self.ended - self.began)
 
     @property
     def cpu_share(self) -> float:
         """Processor time over the wall's; above 1: on several cores."""
-        return (self.after.cpu_s - self.before.cpu_s) / self.seconds
+        return self.cpu_s / (self.ended - self.began)
 
-    @property
-    def cpu_ms_per_rollout(self) -> float:
-        """Of all threads."""
-        return 1e3 * (self.after.cpu_s - self.before.cpu_s) / self.rollouts
-
-    @property
-    def loop_ms_per_rollout(self) -> float:
-        """Of the main thread."""
-        return 1e3 * (self.after.main_s - self.before.main_s) / self.rollouts
+    def ms_per_rollout(self, seconds: float) -> float:
+        """A time of the window for one rollout, in milliseconds."""
+        return 1e3 * seconds / self.rollouts
 
 
 class Outcome(NamedTuple):
@@ -250,23 +244,14 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
                 process.join()
 
 
-@contextlib.contextmanager
-def running_server(module: str, folder: Path, load: Load) -> Iterator[subprocess.Popen]:
-    """The queue, or the floor; ended by SIGTERM."""
-    command = [sys.executable, "-m", module, "--config", str(folder / "config.toml")]
+def running_server(
+    module: str, folder: Path, load: Load
+) -> contextlib.AbstractContextManager[subprocess.Popen]:
+    """The queue, or the floor, during a block."""
+    command = [sys.executable, "-m", module, "--config", folder / "config.toml"]
     if module == FLOOR:
         command += ["--load", json.dumps(load._asdict())]
-    with (folder / f"{module}.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            yield server
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+    return background(command, log=folder / f"{module}.log")
 
 
 def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
@@ -294,7 +279,7 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
             measured = [pipe.recv() for pipe in pipes if pipe.poll(END_LIMIT_S)]
     if len(measured) != len(pipes):
         raise RuntimeError("a process of scripted peers did not end")
-    leases = [lease for mine in measured for lease in mine.leases]
+    leases = [lease for mine in measured for lease in mine]
     return Outcome(full, paced, rate, leases, peak_rss_mb)
 
 
@@ -315,7 +300,9 @@ def _watch(pid: int, control: Control, seconds: float) -> Window:
     rollouts = control.sent.value - sent
     if not rollouts:
         raise RuntimeError(f"no rollout was given back in {seconds:.0f} s")
-    return Window(began, time.monotonic(), rollouts, before, read_times(pid))
+    after = read_times(pid)
+    cpu_s, loop_s = after.cpu_s - before.cpu_s, after.main_s - before.main_s
+    return Window(began, time.monotonic(), rollouts, cpu_s, loop_s)
 
 
 def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float]:
@@ -324,6 +311,8 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
     paced = queue.paced
     waited_ms = [1e3 * s for at, s in queue.leases if paced.began <= at < paced.ended]
     full, load = queue.full, variant.load
+    cpu_ms, loop_ms = full.ms_per_rollout(full.cpu_s), full.ms_per_rollout(full.loop_s)
+    floor_ms = floor.full.ms_per_rollout(floor.full.cpu_s)
     found = {
         "needed_rollouts_per_s": variant.needed,
         "rollouts_per_s": full.rollouts_per_s,
@@ -333,42 +322,38 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
         "tokens_per_s": full.rollouts_per_s * load.tokens,
         "bytes_per_s": full.rollouts_per_s * load.rollout_bytes,
         "cpu_share": full.cpu_share,
-        "cpu_ms_per_rollout": full.cpu_ms_per_rollout,
-        "loop_ms_per_rollout": full.loop_ms_per_rollout,
-        "rollouts_per_s_of_one_core": 1e3 / full.loop_ms_per_rollout,
+        "cpu_ms_per_rollout": cpu_ms,
+        "loop_ms_per_rollout": loop_ms,
+        "rollouts_per_s_of_one_core": 1e3 / loop_ms,
         "floor_rollouts_per_s": floor.full.rollouts_per_s,
-        "floor_cpu_ms_per_rollout": floor.full.cpu_ms_per_rollout,
-        "bookkeeping_share": 1 - floor.full.cpu_ms_per_rollout / full.cpu_ms_per_rollout,
+        "floor_cpu_ms_per_rollout": floor_ms,
+        "bookkeeping_share": 1 - floor_ms / cpu_ms,
         "lease_rate": paced.rollouts_per_s,
         "lease_cpu_share": paced.cpu_share,
         "lease_p50_ms": statistics.median(waited_ms),
-        "lease_p99_ms": statistics.quantiles(waited_ms, n=100, method="inclusive")[98],
+        "lease_p99_ms": percentile(waited_ms, 99),
         "lease_max_ms": max(waited_ms),
         "leases": len(waited_ms),
         "peak_rss_mb": queue.peak_rss_mb,
         "held_bound_mb": load.held_bound * load.rollout_bytes / 1e6,
     }
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
+    return rounded(found)
 
 
 def main() -> None:
     """Entry."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller batches, shorter")
+    made = parser(__doc__, quick="smaller batches, shorter")
     all_names = list(variants(is_quick=True))
-    parser.add_argument("--only", nargs="+", choices=all_names, default=all_names)
-    options = parser.parse_args()
+    made.add_argument("--only", nargs="+", choices=all_names, default=all_names)
+    options = made.parse_args()
     seconds = Seconds(2.0, 8.0, 6.0) if options.quick else Seconds(3.0, 12.0, 30.0)
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, object] = {}
     for name, variant in variants(is_quick=options.quick).items():
         if name in options.only:
             floor = measure(FLOOR, variant, seconds)
             found[name] = figures(variant, measure(QUEUE, variant, seconds), floor)
-            print(name, found[name], file=sys.stderr)
-    idle = busy_share(sorted(os.sched_getaffinity(0)), 2.0)
-    print(json.dumps({**found, "busy_share": round(idle, 3)}))
+            say(f"{name} {found[name]}")
+    report(found | {"busy_share": busy_share(sorted(os.sched_getaffinity(0)))})
 
 
 if __name__ == "__main__":

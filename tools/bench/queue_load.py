@@ -6,12 +6,9 @@ Used by tools.bench.queue and its scripted peers.
 from typing import NamedTuple
 
 import numpy as np
-import zmq
 
 from megatron_rl.plan.flops import step_flops
-from megatron_rl.protocol import wire
-from megatron_rl.protocol.keys import Keys
-from megatron_rl.protocol.types import AnyMessage, Rollout, VersionSpan
+from megatron_rl.protocol.types import Rollout, VersionSpan
 from megatron_rl.weights.layout.shape import ModelShape
 
 GPUS = 512
@@ -22,7 +19,7 @@ TRAINER_FLOPS = 400e12
 TARGET = 4.0
 """Times what the cluster produces."""
 PROMPT_TOKENS = 340
-"""The mean of tools/bench/lengths.py."""
+"""The mean of tools/bench/packing.py."""
 COMPLETION_TOKENS = 32_768
 _CHARS_PER_TOKEN = 4
 
@@ -130,15 +127,6 @@ def learnt_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
     return GPUS * TRAINER_SHARE * TRAINER_FLOPS / flops
 
 
-class Wiring(NamedTuple):
-    """Addresses of the queue's endpoints."""
-
-    prompts: str
-    verify: str
-    batches: str
-    keys: Keys | None
-
-
 class Template:
     """Makes rollouts that share their arrays: scripted peers have no time to draw new ones."""
 
@@ -166,29 +154,3 @@ class Template:
             self._text,
             expert_choices=self._choices,
         )
-
-
-def connect_peer(context: zmq.Context, address: str, name: str, keys: Keys | None) -> zmq.Socket:
-    """A DEALER of a shared context, as `wire.Dealer` has one of its own."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, name.encode())
-    if keys is not None:
-        public, secret = zmq.curve_keypair()
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-    socket.connect(f"tcp://{address}")
-    return socket
-
-
-def send(socket: zmq.Socket, message: AnyMessage) -> None:
-    """As `wire.Dealer` sends."""
-    socket.send_multipart(wire.encode_frames(message), copy=False)
-
-
-def receive_now(socket: zmq.Socket) -> list[wire.Frame] | None:
-    """Frames of a message that is there; None: there is none."""
-    try:
-        return [frame.buffer for frame in socket.recv_multipart(zmq.DONTWAIT, copy=False)]
-    except zmq.Again:
-        return None

@@ -1,14 +1,13 @@
 """What an optimizer step costs: `python -m tools.bench.train [--quick] [--repeats N] [--gpu-only]`.
 
 Our trainer beside what one would write by hand, on the same random model and the same tokens, in
-one process with one thread. The lengths are Magistral's over 32 (tools/bench/lengths.py; --quick:
+one process with one thread. The lengths are Magistral's over 32 (tools/bench/packing.py; --quick:
 over 64, and a smaller model). Loops take turns, and all count the tokens of the sequences alone.
 
 | loop | what |
 |---|---|
 | ours | megatron_rl.trainer.step: packed microbatches, float32 |
 | padded_peer | transformers and torch's AdamW; 8 rows in order of arrival, as its Trainer does |
-| budgeted_peer | the same with as many rows as fit the token budget once padded |
 | packed_peer | packed as ours packs: positions restart, SDPA with a block-diagonal mask |
 
 | figure | what; medians |
@@ -20,7 +19,7 @@ over 64, and a smaller model). Loops take turns, and all count the tokens of the
 | loss_difference | between the loops before any step; above 1e-5 of the loss there are no figures |
 | achieved_over_gemm_* | model FLOP/s of our step over gemm_rate, one thread |
 | gemm_rate_gflops* | of F.linear on the layers' shapes, in the same process |
-| cost_of_* | a step that needs more passes (train_objectives.py) over one of Magistral's |
+| cost_of_* | a step that needs more passes (`MORE_PASSES`) over one of Magistral's |
 | mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
 
 The last but one are of SmolLM2-135M's sizes, in float32 and bfloat16, and of the 1.3M model of
@@ -30,13 +29,8 @@ busy_share is what other processes took of the cores before the steps: where it 
 clocks say little. The last line is one JSON object.
 """
 
-import argparse
 import importlib.util
-import json
-import os
-import signal
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +40,12 @@ import msgspec
 from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.ports import find_free
-from tools.bench.children import ChildFailed, run_child
-from tools.bench.contention import busy_share
-from tools.bench.lengths import LONGEST
+from tools.bench.children import ChildFailed, rank_environment, torchrun, write_model
+from tools.bench.measuring import begin, busy_share, parser, report
+from tools.bench.packing import LONGEST
 from tools.bench.train_figures import (
+    MORE_PASSES,
+    PLAIN,
     Measured,
     Workload,
     compare,
@@ -59,13 +54,9 @@ from tools.bench.train_figures import (
     ratios,
     scaling,
 )
-from tools.bench.train_objectives import MORE_PASSES, PLAIN
-from tools.bench.variants import ROOT
-from tools.bench.weights import child_environment, write_model
 
 TIMEOUT_S = 3600.0
 GPU_TIMEOUT_S = 600.0
-PAUSE_S = 2.0
 SCALING = {"one": {}, "tp2": {"tensor": 2}, "dp2": {"data": 2}}
 
 
@@ -80,55 +71,36 @@ class Scale:
     rounds: int
 
 
-LLAMA = {
-    "max_position_embeddings": LONGEST,
-    "tie_word_embeddings": True,
-}
+def llama(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: tuple[int, int], **more: int
+) -> dict[str, Any]:
+    """Sizes of a Llama; heads: of queries, of keys and values."""
+    return {
+        "max_position_embeddings": LONGEST,
+        "tie_word_embeddings": True,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+    } | more
+
+
 FULL = Scale(
-    model=LLAMA
-    | {
-        "vocab_size": 32_768,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
+    model=llama(32_768, 576, 1536, 10, (12, 4)),
     work=Workload(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
     microbatch_tokens=2048,
     rounds=2,
 )
 QUICK = Scale(
-    model=LLAMA
-    | {
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
+    model=llama(8192, 256, 704, 8, (8, 2)),
     work=Workload(sequences=24, scale=1 / 64, repeats=3, has_peers=True),
     microbatch_tokens=1024,
     rounds=1,
 )
-SMOLLM2 = LLAMA | {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-}
-TINY = LLAMA | {
-    "vocab_size": 64,
-    "hidden_size": 192,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+SMOLLM2 = llama(49_152, 576, 1536, 30, (9, 3))
+TINY = llama(64, 192, 384, 4, (6, 2), head_dim=32)
 LIMITS = {
     "135m": (SMOLLM2, "float32", Workload(8, 1, 3, has_peers=False, tokens=(60, 420)), 2048),
     "1_3m": (TINY, "float32", Workload(256, 1, 20, has_peers=False, tokens=(18, 26)), 8192),
@@ -139,15 +111,7 @@ LIMITS = {
 QUICK_REPEATS = 1
 
 GPU = Scale(
-    model=LLAMA
-    | {
-        "vocab_size": 131_072,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
+    model=llama(131_072, 2048, 8192, 24, (16, 8)),
     work=Workload(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
     # Twice as many would fill a GPU of 80 GB by megatron-rl plan; the longest sequence has 7,436.
     microbatch_tokens=8192,
@@ -162,20 +126,21 @@ PRECISIONS = {
 
 def main() -> int:
     """Command line."""
-    options = _parse()
-    # As an exception, so that the children are ended too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    folder = options.work_dir or ROOT / ".cache" / "bench" / time.strftime("train-%Y%m%d-%H%M%S")
+    made = parser(__doc__, quick="a smaller model, fewer tokens")
+    made.add_argument("--repeats", type=int, help="steps of each loop")
+    made.add_argument("--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else")
+    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    options = made.parse_args()
+    folder, cores = begin("train", options.work_dir)
     scale = QUICK if options.quick else FULL
     if options.repeats:
         scale = replace(scale, work=msgspec.structs.replace(scale.work, repeats=options.repeats))
-    if options.gpu_only:
-        print(json.dumps({name: _rounded(value) for name, value in on_gpu(folder / "gpu").items()}))
-        return 0
-    cores = sorted(os.sched_getaffinity(0))
     try:
+        if options.gpu_only:
+            report(on_gpu(folder / "gpu"))
+            return 0
         write_model(folder / "model", scale.model)
-        share = busy_share(cores, PAUSE_S)
+        share = busy_share(cores)
         found = compare(run(folder / "peers", folder / "model", scale))
         rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
         found |= objectives(folder, scale)
@@ -188,11 +153,11 @@ def main() -> int:
         "mode": "quick" if options.quick else "full",
         "repeats": scale.work.repeats,
         "cores": len(cores),
-        "busy_share": round(share, 3),
+        "busy_share": share,
         "sequences": scale.work.sequences,
         "microbatch_tokens": scale.microbatch_tokens,
     }
-    print(json.dumps(conditions | {name: _rounded(value) for name, value in found.items()}))
+    report(conditions | found)
     return 0
 
 
@@ -252,7 +217,7 @@ def gpu_environment() -> dict[str, str]:
 
     That of the other children hides the GPUs and gives each one thread.
     """
-    given = child_environment()
+    given = rank_environment()
     ours = {name: given[name] for name in ("PYTHONPATH", "MEGATRON_RL_LAUNCHED", "HF_HUB_OFFLINE")}
     return ours | ranks_environment("cuda", 1, expandable_segments=True)
 
@@ -275,16 +240,13 @@ def run(
     config, work = run_dir / "config.toml", run_dir / "work.json"
     config.write_text(dump_toml(cfg))
     work.write_bytes(msgspec.json.encode(scale.work))
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nproc-per-node", str(cfg.parallel.world_size)]
-    command += ["--master-addr", cfg.ports.host, "--master-port", str(find_free(cfg.ports.host))]
-    command += ["-m", "tools.bench.train_ranks", "--config", config, "--work", work]
-    run_child(
-        command,
+    torchrun(
+        "tools.bench.train_ranks",
+        ["--config", config, "--work", work],
+        ranks=cfg.parallel.world_size,
         log=run_dir / "ranks.log",
         timeout_s=TIMEOUT_S if environment is None else GPU_TIMEOUT_S,
-        environment=child_environment() if environment is None else environment,
-        cwd=ROOT,
+        environment=rank_environment() if environment is None else environment,
     )
     return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)
 
@@ -309,23 +271,6 @@ def make_config(
             },
         }
     )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens")
-    parser.add_argument("--repeats", type=int, help="steps of each loop")
-    parser.add_argument(
-        "--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else"
-    )
-    parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

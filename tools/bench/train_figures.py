@@ -8,16 +8,32 @@ from collections.abc import Sequence
 
 import msgspec
 
+from megatron_rl.config.gpus import named_peak
+from megatron_rl.plan.flops import (
+    BACKWARD,
+    attention_flops,
+    causal_pairs,
+    output_flops,
+    product_flops,
+)
 from megatron_rl.weights.layout.shape import ModelShape
-from tools.bench.lengths import Lengths
+from tools.bench.measuring import over
+from tools.bench.packing import Lengths
 
-OURS, PADDED, BUDGETED, PACKED = "ours", "padded_peer", "budgeted_peer", "packed_peer"
-PEERS = (PADDED, BUDGETED, PACKED)
-PEAK_FLOPS = {
-    "H100": {"bf16": 989e12, "fp8": 1979e12},
-    "H200": {"bf16": 989e12, "fp8": 1979e12},
+OURS, PADDED, PACKED = "ours", "padded_peer", "packed_peer"
+PEERS = (PADDED, PACKED)
+PLAIN = "magistral"
+MORE_PASSES = {
+    "proximal": {"policy_loss": {"old_logprobs": "recompute"}},
+    "reference": {"preset": "grpo"},
+    "groups": {"preset": "agro"},
+    "kl_exact": {
+        "kl": {"placement": "loss", "estimator": "exact"},
+        "reference": {"policy": "start"},
+    },
 }
-"""Dense tensor-core peaks by a part of the device's name. Source: NVIDIA's data sheets (SXM)."""
+"""Name -> what differs from Magistral: one pass of the policy, one of the reference, one
+of each, and one of the reference with the output layer twice."""
 
 LOSS_TOLERANCE = 1e-5
 """Relative; float32 sums in another order differ by 1e-7 to 1e-6."""
@@ -76,9 +92,7 @@ def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = Fa
         chosen = [s for s in samples if s.loop == name]
         return [s.cpu_seconds if of_cpu else s.seconds for s in chosen]
 
-    return statistics.median(
-        theirs / ours for ours, theirs in zip(seconds(loop), seconds(peer), strict=True)
-    )
+    return over(seconds(peer), seconds(loop))
 
 
 def check_losses(losses: dict[str, float]) -> None:
@@ -114,19 +128,15 @@ def scaling(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
     }
 
 
-def step_flops(shape: ModelShape, sequences: Sequence[Lengths], parameters: int) -> float:
-    """FLOP of an optimizer step: three times a forward pass, without what is computed again.
+def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
+    """FLOPs of an optimizer step: three times a forward pass, without what is computed again.
 
-    parameters: of the whole model. Attention is causal within each sequence; logits count only
-    where a completion token is predicted.
+    Logits count only where a completion token is predicted.
     """
-    table = shape.vocab * shape.hidden
-    layers = parameters - table * (1 if shape.is_tied else 2)
-    tokens = sum(s.total for s in sequences)
-    products = 2 * layers * tokens + 2 * table * sum(s.completion for s in sequences)
-    width = shape.layers * shape.heads * shape.head_dim
-    attention = sum(2 * width * s.total**2 for s in sequences)
-    return 3.0 * (products + attention)
+    products = sum(s.total for s in sequences) * product_flops(shape)
+    output = sum(s.completion for s in sequences) * output_flops(shape)
+    pairs = sum(causal_pairs(s.total, shape.sliding_window) for s in sequences)
+    return (1 + BACKWARD) * (products + output + attention_flops(shape, pairs))
 
 
 def over_gemm(measured: Measured) -> float:
@@ -137,7 +147,7 @@ def over_gemm(measured: Measured) -> float:
 
 def mfu(measured: Measured, precision: str) -> float | None:
     """Model FLOP/s over the device's peak; None for a device without a known one."""
-    peak = next((v for k, v in PEAK_FLOPS.items() if k in measured.device), {}).get(precision)
+    peak = named_peak(measured.device, is_fp8=precision == "fp8")
     if peak is None:
         return None
     return measured.step_flops / statistics.median(s.seconds for s in measured.samples) / peak

@@ -1,27 +1,36 @@
-"""The loops that our optimizer step is compared to: transformers and torch's AdamW, as written
-by hand.
+"""Steps that our optimizer step is compared to, in the trainer ranks of tools.bench.train.
 
-Used by tools.bench.train_ranks.
+`PlainLoop` is transformers and torch's AdamW, as written by hand. `objective_loops` are our own
+steps under objectives that need more passes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.tree import OptimizerConfig
+from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.tree import Config, OptimizerConfig
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.sft import share_of
+from megatron_rl.trainer.step import Trainer
 from tools.bench import train_figures
-from tools.bench.packing import in_order_of_arrival
 
 IGNORED = -100
 ROWS = 8
 """Of a padded microbatch: what transformers' Trainer takes where no size is set."""
+
+MEMBERS = 4
+"""Of a group of the objectives."""
 
 
 class PlainLoop:
@@ -75,14 +84,11 @@ class PlainLoop:
         self, sequences: Sequence[TrainSequence], batching: str
     ) -> Iterator[list[TrainSequence]]:
         lengths = [len(s.token_ids) for s in sequences]
-        match batching:
-            case train_figures.PACKED:
-                (chosen,) = deal(lengths, budget_tokens=self._budget_tokens, dp_size=1)
-            case train_figures.BUDGETED:
-                chosen = in_order_of_arrival(lengths, self._budget_tokens, is_padded=True)
-            case _:
-                order = range(len(lengths))
-                chosen = [order[at : at + ROWS] for at in order[::ROWS]]
+        if batching == train_figures.PACKED:
+            (chosen,) = deal(lengths, budget_tokens=self._budget_tokens, dp_size=1)
+        else:
+            order = list(range(len(lengths)))
+            chosen = [order[at : at + ROWS] for at in order[::ROWS]]
         return ([sequences[i] for i in microbatch] for microbatch in chosen)
 
 
@@ -114,3 +120,31 @@ def _row(sequence: TrainSequence) -> tuple[Tensor, Tensor]:
     labels = ids.clone()
     labels[: sequence.prompt_length] = IGNORED
     return ids, labels
+
+
+def objective_loops(
+    policy: Policy, cfg: Config, sequences: list[TrainSequence]
+) -> dict[str, Callable[[], object]]:
+    """A step under each, with the passes before it; groups of MEMBERS."""
+    grouped = [
+        msgspec.structs.replace(
+            sequence, group=n // MEMBERS, member=n % MEMBERS, advantage=(-1.0) ** n
+        )
+        for n, sequence in enumerate(sequences)
+    ]
+    share = msgspec.structs.replace(
+        share_of(grouped, cfg.train.microbatch_tokens),
+        groups=-(-len(grouped) // MEMBERS),
+        members=MEMBERS,
+    )
+
+    def step(trainer: Trainer) -> None:
+        (known,) = trainer.prepare([share])
+        trainer.update(share, version=0, known=known)
+
+    loops: dict[str, Callable[[], object]] = {}
+    for name, given in ({train_figures.PLAIN: {}} | train_figures.MORE_PASSES).items():
+        objective = find_objective(AlgorithmConfig.model_validate(given))
+        trainer = Trainer(policy, objective, cfg.optimizer, 1000, train=cfg.train)
+        loops[name] = partial(step, trainer)
+    return loops

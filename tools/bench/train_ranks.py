@@ -29,7 +29,8 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.sft import share_of
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
-from tools.bench.lengths import Lengths, magistral_like
+from tools.bench.measuring import rotations
+from tools.bench.packing import Lengths, magistral_like
 from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
 from tools.bench.train_figures import (
     OURS,
@@ -40,8 +41,7 @@ from tools.bench.train_figures import (
     check_losses,
     step_flops,
 )
-from tools.bench.train_objectives import objective_loops
-from tools.bench.train_peers import PlainLoop
+from tools.bench.train_peers import PlainLoop, objective_loops
 
 GEMM_S = 0.5
 WARM_UP = 2
@@ -76,7 +76,7 @@ def main(cfg: Config, work: Workload) -> None:
         measured = Measured(
             samples=take_turns(loops, work.repeats, tokens, policy.device),
             device=device_name(policy.device),
-            step_flops=step_flops(policy.shape, lengths, policy.parameters),
+            step_flops=step_flops(policy.shape, lengths),
             first_losses=losses,
             logprob_peak_bytes_over_bound=logprob_peak(policy, cfg) if work.has_peers else 0.0,
             gemm_rate=gemm_rate(policy, tokens // len(share.microbatches)),
@@ -138,17 +138,15 @@ def take_turns(
     loops: dict[str, Callable[[], object]], repeats: int, tokens: int, device: torch.device
 ) -> list[Sample]:
     """Steps of all loops in an order that rotates; the first of each do not count."""
-    names = list(loops)
     samples = []
-    for repeat in range(-WARM_UP, repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+    for repeat, names in enumerate(rotations(list(loops), WARM_UP + repeats)):
+        for name in names:
             wait(device)
             started, cpu_started = time.perf_counter(), time.process_time()
             loops[name]()
             wait(device)
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-            if repeat >= 0:
+            if repeat >= WARM_UP:
                 samples.append(Sample(name, seconds, cpu_s, tokens))
     return samples
 

@@ -3,9 +3,8 @@
 Run in the benchmark's own virtual environment by tools.bench.variants:
 `python -m tools.bench.trl_worker JOB.json`, from the repository root. It reads the job and its
 prompts, and appends {"step", "seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows`
-file.
-`seconds` is wall clock since training began. Of this project it imports the format check and the
-reward of texts alone, so that both sides grade alike.
+file. `seconds` is wall clock since training began. It imports nothing of this project but the
+format check and the reward of texts, so that both sides grade alike.
 """
 
 import dataclasses
@@ -20,13 +19,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tools.bench.text_reward import vowel_share
+from tools.bench.open_task import vowel_share
 from verification.format import check_format
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to train, and as what; the benchmark fills it from the configuration of our own run."""
+    """What to train and how, as `peer_job` of variants.py takes it from our run's configuration."""
 
     model: str
     """HF folder."""
@@ -34,35 +33,15 @@ class Job:
     """JSONL of {"text", "token_ids", "answer"}."""
     rows: str
     """Where the rows go."""
-    work_dir: str
     threads: int
-    steps: int
-    prompts_per_step: int
-    group_size: int
-    max_new_tokens: int
-    temperature: float
-    lr: float
-    warmup_steps: int
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_grad_norm: float
-    eps_low: float
-    eps_high: float
+    rollouts: int
+    """Of an optimizer step."""
     correct_reward: float
     format_reward: float
-    seed: int
-    reward: str
-    """As our task "exact" ("exact"), or tools.bench.text_reward alone ("text")."""
-    microbatch: int
-    """Rollouts of one forward and backward pass; gradients are summed over all of a step."""
-    dtype: str
-    """Of the products (float32, or bfloat16 by autocast); weights stay float32."""
-    is_paged: bool
-    """Whether TRL generates by transformers' continuous batching."""
-    is_shuffled: bool
-    """Whether TRL draws the prompts itself, or takes them in the file's order."""
+    is_open_task: bool
+    """Grade by tools.bench.open_task alone, not as our task "exact"."""
+    grpo: dict[str, Any]
+    """Arguments of GRPOConfig."""
 
 
 class Grader:
@@ -83,7 +62,7 @@ class Grader:
         """Rewards of the completions."""
         self.lengths = [len(ids) for ids in completion_ids]
         eos = self._tokenizer.eos_token_id
-        if self._job.reward == "text":
+        if self._job.is_open_task:
             kept = [ids[:-1] if ids and ids[-1] == eos else ids for ids in completion_ids]
             return [vowel_share(self._decode(ids)) for ids in kept]
         rewards = []
@@ -109,7 +88,7 @@ class StepRows(TrainerCallback):
 
     def __init__(self, grader: Grader, job: Job, file: TextIO) -> None:
         self._grader = grader
-        self._rollouts = job.prompts_per_step * job.group_size
+        self._rollouts = job.rollouts
         self._file = file
         self._started_at = 0.0
 
@@ -127,49 +106,6 @@ class StepRows(TrainerCallback):
             "lengths": self._grader.lengths,
         }
         self._file.write(json.dumps(row) + "\n")
-
-
-def grpo_config(job: Job) -> GRPOConfig:
-    """TRL's settings for the same algorithm: one optimizer step a generation, no reference model.
-
-    What could slow TRL without changing the result is off: logging, progress bar, checkpoints,
-    activation recomputation.
-    """
-    return GRPOConfig(
-        output_dir=job.work_dir,
-        per_device_train_batch_size=job.microbatch,
-        gradient_accumulation_steps=job.prompts_per_step * job.group_size // job.microbatch,
-        use_transformers_continuous_batching=job.is_paged,
-        shuffle_dataset=job.is_shuffled,
-        num_generations=job.group_size,
-        max_completion_length=job.max_new_tokens,
-        max_steps=job.steps,
-        learning_rate=job.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=job.warmup_steps,
-        adam_beta1=job.beta1,
-        adam_beta2=job.beta2,
-        adam_epsilon=job.eps,
-        weight_decay=job.weight_decay,
-        max_grad_norm=job.clip_grad_norm,
-        temperature=job.temperature,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        epsilon=job.eps_low,
-        epsilon_high=job.eps_high,
-        scale_rewards="batch",
-        loss_type="dapo",
-        use_cpu=True,
-        bf16=job.dtype == "bfloat16",
-        gradient_checkpointing=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=job.seed,
-    )
 
 
 def load_prompts(job: Job, tokenizer: Any) -> Dataset:
@@ -199,7 +135,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=grader,
-            args=grpo_config(job),
+            args=GRPOConfig(**job.grpo),
             train_dataset=load_prompts(job, tokenizer),
             processing_class=tokenizer,
             callbacks=[StepRows(grader, job, file)],

@@ -1,26 +1,25 @@
-"""Runs one variant of the benchmark - our system or TRL's trainer - and returns its steps.
+"""Runs one variant of the benchmark, our system or TRL's trainer, and returns its steps.
 
-Used by tools.bench.end_to_end. Each variant is a child process; nothing else of the benchmark runs
-beside it.
+Used by tools.bench.end_to_end. Each variant is a child process and runs alone.
 """
 
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptStream, prompts_of_run
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import open_renderer
-from tools.bench.children import run_child
-from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
+from tools.bench.children import environment, run_child
+from tools.bench.loops import StepMark, marks_from_metrics, marks_from_peer
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900.0
-
 TIMED_OVERRIDES = (
     # The algorithm, the same on both sides.
     "train.prompts_per_batch=16",
@@ -54,21 +53,25 @@ TIMED_OVERRIDES = (
     "sft.baseline=false",
     "eval.prompts=0",
 )
-
-
-@dataclass(frozen=True)
-class PeerSetting:
-    """How TRL does the work; the algorithm is not in here."""
-
-    dtype: str = "float32"
-    microbatch: int | None = None
-    """Rollouts of one pass; None: all of a step."""
-    is_paged: bool = False
-    is_shuffled: bool = True
-    reward: str = "exact"
-
-
-PLAIN = PeerSetting()
+"""What all runs of the workload tiny set."""
+TRL = {
+    "lr_scheduler_type": "constant_with_warmup",
+    "top_p": 1.0,
+    "top_k": 0,
+    "beta": 0.0,
+    "scale_rewards": "batch",
+    "loss_type": "dapo",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""TRL's settings for our algorithm: one optimizer step a generation, no reference model. What could
+slow TRL without changing the result is off."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,7 @@ def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
         [*command, *overrides],
         log=log,
         timeout_s=RUN_TIMEOUT_S,
-        environment=environment(threads=1),
-        cwd=ROOT,
+        environment=environment(),
     )
 
 
@@ -122,12 +124,12 @@ def run_peer(
     *,
     threads: int,
     run_dir: Path,
-    setting: PeerSetting = PLAIN,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[StepMark]:
     """Train with TRL's GRPOTrainer in its own environment. Raises ChildFailed."""
     run_dir.mkdir(parents=True)
     job = peer_job(
-        workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir, setting=setting
+        workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir, settings=settings
     )
     job_path = run_dir / "job.json"
     job_path.write_text(json.dumps(job, indent=1))
@@ -136,55 +138,54 @@ def run_peer(
         log=run_dir.with_suffix(".log"),
         timeout_s=RUN_TIMEOUT_S,
         environment=environment(threads=threads),
-        cwd=ROOT,
     )
     return marks_from_peer(read_jsonl(Path(job["rows"])))
 
 
-def environment(*, threads: int) -> dict[str, str]:
-    """What every variant runs under: this many threads a process, no GPU, no hub."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
 def peer_job(
-    config: Config, prompts: Path, *, threads: int, run_dir: Path, setting: PeerSetting = PLAIN
-) -> dict[str, object]:
-    """The job of tools.bench.trl_worker that trains as `config` says."""
+    config: Config,
+    prompts: Path,
+    *,
+    threads: int,
+    run_dir: Path,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The job of tools.bench.trl_worker that trains as `config` says.
+
+    settings: GRPOConfig's that differ from those of `config` and TRL.
+    """
+    rollouts = config.train.prompts_per_batch * config.train.group_size
+    optimizer, loss = config.optimizer, config.algorithm.policy_loss
+    grpo = TRL | {
+        "output_dir": str(run_dir.resolve() / "trl"),
+        "per_device_train_batch_size": rollouts,
+        "num_generations": config.train.group_size,
+        "max_completion_length": config.sampling.max_new_tokens,
+        "max_steps": config.train.steps,
+        "learning_rate": optimizer.lr,
+        "warmup_steps": optimizer.warmup_steps,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip_grad_norm,
+        "temperature": config.sampling.temperature,
+        "epsilon": loss.eps_low,
+        "epsilon_high": loss.eps_high,
+        "seed": config.run.seed,
+        **(settings or {}),
+    }
+    grpo["gradient_accumulation_steps"] = rollouts // grpo["per_device_train_batch_size"]
     return {
         "model": str(config.model.path.resolve()),
         "prompts": str(prompts.resolve()),
         "rows": str(run_dir.resolve() / "rows.jsonl"),
-        "work_dir": str(run_dir.resolve() / "trl"),
         "threads": threads,
-        "steps": config.train.steps,
-        "prompts_per_step": config.train.prompts_per_batch,
-        "group_size": config.train.group_size,
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "temperature": config.sampling.temperature,
-        "lr": config.optimizer.lr,
-        "warmup_steps": config.optimizer.warmup_steps,
-        "beta1": config.optimizer.beta1,
-        "beta2": config.optimizer.beta2,
-        "eps": config.optimizer.eps,
-        "weight_decay": config.optimizer.weight_decay,
-        "clip_grad_norm": config.optimizer.clip_grad_norm,
-        "eps_low": config.algorithm.policy_loss.eps_low,
-        "eps_high": config.algorithm.policy_loss.eps_high,
+        "rollouts": rollouts,
         "correct_reward": config.reward.correct,
         "format_reward": config.reward.format,
-        "seed": config.run.seed,
-        "reward": setting.reward,
-        "microbatch": setting.microbatch
-        or config.train.prompts_per_batch * config.train.group_size,
-        "dtype": setting.dtype,
-        "is_paged": setting.is_paged,
-        "is_shuffled": setting.is_shuffled,
+        "is_open_task": bool(config.reward.extra),
+        "grpo": grpo,
     }
 
 

@@ -1,4 +1,4 @@
-"""`python -m tools.bench.verify [--quick] [--soak N]`: what safe grading costs.
+"""`python -m tools.bench.verify [--quick] `: what safe grading costs.
 
 | figure | ours | beside it, in the same run |
 |---|---|---|
@@ -6,14 +6,11 @@
 | code_problems_per_s, sandbox_cost_ratio | 20 tests in the sandbox | the same, rlimits alone |
 | p99_ms, p99_ratio | ordinary answers, 5 % of the stream are bombs | the same without bombs |
 | worker_rss_mb_max | largest grading process of the stream | |
-| behind_bombs_p99_ms, behind_bombs_ratio | heavy answers, bombs beside | the same without bombs |
 | slow_host, slow_host_not_graded | wrong of slow_host_items right answers | 8 busy processes |
 
---soak N instead: N mixed items through one pool; memory at start and end, what is left behind.
 The last line is one JSON object.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -34,20 +31,16 @@ import psutil
 from megatron_rl.config.reward import VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed
 from tools.bench import verify_work as work
+from tools.bench.measuring import over, parser, percentile, report
 from verification.code.languages import LANGUAGES, compile_command
 from verification.code.setup import CodeLimits, header_folder, prepare
 from verification.format import check_code_format, check_format
 from verification.library import Grading, Sample
 from verification.rules import RewardRules
-from verification.sandbox.cgroup import remove_stale_groups
 
 RATE_PER_S = 40.0
 """Arrivals of the stream: two fifths of what one core can compute."""
 BOMB_SHARE = 0.05
-HEAVY_PER_S = 2.0
-"""Arrivals of heavy answers: two fifths of what one core can compute."""
-HEAVY_BOMB_SHARE = 0.25
-"""Bombs beside them, as a share of their number."""
 BUSY_PROCESSES = 8
 DRAIN_LIMIT_S = 400.0
 
@@ -68,11 +61,10 @@ def measure_math(items: int, repeats: int) -> dict[str, float]:
                 ours.append(items / _timed(partial(grading.score, samples)))
     finally:
         os.sched_setaffinity(0, all_cores)
-    ratios = [o / b for o, b in zip(ours, bare, strict=True)]
     return {
         "math_per_s_per_core": statistics.median(ours),
         "bare_math_per_s": statistics.median(bare),
-        "math_over_bare": statistics.median(ratios),
+        "math_over_bare": over(ours, bare),
     }
 
 
@@ -96,9 +88,8 @@ def measure_code(problems: int, repeats: int) -> dict[str, float]:
             for _ in range(repeats):
                 bare.append(_timed(partial(_bare_programs, samples)))
                 ours.append(_timed(partial(_score_all_right, grading, samples)))
-            ratios = [o / b for o, b in zip(ours, bare, strict=True)]
             found[f"{language}_problems_per_s"] = problems / statistics.median(ours)
-            found[f"{language}_cost_ratio"] = statistics.median(ratios)
+            found[f"{language}_cost_ratio"] = over(ours, bare)
     found["code_problems_per_s"] = min(found["python_problems_per_s"], found["cpp_problems_per_s"])
     found["sandbox_cost_ratio"] = max(found["python_cost_ratio"], found["cpp_cost_ratio"])
     return found
@@ -148,32 +139,19 @@ def measure_latency(seconds: float) -> dict[str, float]:
     count = int(seconds * RATE_PER_S)
     ordinary = spread(work.make_expressions(count, seed=2), seconds)
     bombs = spread(work.make_bombs(int(count * BOMB_SHARE)), seconds)
-    with Grading(verifier=_two_workers(timeout_s=1.0)) as grading:
+    # Bombs keep all cores busy at 1 s too, and end sooner after the stream.
+    cfg = VerifierConfig(answers=WorkerPoolConfig(workers=2, timeout_s=1.0))
+    with Grading(verifier=cfg) as grading:
         grading.score(work.make_expressions(40, seed=1))
         calm, _ = _stream(grading, ordinary, [])
         stormy, rss_mb = _stream(grading, ordinary, bombs)
     return {
-        "p99_ms_without_bombs": 1e3 * p99(calm),
-        "p99_ms": 1e3 * p99(stormy),
-        "p99_ratio": p99(stormy) / p99(calm),
+        "p99_ms_without_bombs": 1e3 * percentile(calm, 99),
+        "p99_ms": 1e3 * percentile(stormy, 99),
+        "p99_ratio": percentile(stormy, 99) / percentile(calm, 99),
         "p50_ms_without_bombs": 1e3 * statistics.median(calm),
         "p50_ms": 1e3 * statistics.median(stormy),
         "worker_rss_mb_max": rss_mb,
-    }
-
-
-def measure_behind_bombs(seconds: float) -> dict[str, float]:
-    """p99 latency of right answers that are heavy themselves, without and with bombs."""
-    heavy = spread(work.make_heavy(int(seconds * HEAVY_PER_S), seed=3), seconds)
-    bombs = spread(work.make_bombs(int(len(heavy) * HEAVY_BOMB_SHARE)), seconds)
-    with Grading(verifier=_two_workers(timeout_s=1.0)) as grading:
-        grading.score(work.make_expressions(40, seed=1))
-        calm, _ = _stream(grading, heavy, [])
-        stormy, _ = _stream(grading, heavy, bombs)
-    return {
-        "behind_bombs_p99_ms_without": 1e3 * p99(calm),
-        "behind_bombs_p99_ms": 1e3 * p99(stormy),
-        "behind_bombs_ratio": p99(stormy) / p99(calm),
     }
 
 
@@ -210,11 +188,6 @@ def _busy_host() -> Iterator[None]:
             stack.callback(busy.wait)
             stack.callback(busy.kill)
         yield
-
-
-def _two_workers(timeout_s: float = 3.0) -> VerifierConfig:
-    """timeout_s: bombs keep all cores busy at 1 s too, and are over sooner after the stream."""
-    return VerifierConfig(answers=WorkerPoolConfig(workers=2, timeout_s=timeout_s))
 
 
 Arrivals = list[tuple[float, Sample]]
@@ -258,12 +231,6 @@ def _stream(grading: Grading, ordinary: Arrivals, bombs: Arrivals) -> tuple[list
     return latencies, rss_mb
 
 
-def p99(latencies: list[float]) -> float:
-    """Latency that one in a hundred exceeds."""
-    # Inclusive: never beyond the largest, however few there are.
-    return statistics.quantiles(latencies, n=100, method="inclusive")[98]
-
-
 def _rss_mb(pids: Sequence[int]) -> float:
     sizes = [0.0]
     for pid in pids:
@@ -274,69 +241,6 @@ def _rss_mb(pids: Sequence[int]) -> float:
     return max(sizes)
 
 
-def soak(items: int) -> dict[str, float]:
-    """Mixed items through one pool: memory at both ends, what is left, whether counts balance."""
-    sizes: list[float] = []
-    counts: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        # What other programs leave in the usual folder is none of ours.
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        prepare(CodeLimits())
-        before = _examples_left()
-        with Grading(verifier=_two_workers()) as grading:
-            for done, (_, score) in enumerate(grading.stream(_mixed(items))):
-                counts[score.reason] = counts.get(score.reason, 0) + 1
-                if done % max(1, items // 400) == 0:
-                    sizes.append(_total_mb(grading.pool.pids))
-        after = _examples_left()
-    tenth = max(1, len(sizes) // 10)
-    # The most at once: processes that grade bombs and programs come and go.
-    first, last = max(sizes[:tenth]), max(sizes[-tenth:])
-    return {
-        "items": items,
-        "graded": sum(counts.values()),
-        "memory_mb_first_tenth": first,
-        "memory_mb_last_tenth": last,
-        "memory_ratio": last / first,
-        **{f"left_{name}": after[name] - before[name] for name in before},
-        "reasons": counts,
-    }
-
-
-def _mixed(items: int) -> Iterator[Sample]:
-    makers: list[Callable[[int], Sample]] = [
-        lambda i: work.make_answers(1, seed=i)[0],
-        lambda i: work.make_expressions(1, seed=i)[0],
-    ]
-    for i in range(items):
-        if i % 5000 == 2500:
-            yield work.make_bombs(1)[0]
-        elif i % 500 == 250:
-            yield work.make_program(("python", "cpp")[i // 500 % 2], i)
-        else:
-            yield makers[i % 2](i)
-
-
-def _total_mb(pids: Sequence[int]) -> float:
-    """Memory of this process, and of the grading processes what they share with none."""
-    total = psutil.Process().memory_info().rss
-    for pid in pids:
-        try:
-            total += psutil.Process(pid).memory_full_info().uss
-        except psutil.NoSuchProcess:
-            continue
-    return total / 1e6
-
-
-def _examples_left() -> dict[str, int]:
-    return {
-        "processes": len(psutil.Process().children(recursive=True)),
-        "files": psutil.Process().num_fds(),
-        "temporary": len(os.listdir(tempfile.gettempdir())),
-        "cgroups": 0 if remove_stale_groups() else 1,
-    }
-
-
 def _timed(work_to_do: Callable[[], object]) -> float:
     started = time.perf_counter()
     work_to_do()
@@ -345,23 +249,15 @@ def _timed(work_to_do: Callable[[], object]) -> float:
 
 def main() -> None:
     """Entry."""
-    parser = argparse.ArgumentParser(description="what safe grading costs")
-    parser.add_argument("--quick", action="store_true", help="fewer items: two minutes")
-    parser.add_argument("--soak", type=int, metavar="N", help="N mixed items through one pool")
-    options = parser.parse_args()
+    quick = parser(__doc__, quick="fewer items: two minutes").parse_args().quick
     # A line for each bomb would hide the figures.
     logging.getLogger("verification").setLevel(logging.ERROR)
-    if options.soak:
-        print(json.dumps(soak(options.soak)))
-        return
     found: dict[str, float] = {}
-    quick = options.quick
     found |= _show(measure_math(300 if quick else 2000, 3 if quick else 5))
     found |= _show(measure_code(4 if quick else 10, 3 if quick else 5))
     found |= _show(measure_latency(10.0 if quick else 60.0))
-    found |= _show(measure_behind_bombs(10.0 if quick else 60.0))
     found |= _show(measure_slow_host(50 if quick else 500))
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    report(found)
 
 
 def _show(found: dict[str, float]) -> dict[str, float]:

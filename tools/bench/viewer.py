@@ -7,7 +7,6 @@ the very first page (`cold_page_ms`). The last line is JSON: `index_s`, `cold_pa
 (resident memory of the server's process).
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -24,6 +23,7 @@ import aiohttp
 
 from megatron_rl.observe.viewer.index import Index
 from megatron_rl.observe.viewer.server import Viewer, serve
+from tools.bench.measuring import parser, report
 
 ROLLOUTS, QUICK = 100_000, 20_000
 GROUP, GROUPS_A_STEP = 16, 64
@@ -128,24 +128,23 @@ async def run(folder: Path) -> dict[str, float]:
         ending.set()
         await serving
     return {
-        "index_s": round(index_s, 2),
-        "cold_page_ms": round(found.pop("cold"), 1),
-        "first_page_ms": round(found.pop("first"), 1),
-        "filter_ms": round(max(found.values()), 1),
-        "bare_ms": round(bare_ms(database), 1),
-        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "index_s": index_s,
+        "cold_page_ms": found.pop("cold"),
+        "first_page_ms": found.pop("first"),
+        "filter_ms": max(found.values()),
+        "bare_ms": bare_ms(database),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
 def main() -> None:
     """Print each figure, then all as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} rollouts")
-    count = QUICK if parser.parse_args().quick else ROLLOUTS
+    is_quick = parser(__doc__, quick=f"{QUICK} rollouts").parse_args().quick
+    count = QUICK if is_quick else ROLLOUTS
     with tempfile.TemporaryDirectory() as name:
         write_run(Path(name), count)
         figures = asyncio.run(run(Path(name)))
-    print(json.dumps({"rollouts": count, **figures}))
+    report({"rollouts": count} | figures)
 
 
 if __name__ == "__main__":

@@ -27,61 +27,52 @@ float32 parameters. In each layout all methods sync in turn, in an order that ro
 
 `--methods raw floor reshard` leaves the others out, and the figures that compare with them.
 
-`--replicas 1 2 4 8` weight syncs from two copies of the model in the trainer to so many receivers
-instead, which are processes with the product's weight client and receiver and no engine, or with
-`--servers` SGLang servers. `--link-mb-s N` gives each of them a link of its own of so many MB/s
-(links.py), as if on hosts of their own; a weight sync to the most receivers without it says what
-the senders could carry (`senders_limit_mb_s`). Figures: see `scaling` in weights_figures.py.
+`--replicas 1 2 4 8` weight syncs from two copies of the model in the trainer to N receivers
+instead. They run the product's weight client and receiver without an engine, or with `--servers` an
+SGLang server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
+(`limited_links` in weights_exchanges.py). One weight sync to the most receivers without the limit
+says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling` in weights_figures.py.
 
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
 """
 
 import argparse
-import json
-import os
+import contextlib
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
-from tools.bench.children import ChildFailed, run_child
-from tools.bench.contention import busy_share
-from tools.bench.variants import ROOT, environment
+from tools.bench.children import ChildFailed, background, rank_environment, torchrun, write_model
+from tools.bench.measuring import begin, busy_share, parser, report
 from tools.bench.weights_figures import (
+    BARE_VARIABLE,
     DISK,
+    LINK_VARIABLE,
     METHODS,
+    METHODS_VARIABLE,
     OVERLAP,
     RAW,
+    REPEATS_VARIABLE,
     RESHARD,
     Sample,
     against_limit,
     combine,
     figures,
     growth,
-    rounded,
     scaling,
     show,
 )
 
-REPEATS_VARIABLE, METHODS_VARIABLE = "BENCH_REPEATS", "BENCH_METHODS"
-LINK_VARIABLE = "BENCH_LINK_BYTES_PER_S"
-SERVERS, RECEIVERS = "tools.bench.weights_generator", "tools.bench.weights_receiver"
-"""Programs of generators: before an SGLang server, and without one."""
 RANKS_TIMEOUT_S = 900.0
-END_S = 30.0
-PAUSE_S = 2.0
 SIZES = {
     "vocab_size": 49_152,
     "hidden_size": 576,
@@ -116,24 +107,18 @@ def main() -> int:
     """Command line."""
     options = _parse()
     repeats = options.repeats or (3 if options.quick else 9)
-    # As an exception, so that the children are ended too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    work_dir = options.work_dir or ROOT / ".cache" / "bench" / time.strftime(
-        "weights-%Y%m%d-%H%M%S"
-    )
-    cores = sorted(os.sched_getaffinity(0))
+    work_dir, cores = begin("weights", options.work_dir)
     found: dict[str, dict[str, float]] = {}
     shares = []
     try:
         model = work_dir / "model"
-        sizes = QUICK_SIZES if options.quick else SIZES
-        write_model(model, sizes)
+        write_model(model, QUICK_SIZES if options.quick else SIZES)
         if options.replicas:
-            shares.append(busy_share(cores, PAUSE_S))
+            shares.append(busy_share(cores))
             print_scaling(scale(options, model, work_dir, repeats), shares[0], len(cores))
             return 0
         for name in options.layouts:
-            shares.append(busy_share(cores, PAUSE_S))
+            shares.append(busy_share(cores))
             cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
             samples = run_layout(cfg, repeats, options.methods)
             found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
@@ -147,10 +132,10 @@ def main() -> int:
         "mode": "quick" if options.quick else "full",
         "repeats": repeats,
         "cores": len(cores),
-        "busy_share": round(statistics.fmean(shares), 3),
+        "busy_share": statistics.fmean(shares),
         "bucket_bytes": options.bucket_mb << 20,
     }
-    print(json.dumps(conditions | combine(found) | {"layouts": rounded(found)}))
+    report(conditions | combine(found) | {"layouts": found})
     return 0
 
 
@@ -166,9 +151,8 @@ def scale(
             work_dir / f"replicas-{replicas}-link-{link_mb_s}",
             options.bucket_mb << 20,
         )
-        program = SERVERS if options.servers else RECEIVERS
         methods = (RAW, RESHARD, OVERLAP)
-        return run_layout(cfg, repeats, methods, program, link_mb_s=link_mb_s)
+        return run_layout(cfg, repeats, methods, is_bare=not options.servers, link_mb_s=link_mb_s)
 
     rows = scaling({replicas: run(replicas, options.link_mb_s) for replicas in options.replicas})
     if options.link_mb_s:
@@ -183,19 +167,7 @@ def print_scaling(rows: dict[str, dict[str, float]], busy: float, cores: int) ->
     print(f"{'replicas':>22} " + " ".join(f"{number:>8}" for number in rows))
     for title in titles:
         print(f"{title:>22} " + " ".join(f"{row[title]:8.3f}" for row in rows.values()))
-    print(json.dumps({"busy_share": round(busy, 3), "cores": cores, "replicas": rows}))
-
-
-def write_model(folder: Path, sizes: dict[str, Any]) -> None:
-    """A random Llama as a Hugging Face folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    report({"busy_share": busy, "cores": cores, "replicas": rows})
 
 
 def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
@@ -227,96 +199,61 @@ def run_layout(
     cfg: Config,
     repeats: int,
     methods: Sequence[str] = METHODS,
-    program: str = SERVERS,
     *,
+    is_bare: bool = False,
     link_mb_s: int = 0,
 ) -> list[Sample]:
     """Start all processes of a layout and have them sync. Raises ChildFailed."""
-    path = cfg.run.dir / "config.toml"
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nproc-per-node", str(cfg.parallel.world_size)]
-    command += ["--master-addr", cfg.ports.host, "--master-port", str(cfg.ports.torchrun)]
-    command += ["-m", "tools.bench.weights_ranks", "--config", str(path)]
-    variables = {REPEATS_VARIABLE: str(repeats), METHODS_VARIABLE: ",".join(methods)}
-    variables[LINK_VARIABLE] = str(link_mb_s * 10**6)
-    with generators(cfg, path, program):
-        run_child(
-            command,
+    arguments = ["--config", cfg.run.dir / "config.toml"]
+    environment = rank_environment() | {
+        REPEATS_VARIABLE: str(repeats),
+        METHODS_VARIABLE: ",".join(methods),
+        LINK_VARIABLE: str(link_mb_s * 10**6),
+        BARE_VARIABLE: str(int(is_bare)),
+    }
+    program = [sys.executable, "-m", "tools.bench.weights_generator", *arguments, "--index"]
+    with contextlib.ExitStack() as stack:
+        for index in range(cfg.generator.replicas):
+            log = cfg.run.dir / f"generator-{index}.log"
+            stack.enter_context(background([*program, index], log=log, environment=environment))
+        torchrun(
+            "tools.bench.weights_ranks",
+            arguments,
+            ranks=cfg.parallel.world_size,
             log=cfg.run.dir / "ranks.log",
             timeout_s=RANKS_TIMEOUT_S,
-            environment=child_environment() | variables,
-            cwd=ROOT,
+            environment=environment,
         )
     return msgspec.json.decode((cfg.run.dir / "samples.json").read_bytes(), type=list[Sample])
 
 
-@contextmanager
-def generators(cfg: Config, path: Path, program: str) -> Iterator[None]:
-    """The layout's generators, which end with the block."""
-    processes = []
-    try:
-        for index in range(cfg.generator.replicas):
-            command = [sys.executable, "-m", program]
-            with (cfg.run.dir / f"generator-{index}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, "--config", str(path), "--index", str(index)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=os.environ | child_environment(),
-                        cwd=ROOT,
-                    )
-                )
-        yield
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def child_environment() -> dict[str, str]:
-    """One thread each, this tree's modules, and an end with the process that started them."""
-    inherited = os.environ.get("PYTHONPATH", "")
-    path = os.pathsep.join(filter(None, [str(ROOT), inherited]))
-    return environment(threads=1) | {"PYTHONPATH": path, "MEGATRON_RL_LAUNCHED": "1"}
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smaller model, few weight syncs")
-    parser.add_argument("--repeats", type=int, help="weight syncs by each method")
-    parser.add_argument(
+    made = parser(__doc__, quick="a smaller model, few weight syncs")
+    made.add_argument("--repeats", type=int, help="weight syncs by each method")
+    made.add_argument(
         "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
     )
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument(
+    made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    made.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="reshard among them"
     )
-    parser.add_argument(
+    made.add_argument(
         "--replicas",
         type=int,
         nargs="+",
         metavar="N",
         help="instead: weight syncs to N replicas each",
     )
-    parser.add_argument(
+    made.add_argument(
         "--link-mb-s", type=int, default=0, metavar="N", help="with --replicas: MB/s to each"
     )
-    parser.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
-    parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
-    options = parser.parse_args()
+    made.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
+    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    options = made.parse_args()
     if RESHARD not in options.methods:
-        parser.error("--methods: all figures are those of reshard, or beside it")
+        made.error("--methods: all figures are those of reshard, or beside it")
     if options.link_mb_s < 0 or (options.link_mb_s and not options.replicas):
-        parser.error("--link-mb-s takes a positive number of MB/s, and goes with --replicas")
+        made.error("--link-mb-s takes a positive number of MB/s, and goes with --replicas")
     return options
 
 

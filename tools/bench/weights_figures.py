@@ -11,12 +11,15 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.tree import Config
+from tools.bench.measuring import over
 
 TITLES = ("weight sync s", "transfer s", "pause s", "wire MB", "lo MB")
 RAW, FLOOR, RESHARD, OVERLAP = "raw", "floor", "reshard", "overlap"
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
 METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
 """Names of exchanges begin with theirs."""
+REPEATS_VARIABLE, METHODS_VARIABLE = "BENCH_REPEATS", "BENCH_METHODS"
+LINK_VARIABLE, BARE_VARIABLE = "BENCH_LINK_BYTES_PER_S", "BENCH_BARE"
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -72,11 +75,10 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes
 
-    def over(top: str, bottom: str, key: Callable[[Sample], float]) -> float:
-        return statistics.median(key(a) / key(b) for a, b in zip(by[top], by[bottom], strict=True))
-
     ratios = {
-        name: over(top, bottom, key) for name, top, bottom, key in _RATIOS if by[top] and by[bottom]
+        name: over([key(s) for s in by[top]], [key(s) for s in by[bottom]])
+        for name, top, bottom, key in _RATIOS
+        if by[top] and by[bottom]
     }
     pauses = [pause for sample in reshard for pause in sample.pauses_s]
     transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
@@ -119,15 +121,7 @@ def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
         values = [each[key] for each in found.values()]
         choose = statistics.median if key in medians else min if key in best_is_high else max
         combined[key] = choose(values)
-    return rounded({"": combined})[""]
-
-
-def rounded(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Three digits after the point."""
-    return {
-        name: {key: round(value, 3) for key, value in values.items()}
-        for name, values in found.items()
-    }
+    return combined
 
 
 def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
@@ -147,9 +141,7 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
             "sync_s": middle(RESHARD, lambda sample: sample.seconds),
             "transfer_s": middle(RESHARD, _transfer),
             "raw_transfer_s": middle(RAW, _transfer),
-            "time_over_raw": statistics.median(
-                _transfer(a) / _transfer(b) for a, b in zip(by[RESHARD], by[RAW], strict=True)
-            ),
+            "time_over_raw": over(*(list(map(_transfer, by[name])) for name in (RESHARD, RAW))),
             "overlapped_transfer_s": middle(OVERLAP, _transfer),
             "stall_ms": 1e3 * middle(OVERLAP, lambda sample: sample.stall_s),
             "stall_over_transfer": middle(OVERLAP, lambda s: s.stall_s / _transfer(s)),
@@ -158,7 +150,7 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
         row["time_over_one"] = row["transfer_s"] / rows[str(first)]["transfer_s"]
         row["sync_over_one"] = row["sync_s"] / rows[str(first)]["sync_s"]
         row["raw_over_one"] = row["raw_transfer_s"] / rows[str(first)]["raw_transfer_s"]
-    return rounded(rows)
+    return rows
 
 
 def against_limit(
@@ -169,17 +161,15 @@ def against_limit(
     unlimited: the row of a weight sync without limits to the links.
     """
     limit = unlimited["wire_mb"] / unlimited["transfer_s"]
-    return rounded(
-        {
-            replicas: row
-            | {
-                "links_mb_s": int(replicas) * link_mb_s,
-                "senders_limit_mb_s": limit,
-                "links_over_limit": int(replicas) * link_mb_s / limit,
-            }
-            for replicas, row in rows.items()
+    return {
+        replicas: row
+        | {
+            "links_mb_s": int(replicas) * link_mb_s,
+            "senders_limit_mb_s": limit,
+            "links_over_limit": int(replicas) * link_mb_s / limit,
         }
-    )
+        for replicas, row in rows.items()
+    }
 
 
 def show(name: str, samples: Sequence[Sample], values: dict[str, float]) -> None:

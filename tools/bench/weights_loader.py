@@ -22,9 +22,8 @@ from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import receiver
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.parcels import receive
+from tools.bench.measuring import start_peak, status_bytes
 from tools.bench.weights_exchanges import RECEIVE
-
-LOADER = "tools.bench.weights_loader.load"
 
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
@@ -49,21 +48,7 @@ def _rank(model: torch.nn.Module, method: str) -> EngineRank:
 def noted_growth(path: Path, name: str) -> Iterator[None]:
     """Append {"name", "bytes"} to a file: how much this process grew at most meanwhile."""
     start_peak()
-    before = resident_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     yield
     with path.open("a") as file:
-        file.write(json.dumps({"name": name, "bytes": resident_bytes("VmHWM") - before}) + "\n")
-
-
-def start_peak() -> None:
-    """Let VmHWM of this process start anew."""
-    # See proc_pid_clear_refs(5).
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_bytes(key: str) -> int:
-    """Of this process: VmRSS now, VmHWM at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) << 10
-    raise ValueError(f"/proc/self/status has no {key}")
+        file.write(json.dumps({"name": name, "bytes": status_bytes("VmHWM") - before}) + "\n")

@@ -8,7 +8,6 @@ a list of `Sample` to RUN_DIR/samples.json.
 import os
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,27 +25,42 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
 from megatron_rl.weights.exchange import parcels, sender
-from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink
 from megatron_rl.weights.sync.members import Member, Outcome
 from megatron_rl.weights.sync.reshard import Reshard, receiver_slices
 from megatron_rl.weights.sync.syncer import Method
-from tools.bench.links import limited_links
-from tools.bench.weights_exchanges import send_floor, send_raw
-from tools.bench.weights_figures import FLOOR, METHODS, OVERLAP, RAW, RESHARD, Sample
-from tools.bench.weights_loader import resident_bytes, start_peak
+from tools.bench.measuring import rotations, start_peak, status_bytes
+from tools.bench.weights_exchanges import limited_links, send_floor, send_raw
+from tools.bench.weights_figures import (
+    FLOOR,
+    LINK_VARIABLE,
+    METHODS_VARIABLE,
+    OVERLAP,
+    RAW,
+    REPEATS_VARIABLE,
+    RESHARD,
+    Sample,
+)
 
 AWAY_S = 0.02
 
 
-class Raw:
+class Wrapped:
+    """A reshard that weight syncs in another way."""
+
+    def __init__(self, method: Reshard) -> None:
+        self._method = method
+        self.forget, self.close = method.forget, method.close
+
+
+class Raw(Wrapped):
     """The bytes of a reshard without its parcels; with digests at the senders for the floor."""
 
     def __init__(self, method: Reshard, *, is_floor: bool) -> None:
-        self._method = method
+        super().__init__(method)
         self._send = send_floor if is_floor else send_raw
-        self._digest = parcels.digest_in_place if is_floor else _digest_nothing
+        self._digest = parcels.digest_in_place if is_floor else lambda packets: None
 
     def sync(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
@@ -56,22 +70,12 @@ class Raw:
         ):
             return self._method.sync(members, version)
 
-    def forget(self, name: str) -> None:
-        """Close the group."""
-        self._method.forget(name)
 
-    def close(self) -> None:
-        """Leave all groups."""
-        self._method.close()
-
-
-class Overlapped:
+class Overlapped(Wrapped):
     """Reshard in threads, while the caller does something else."""
 
-    def __init__(self, method: Reshard) -> None:
-        self._method = method
-        self.stall_s = 0.0
-        """How long the caller waited in the last weight sync."""
+    stall_s = 0.0
+    """How long the caller waited in the last weight sync."""
 
     def sync(self, members: list[Member], version: int) -> Outcome:
         """Begin, be away until it is over on rank 0, end."""
@@ -85,14 +89,6 @@ class Overlapped:
         outcome = self._method.end()
         self.stall_s += time.monotonic() - started
         return outcome
-
-    def forget(self, name: str) -> None:
-        """Close the group."""
-        self._method.forget(name)
-
-    def close(self) -> None:
-        """Leave all groups."""
-        self._method.close()
 
 
 def main(cfg: Config, repeats: int) -> None:
@@ -108,9 +104,9 @@ def main(cfg: Config, repeats: int) -> None:
         peers = link.peers if link is not None else {}
         members = [Member(name, hello) for name, hello in sorted(peers.items())]
         members = control.share(members, list[Member])
-        names = os.environ.get("BENCH_METHODS", ",".join(METHODS)).split(",")
+        names = os.environ[METHODS_VARIABLE].split(",")
         methods = {name: make_method(name, cfg, policy, control, link) for name in names}
-        link_bytes_per_s = int(os.environ.get("BENCH_LINK_BYTES_PER_S", "0"))
+        link_bytes_per_s = int(os.environ[LINK_VARIABLE])
         with limited_links(link_bytes_per_s):
             samples = sync_all(methods, members, control, policy, repeats)
         for method in methods.values():
@@ -137,10 +133,6 @@ def make_method(
     return Overlapped(method) if name == OVERLAP else method
 
 
-def _digest_nothing(packets: Iterable[Packet]) -> None:
-    """In the place of the senders' digests."""
-
-
 def sync_all(
     methods: dict[str, Method],
     members: list[Member],
@@ -157,10 +149,9 @@ def sync_all(
     ]
     itemsize = next(policy.chunks[0].parameters()).dtype.itemsize
     minimum = itemsize * sum(part.size for part in slices)
-    names, samples, version = list(methods), [], 0
-    for repeat in range(repeats + 1):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+    samples, version = [], 0
+    for repeat, names in enumerate(rotations(list(methods), repeats + 1)):
+        for name in names:
             version += 1
             sample = measure(name, methods[name], members, control, version)
             if repeat:
@@ -174,10 +165,10 @@ def measure(
     """One weight sync."""
     control.all(True)
     start_peak()
-    resident, loopback, started = resident_bytes("VmRSS"), loopback_bytes(), time.monotonic()
+    resident, loopback, started = status_bytes("VmRSS"), loopback_bytes(), time.monotonic()
     outcome = method.sync(members, version)
     seconds, loopback = time.monotonic() - started, loopback_bytes() - loopback
-    growth = resident_bytes("VmHWM") - resident
+    growth = status_bytes("VmHWM") - resident
     if outcome.failed or outcome.damaged:
         raise RuntimeError(f"{name}: {outcome.damaged} damaged parcels, {outcome.failed}")
     peak = method.peak_bytes if isinstance(method, Reshard) else 0
@@ -216,7 +207,7 @@ def start() -> int:
     cfg = load_config(Path(sys.argv[sys.argv.index("--config") + 1]))
     role = f"trainer-{os.environ.get('RANK', '0')}"
     set_up_logging(role, cfg.run.dir / "logs")
-    return run_main(role, partial(main, cfg, int(os.environ["BENCH_REPEATS"])))
+    return run_main(role, partial(main, cfg, int(os.environ[REPEATS_VARIABLE])))
 
 
 if __name__ == "__main__":

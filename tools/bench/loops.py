@@ -1,10 +1,10 @@
-"""What the benchmark computes from the steps of training loops. Pure functions.
+"""What tools.bench.end_to_end computes from the steps of training loops. Pure functions.
 
-Used by tools.bench.end_to_end. A loop is a list of `StepMark`s, whichever trainer ran it.
+A loop is a list of `StepMark`s, whichever trainer ran it.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,26 @@ WARMUP_STEPS = 3
 """First steps that no rate counts: allocators, caches and the asynchronous pipeline fill up."""
 ACCURACY_WINDOW_STEPS = 3
 ACCURACY_GOAL = 0.7
+
+GROUP_SIZE = 8
+"""Of the workload real."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much the runs do; TRL (the peer) takes minutes a step."""
+
+    groups: int
+    """Of 8 rollouts, a step."""
+    max_new_tokens: int
+    steps: int
+    """Of the optimizer."""
+    skip: int
+    """How many of them come before the clock starts."""
+    peer_steps: int
+    peer_skip: int
+    repeats: int
+    """Of ours; the others run once."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,10 @@ class StepMark:
     """Of the completions that entered its loss."""
     waited_s: float = 0.0
     """For the batch, of the time since the step before."""
+
+
+Loops = Mapping[str, Sequence[Sequence[StepMark]]]
+"""The repeats of each variant by its name."""
 
 
 def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
@@ -114,8 +138,7 @@ def seconds_to_accuracy(
     """End of the first step at which the last `window` steps' rollouts reach `goal`; else None."""
     for end in range(window, len(marks) + 1):
         recent = marks[end - window : end]
-        correct = sum(mark.accuracy * mark.generated for mark in recent)
-        if correct >= goal * sum(mark.generated for mark in recent):
+        if _accuracy(recent) >= goal:
             return recent[-1].seconds
     return None
 
@@ -127,60 +150,83 @@ def median_seconds(times_s: Sequence[float | None]) -> float | None:
     return None if middle == float("inf") else middle
 
 
-def compare(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:
-    """The benchmark's figures from the repeats of each variant: medians, and their ratios.
+def compare_tiny(loops: Loops) -> dict[str, Any]:
+    """Figures of the workload tiny: medians over the repeats, and their ratios.
 
     Needs the variants ours, ours_sync, trl_1thread and trl_2threads.
     """
     rates = {name: [rollouts_per_s(marks) for marks in runs] for name, runs in loops.items()}
-    trained = {
-        name: statistics.median(rollouts_per_s(marks, only_trained=True) for marks in runs)
-        for name, runs in loops.items()
-    }
     median = {name: statistics.median(values) for name, values in rates.items()}
-    faster_trl = max(median["trl_1thread"], median["trl_2threads"])
     return {
-        "rollouts_per_s": _rounded(median),
-        "rollouts_per_s_repeats": {
-            name: [round(value, 1) for value in values] for name, values in rates.items()
+        "rollouts_per_s": median,
+        "rollouts_per_s_repeats": rates,
+        "rollouts_trained_per_s": {
+            name: statistics.median(rollouts_per_s(marks, only_trained=True) for marks in runs)
+            for name, runs in loops.items()
         },
-        "rollouts_trained_per_s": _rounded(trained),
-        "over_sync": round(median["ours"] / median["ours_sync"], 2),
+        "over_sync": median["ours"] / median["ours_sync"],
         "over_sync_bound": median_bound(loops["ours_sync"], WARMUP_STEPS),
-        "over_trl": round(median["ours"] / faster_trl, 2),
-        "over_trl_1thread": round(median["ours"] / median["trl_1thread"], 2),
+        "over_trl": median["ours"] / max(median["trl_1thread"], median["trl_2threads"]),
+        "over_trl_1thread": median["ours"] / median["trl_1thread"],
     }
 
 
-def median_bound(runs: list[list[StepMark]], skip: int) -> float:
+def median_bound(runs: Sequence[Sequence[StepMark]], skip: int) -> float:
     """Of the synchronous runs; see `overlap_bound`."""
-    return round(statistics.median(overlap_bound(marks, skip) for marks in runs), 2)
+    return statistics.median(overlap_bound(marks, skip) for marks in runs)
 
 
-def learning(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:
+def learning(loops: Loops) -> dict[str, Any]:
     """How fast each variant learned: median seconds to the goal, and where its accuracy ended."""
+    size = ACCURACY_WINDOW_STEPS
     return {
         f"seconds_to_accuracy_{ACCURACY_GOAL}": {
-            name: median_seconds([_round(seconds_to_accuracy(marks)) for marks in runs])
+            name: median_seconds([seconds_to_accuracy(marks) for marks in runs])
             for name, runs in loops.items()
         },
         "accuracy_first_last": {
-            name: [_window_accuracy(runs, first=True), _window_accuracy(runs, first=False)]
+            name: [
+                _accuracy([mark for run in runs for mark in run[window]])
+                for window in (slice(size), slice(-size, None))
+            ]
             for name, runs in loops.items()
         },
     }
 
 
-def _window_accuracy(runs: list[list[StepMark]], *, first: bool) -> float:
-    size = ACCURACY_WINDOW_STEPS
-    marks = [mark for run in runs for mark in (run[:size] if first else run[-size:])]
-    correct = sum(mark.accuracy * mark.generated for mark in marks)
-    return round(correct / sum(mark.generated for mark in marks), 3)
+def _accuracy(marks: Sequence[StepMark]) -> float:
+    return sum(mark.accuracy * mark.generated for mark in marks) / sum(
+        mark.generated for mark in marks
+    )
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 1) for name, value in values.items()}
+def compare_real(loops: Loops, peaks: dict[str, int], scale: Scale) -> dict[str, Any]:
+    """Medians over repeats, and ratios. Needs the variants ours, ours_sync and trl."""
+    skips = {name: scale.peer_skip if name == "trl" else scale.skip for name in loops}
+    repeats = {
+        name: [tokens_per_s(marks, skips[name]) for marks in runs] for name, runs in loops.items()
+    }
+    tokens = {name: statistics.median(values) for name, values in repeats.items()}
+    rollouts = {
+        name: statistics.median(rollouts_per_s(marks, skip=skips[name]) for marks in runs)
+        for name, runs in loops.items()
+    }
+    return {
+        "tokens_per_s": tokens,
+        "tokens_per_s_repeats": repeats,
+        "step_s": {name: scale.groups * GROUP_SIZE / rate for name, rate in rollouts.items()},
+        "over_trl": tokens["ours"] / tokens["trl"],
+        "over_sync": tokens["ours"] / tokens["ours_sync"],
+        "over_sync_bound": median_bound(loops["ours_sync"], scale.skip),
+        "over_trl_rollouts": rollouts["ours"] / rollouts["trl"],
+        "over_sync_rollouts": rollouts["ours"] / rollouts["ours_sync"],
+        "peak_memory_bytes": peaks,
+        "peak_memory_over_trl": peaks["ours"] / peaks["trl"],
+    }
 
 
-def _round(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 2)
+def spread(lengths: Sequence[int]) -> dict[str, float]:
+    """How much the lengths of completions differ: percentiles and p90 over p10."""
+    deciles = statistics.quantiles(lengths, n=10)
+    p10, p50, p90 = deciles[0], deciles[4], deciles[8]
+    return {"p10": p10, "p50": p50, "p90": p90, "p90_over_p10": p90 / p10}
