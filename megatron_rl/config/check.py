@@ -118,21 +118,21 @@ REFUSALS = (
     # Time limits.
     Refusal(
         lambda c: c.generator.request_timeout_s >= c.queue.lease_timeout_s,
-        "expert.generator.request_timeout_s={expert.generator.request_timeout_s:g} is not below "
-        "expert.queue.lease_timeout_s={expert.queue.lease_timeout_s:g}: a lease would be given to "
+        "expert.generator.request_timeout_s={generator.request_timeout_s:g} is not below "
+        "expert.queue.lease_timeout_s={queue.lease_timeout_s:g}: a lease would be given to "
         "another generator before its engine has given up; set expert.queue.lease_timeout_s to "
         "{lease_s:g}, or lower the former",
     ),
     Refusal(
         lambda c: c.verifier.answer_within_s >= c.queue.score_timeout_s,
-        "expert.verifier.answer_within_s={expert.verifier.answer_within_s:g} is not below "
-        "expert.queue.score_timeout_s={expert.queue.score_timeout_s:g}: the queue would ask "
+        "expert.verifier.answer_within_s={verifier.answer_within_s:g} is not below "
+        "expert.queue.score_timeout_s={queue.score_timeout_s:g}: the queue would ask "
         "another verifier before the first has answered; set expert.queue.score_timeout_s to "
         "{score_s:g}",
     ),
     Refusal(
         lambda c: c.verifier.code.timeout_s < c.reward.longest_program_s,
-        "expert.verifier.code.timeout_s={expert.verifier.code.timeout_s:g} is less than the "
+        "expert.verifier.code.timeout_s={verifier.code.timeout_s:g} is less than the "
         "{program_s:g} s that a program may take by expert.reward.compile_s, "
         "reward.tests_per_problem and reward.test_s: raise it, or lower those",
     ),
@@ -219,8 +219,8 @@ REFUSALS = (
     Refusal(
         lambda c: _releases(c) and c.weights.join_timeout_s < c.generator.start_timeout_s,
         "generator.release_memory=true with expert.weights.join_timeout_s="
-        "{expert.weights.join_timeout_s:g} below expert.generator.start_timeout_s="
-        "{expert.generator.start_timeout_s:g}: engines start while the trainer waits for them to "
+        "{weights.join_timeout_s:g} below expert.generator.start_timeout_s="
+        "{generator.start_timeout_s:g}: engines start while the trainer waits for them to "
         "join; raise the former",
     ),
     Refusal(
@@ -345,9 +345,9 @@ REFUSALS = (
             and c.scorer.answer_within_s
             <= max(c.scorer.start_timeout_s, c.scorer.request_timeout_s)
         ),
-        "expert.scorer.answer_within_s={expert.scorer.answer_within_s:g} is not above "
-        "expert.scorer.start_timeout_s={expert.scorer.start_timeout_s:g} and "
-        "expert.scorer.request_timeout_s={expert.scorer.request_timeout_s:g}: the trainer would "
+        "expert.scorer.answer_within_s={scorer.answer_within_s:g} is not above "
+        "expert.scorer.start_timeout_s={scorer.start_timeout_s:g} and "
+        "expert.scorer.request_timeout_s={scorer.request_timeout_s:g}: the trainer would "
         "give up an engine that starts; raise it",
     ),
     Refusal(

@@ -26,7 +26,6 @@ batch_size = 8
 optimizer = {{lr = 1e-2, warmup_steps = 2}}
 [train]
 steps = 1
-batch_timeout_s = 60
 prompts_per_batch = 2
 group_size = 4
 [sampling]
@@ -38,11 +37,8 @@ engine = "hf"
 max_running = 16
 kv_tokens = 2048
 context_tokens = 64
-max_restarts = 0
 [render]
 system_prompt = ""
-[weights]
-deadline_s = 20
 [eval]
 prompts = {HELD_OUT}
 temperature = 1.0
@@ -52,6 +48,10 @@ length_margin_tokens = 2
 [reward.tasks.any_text]
 format_check = "none"
 compare = "exact"
+[expert]
+train.batch_timeout_s = 60
+generator.max_restarts = 0
+weights.deadline_s = 20
 [[prompts]]
 path = "FOLDER/prompts.jsonl"
 """

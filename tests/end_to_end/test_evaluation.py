@@ -40,7 +40,6 @@ compare = "exact"
 [eval]
 temperature = 1.0
 samples = 1
-timeout_s = 120
 [[eval.sets]]
 name = "few"
 samples = 8
@@ -51,6 +50,8 @@ prompts = {{path = "{folder}/few.jsonl"}}
 name = "many"
 samples = 2
 prompts = {{path = "{folder}/many.jsonl"}}
+[expert.eval]
+timeout_s = 120
 """
 
 

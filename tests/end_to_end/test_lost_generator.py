@@ -27,7 +27,6 @@ path = "FOLDER/model"
 dtype = "float32"
 [train]
 steps = {STEPS}
-batch_timeout_s = 60
 prompts_per_batch = {GROUPS}
 group_size = {GROUP_SIZE}
 [sampling]
@@ -39,18 +38,19 @@ engine = "hf"
 max_running = 32
 kv_tokens = 4096
 context_tokens = 64
-[weights]
-deadline_s = 20
 [eval]
 prompts = 0
 samples = 1
-timeout_s = 30
 temperature = 1.0
 [reward]
 length_margin_tokens = 24
 [reward.tasks.any_text]
 format_check = "none"
 compare = "exact"
+[expert]
+train.batch_timeout_s = 60
+weights.deadline_s = 20
+eval.timeout_s = 30
 [[prompts]]
 path = "FOLDER/prompts.jsonl"
 """

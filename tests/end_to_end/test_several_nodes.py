@@ -27,7 +27,6 @@ path = "FOLDER/model"
 dtype = "float32"
 [train]
 steps = {STEPS}
-batch_timeout_s = 60
 prompts_per_batch = 2
 group_size = 4
 [sampling]
@@ -39,9 +38,6 @@ engine = "hf"
 max_running = 16
 kv_tokens = 2048
 context_tokens = 64
-max_restarts = 0
-[weights]
-deadline_s = 20
 [eval]
 prompts = 0
 [reward]
@@ -49,6 +45,10 @@ length_margin_tokens = 16
 [reward.tasks.any_text]
 format_check = "none"
 compare = "exact"
+[expert]
+train.batch_timeout_s = 60
+generator.max_restarts = 0
+weights.deadline_s = 20
 [[prompts]]
 path = "FOLDER/prompts.jsonl"
 """

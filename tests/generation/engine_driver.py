@@ -1,6 +1,7 @@
 """An engine under test: what it is started with, and an event loop to call it on."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -63,17 +64,24 @@ class Driver:
     async def collect_amid(
         self, event: Coroutine[Any, Any, Any], prompt: list[int], sampling: Sampling, count: int
     ) -> list[Completion]:
-        """Completions of `count` streams; `event` starts at the end of the first completion.
+        """Completions of `count` streams; `event` starts after the first completion.
 
         Each stream asks for one completion after another until `event` is done: some are in
-        flight whenever it acts, however slow the machine is.
+        flight whenever it acts, however slow the machine is. It waits for a part of the time of a
+        completion, so that those which start with it have tokens when it acts.
         """
         happening: asyncio.Task[Any] | None = None
+        started = time.monotonic()
+
+        async def act(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            await event
 
         async def stream(index: int) -> list[Completion]:
             nonlocal happening
             found = await self.collect(prompt, sampling, [index])
-            happening = happening or asyncio.create_task(event)
+            took_s = time.monotonic() - started
+            happening = happening or asyncio.create_task(act(0.3 * took_s))
             while not happening.done():
                 found += await self.collect(prompt, sampling, [index])
             return found

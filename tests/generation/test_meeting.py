@@ -171,7 +171,9 @@ def test_a_follower_runs_one_server_a_life_and_ends_with_the_run(
 
 def test_a_follower_that_nobody_calls_says_so(tmp_path: Path) -> None:
     setup = make_setup(tmp_path, tmp_path / "sglang-0.log", start_timeout_s=0.3)
-    with pytest.raises(DeadlineExceeded, match="did not call in 0 s .generator.start_timeout_s"):
+    with pytest.raises(
+        DeadlineExceeded, match="did not call in 0 s .expert.generator.start_timeout_s"
+    ):
         run(follower.follow(setup, call_path(tmp_path, 0), 1, 2))
 
 

@@ -33,7 +33,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_trainer_that_never_leaves_room_is_given_up_with_the_settings_named() -> None:
     started = time.monotonic()
-    with pytest.raises(EngineError, match="no room for an engine in 0 s .train.batch_timeout_s"):
+    with pytest.raises(
+        EngineError, match="no room for an engine in 0 s .expert.train.batch_timeout_s"
+    ):
         ask(free_port(), 0.4)
     assert 0.4 <= time.monotonic() - started < 3
 

@@ -356,7 +356,7 @@ def test_engines_are_without_memory_from_the_batch_to_the_weight_sync_and_nobody
     cfg = load(model_folder, tmp_path)
     events = run_ranks(run_in_turns, 1, cfg, [1.0, 1.0, -1.0])[0]
     turns = " ".join(event for event in events if event != "admit")
-    assert turns == "sync" + 3 * " release trained weight sync"
+    assert turns == "sync" + 3 * " release trained sync"
     # Also where the trainer looked for late generators as it waited for a batch.
     assert all(
         before == "sync" for before, now in zip(events, events[1:], strict=False) if now == "admit"
