@@ -95,8 +95,8 @@ ALERTS = (
           f"{_gauge('train_effective_sample_share', _TRAINER)} < 0.5", "10m",
           "Few tokens carry the steps: fresher data, or wider algorithm.correction bounds."),
     Alert("GeneratorDropped",
-          f'{_gauge("weight_sync_generators")} < scalar({SETTING}{{key="generator.replicas"}})', "15m",
-          "A generator takes no weight syncs: see logs/generator-*.log."),
+          f'{_gauge("weight_sync_generators")} < scalar({SETTING}{{key="generator.replicas"}})',
+          "15m", "A generator takes no weight syncs: see logs/generator-*.log."),
     Alert("StepsSkipped", f"increase({PREFIX}train_skipped_steps_total{_TRAINER}[30m]) > 2", "0m",
           "Optimizer steps are skipped: a lower optimizer.lr; RUN holds the minibatches."),
 )  # fmt: skip
