@@ -85,7 +85,7 @@ class GeneratorConfig(Section):
     """Number of completions in flight in one engine."""
     kv_tokens: PositiveInt | Literal["auto"] = "auto"
     """Number of tokens that the KV cache of an engine holds, of all completions in flight. auto:
-    with SGLang on GPUs of its own, what its memory holds; else 65,536, or generator.context_tokens
+    with SGLang on separate GPUs, what its memory holds; else 65,536, or generator.context_tokens
     where that is more."""
     context_tokens: PositiveInt = 2048
     """Maximum length of prompt plus completion, in tokens."""

@@ -110,7 +110,7 @@ class QueueConfig(Section):
             raise ValueError(
                 f"expert.queue.breaker_window_groups={self.breaker_window_groups} groups never "
                 f"hold expert.queue.breaker_min_prompts={self.breaker_min_prompts} different "
-                "prompts: raise the former, or lower the latter"
+                "prompts: raise breaker_window_groups, or lower breaker_min_prompts"
             )
         return self
 

@@ -130,7 +130,9 @@ def _check_same(path: Path, record: PromptRecord) -> None:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=PromptRecord)
     except msgspec.DecodeError as error:
-        raise InputError(f"{path}: {error}; the launcher writes it: remove it to go on") from error
+        raise InputError(
+            f"{path}: {error}; the launcher writes it: remove it to continue"
+        ) from error
     now = {file.path: file for file in record.files}
     for file in earlier.files:
         found = now.get(file.path)
@@ -139,7 +141,7 @@ def _check_same(path: Path, record: PromptRecord) -> None:
             raise InputError(
                 f"{file.path} has changed since the run began (digest {file.xxh3_128[:12]}, now "
                 f"{found.xxh3_128[:12]}): prompts that were drawn are kept by their numbers. Put "
-                f"the old file back; or remove {path} to go on with the new one"
+                f"the old file back; or remove {path} to take the new one"
             )
 
 

@@ -29,7 +29,7 @@ def check_scorer(
     if shape.max_positions < longest:
         raise InputError(
             f"algorithm.reference.policy: {folder} was made for sequences of {shape.max_positions} "
-            f"tokens, and generator.context_tokens = {longest}: lower the latter, or take another "
+            f"tokens, and generator.context_tokens = {longest}: lower it, or take another "
             "reference"
         )
     if shape.vocab - own.vocab > MAX_FOREIGN_IDS:

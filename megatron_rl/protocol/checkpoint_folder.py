@@ -118,7 +118,7 @@ def find_resume(
     if SFT_STATE in mark.files:
         raise InputError(
             f"checkpoint.resume = {cfg.resume}: that is a checkpoint of a cold start, at which no "
-            "reinforcement learning begins. Its own run goes on there by the command that began "
+            "reinforcement learning begins. Its own run resumes there by the command that began "
             "it; else give the folder of an exported model as model.path"
         )
     return folder

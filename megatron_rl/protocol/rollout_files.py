@@ -344,7 +344,7 @@ def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
     if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > words:
         raise InputError(
             f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of the file "
-            f"{WORDS} beside, which has {words}: one of the two files was cut or replaced"
+            f"{WORDS} next to it, which has {words}: one of the two files was cut or replaced"
         )
 
 
@@ -372,5 +372,5 @@ def _find_fault(
     # Logprobs that are taken for token ids are negative, as their sign bit is set.
     is_sound = np.isfinite(logprobs).all() and logprobs.max() <= ROUNDING_NATS
     if min(prompt_ids.min(), token_ids.min()) < 0 or not is_sound:
-        return f"the words in the file {WORDS} beside are not its token ids and logprobs"
+        return f"the words in its {WORDS} file are not its token ids and logprobs"
     return ""

@@ -129,7 +129,7 @@ class CircuitBreaker:
             f"{failure.group.prompt.id!r}: {_shown(failure)}. All are in {record}, with text and "
             "detail. Look into the log of the verifier, and for what is missing with `megatron-rl "
             f"doctor`; `megatron-rl verify {record}` grades them again. Then start the run again: "
-            "it goes on from its newest checkpoint"
+            "it resumes from its newest checkpoint"
         )
 
     def find_trouble(self) -> Finding | None:

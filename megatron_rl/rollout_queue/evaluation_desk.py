@@ -79,7 +79,7 @@ class EvaluationDesk:
         if only and not config.eval.is_wanted:
             raise InputError(
                 "an evaluation is asked for, but eval.prompts = 0 and there are no eval.sets: "
-                "raise the former, or add the latter"
+                "raise eval.prompts, or add [[eval.sets]]"
             )
         self._config = config.eval
         self._sets = evaluation_sets(config, prompts)

@@ -99,7 +99,7 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     if config.generator.colocate and not config.generator.release_memory:
         raise InputError(
             "generator.colocate: trainer and engines that compute on a GPU at the same time are "
-            "not simulated; give each GPUs of its own, or generator.release_memory=true: turns"
+            "not simulated; give each its own GPUs, or generator.release_memory=true: turns"
         )
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)

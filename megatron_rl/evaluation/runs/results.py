@@ -86,7 +86,7 @@ def read_report(run_dir: Path) -> Report:
     except OSError as error:
         raise InputError(
             f"{run_dir} holds no results of `megatron-rl eval`: {path}: {error.strerror}. An "
-            "evaluation that was interrupted goes on with the command that began it"
+            "evaluation that was interrupted resumes with the command that began it"
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is no JSON: {error}; evaluate again") from error
