@@ -55,7 +55,7 @@ class ExportOptions:
 
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)
-    follow: Annotated[bool, typer.Option(help="go on until Ctrl-C")] = False
+    follow: Annotated[bool, typer.Option(help="continue until Ctrl-C")] = False
 
 
 @command(app, "export", "Pass on the metrics of a run, finished or not.")

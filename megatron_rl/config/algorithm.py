@@ -134,7 +134,7 @@ class KlConfig(Part):
     position over the whole vocabulary, of the least variance and twice the output layer's cost."""
     horizon: Literal["to_go", "token"] = "to_go"
     """placement "reward" and estimator "exact": the KL cost that a token is charged with. to_go:
-    that of all following positions; token: that of its own position."""
+    that of all following positions; token: that of the token's position."""
     coefficient: NonNegativeFloat = 1e-3
     """Coefficient of the KL cost (beta). Sequences have the same weight as in the policy loss."""
 

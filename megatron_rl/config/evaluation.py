@@ -67,8 +67,8 @@ class EvalConfig(Section):
     timeout_s: PositiveFloat = 600.0
     """Seconds that an evaluation may take, for each set anew; auto: twice
     expert.queue.lease_timeout_s, at least 600 s times run.patience. A late one ends without the
-    prompts that are missing (eval/lost) and the grades that are (eval/not_graded); training goes
-    on. Where evaluating is all there is to do, missing prompts end the run."""
+    prompts that are missing (eval/lost) and the grades that are (eval/not_graded); training
+    continues. Where evaluating is all there is to do, missing prompts end the run."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

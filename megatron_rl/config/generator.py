@@ -85,7 +85,7 @@ class GeneratorConfig(Section):
     """Number of completions in flight in one engine."""
     kv_tokens: PositiveInt | Literal["auto"] = "auto"
     """Number of tokens that the KV cache of an engine holds, of all completions in flight. auto:
-    with SGLang on GPUs of its own, what its memory holds; else 65,536, or generator.context_tokens
+    with SGLang on dedicated GPUs, what their memory holds; else 65,536, or generator.context_tokens
     where that is more."""
     context_tokens: PositiveInt = 2048
     """Maximum length of prompt plus completion, in tokens."""
@@ -152,8 +152,8 @@ class GeneratorConfig(Section):
     def _check_experts(self) -> Self:
         if self.expert_parallel > 1 and self.engine == "hf":
             raise ValueError(
-                f"generator.expert_parallel={self.expert_parallel} with generator.engine='hf', "
-                "which is one process: set it to 1"
+                f"generator.expert_parallel={self.expert_parallel} does not work with "
+                "generator.engine='hf', which is one process: set it to 1"
             )
         if self.tensor_parallel % self.expert_parallel:
             raise ValueError(

@@ -304,8 +304,8 @@ class CheckpointConfig(Section):
     keep_every: int = Field(default=0, ge=0)
     """Also keep the checkpoints of every step divisible by this number; 0: none."""
     export_every_steps: int = Field(default=0, ge=0)
-    """Also export the model to RUN/hf/step_NNNNNN as a Hugging Face folder after every so many
-    batches; 0: only hf/final. keep_last and keep_every hold for these folders too."""
+    """Number of batches between exports of the model to RUN/hf/step_NNNNNN, as a Hugging Face
+    folder; 0: only hf/final. keep_last and keep_every hold for these folders too."""
     resume: str = "auto"
     """Where a run starts. auto: from the newest complete checkpoint of the run folder, if any;
     never: from the beginning, in a new folder; or the path of a checkpoint."""

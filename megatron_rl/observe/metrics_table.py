@@ -210,7 +210,7 @@ WEIGHT_SYNC = (
     Known("peers/verifiers_wanted", "most verifiers that the queue has heard at once"),
     Known("peers/missing", "names of those that it heard before"),
     Known("launch/chosen_step", "step of the cold start whose model was chosen"),
-    Known("launch/resumed", "the run goes on from a checkpoint", kind="count"),
+    Known("launch/resumed", "the run resumes from a checkpoint", kind="count"),
 )  # fmt: skip
 
 ACTIVITY = (
@@ -235,7 +235,7 @@ EVALUATION = (
     Known("eval/accuracy_se", "its standard error, by problem"),
     Known("eval/pass_at_*", "pass@k, and its standard error (_se)"),
     Known("eval/maj_at_*", "maj@k, and its standard error (_se)"),
-    Known("eval/completions_done", "of an evaluation that goes on: completions that are scored, or "
+    Known("eval/completions_done", "of the current evaluation: completions that are scored, or "
           "cannot be"),
     Known("eval/completions_wanted", "all of them, those of its further sets included"),
     Known("eval/running", "label of that evaluation; a text, so no gauge"),

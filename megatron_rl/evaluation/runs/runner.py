@@ -105,7 +105,7 @@ def _check_earlier(config: Config, label: str) -> bool:
     if changed:
         raise InputError(
             f"{run_dir} holds an evaluation with other values of {', '.join(changed)}: {other}, or "
-            f"give the values of {path} to go on with that one"
+            f"give the values of {path} to resume that one"
         )
     return True
 
