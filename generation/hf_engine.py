@@ -185,8 +185,8 @@ class HFEngine:
             await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(
-                "a weight sync kept a request waiting for expert.generator.request_timeout_s="
-                f"{self._setup.request_timeout_s:.0f}"
+                "a weight sync kept a request waiting longer than "
+                f"expert.generator.request_timeout_s={self._setup.request_timeout_s:.0f}"
             ) from error
 
     def _submit(

@@ -78,7 +78,7 @@ class ScoringEngine(SGLangEngine):
             ) as response:
                 text = await response.text()
                 if response.status == 400:
-                    raise RequestRefused(f"/generate: {text[:500]}")
+                    raise RequestRefused(f"the engine refused /generate: {text[:500]}")
                 check_answer("/generate", response.status, text)
                 answer = await response.json()
         except TimeoutError as error:

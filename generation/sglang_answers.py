@@ -66,7 +66,7 @@ def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
     try:
         spans = spans_from_report(report, len(token_ids))
     except ValueError as error:
-        raise EngineError(f"{engine}'s weight versions: {error}") from error
+        raise EngineError(f"{engine} reports invalid weight versions: {error}") from error
     return Completion(
         index,
         token_ids,

@@ -75,8 +75,8 @@ def refuse_model(folder: Path) -> None:
     head_dim = read_shape(folder).head_dim
     if head_dim not in HEAD_SIZES:
         raise EngineError(
-            f"{folder} has heads of {head_dim}; vLLM on the CPU has attention for "
-            f"{', '.join(map(str, HEAD_SIZES))}: use 'sglang'"
+            f"{folder} has head_dim = {head_dim}; vLLM on the CPU supports "
+            f"{', '.join(map(str, HEAD_SIZES))}: set generator.engine='sglang'"
         )
 
 

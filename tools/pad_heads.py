@@ -30,7 +30,9 @@ def pad_folder(source: Path, out: Path, multiple: int) -> None:
     """Write `out`: `source` with key-value groups padded up to a multiple. Raises PaddingError."""
     config = json.loads((source / "config.json").read_text())
     if config["architectures"][0] not in SUPPORTED or config.get("attention_bias"):
-        raise PaddingError(f"{source}: only {', '.join(SUPPORTED)} without attention biases")
+        raise PaddingError(
+            f"{source} cannot be padded: allowed: {', '.join(SUPPORTED)} without attention biases"
+        )
     if not (source / WEIGHTS).is_file():
         raise PaddingError(f"{source} has no {WEIGHTS} (files split into several are not read)")
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]

@@ -146,4 +146,6 @@ def _check_reference(name: str, entry_json: str) -> None:
     if screened not in (None, CORRECT):
         raise GradingError(f"{name!r} calls its own reference a {screened.reason}")
     if screened is None and score != 1.0:
-        raise GradingError(f"the scorer of {name!r} gives its own reference {score}, not 1")
+        raise GradingError(
+            f"the scorer of {name!r} scores its reference answer {score} instead of 1"
+        )

@@ -94,7 +94,7 @@ def _model_of(run_dir: Path) -> Path:
     path = load_config(config).model.path
     if not path.is_dir():
         raise InputError(
-            f"{config}: model.path {path} is not there: name a folder with its config.json and "
+            f"{config}: model.path {path} does not exist: name a folder with its config.json and "
             "tokenizer by --files-from"
         )
     return path

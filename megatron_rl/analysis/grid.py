@@ -69,8 +69,8 @@ def plan_grid(weights: WeightsResult, side: int, margin: float, dtype: str | Non
     principal = weights.principal
     if principal.coordinates.shape[1] < PLANE:
         raise InputError(
-            f"{len(weights.checkpoints)} checkpoints on one line span no plane: analyse three or "
-            "more"
+            f"the {len(weights.checkpoints)} checkpoints lie on one line and span no plane: give "
+            "three or more"
         )
     if side < 2:
         raise InputError(f"--points {side}: a grid needs 2 points a side or more")

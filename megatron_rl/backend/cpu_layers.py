@@ -52,7 +52,9 @@ class CausalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"attention mask {attn_mask_type} is not implemented: only causal")
+            raise ValueError(
+                f"attention mask {attn_mask_type} is not implemented on the CPU: only causal is"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # Positions before its own that a query sees.
         self.window = config.window_size[0] if config.window_size else None

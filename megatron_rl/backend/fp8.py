@@ -44,8 +44,8 @@ def transformer_fields(
         return {}
     if model.fp8 == "blockwise" and gathered_width % BLOCK:
         raise InputError(
-            f"model.fp8 = 'blockwise' with parallel.sequence needs hidden sizes that {BLOCK} "
-            f"divides, and {model.path} has {gathered_width}; nearest possible: 'tensorwise'"
+            f"model.fp8 = 'blockwise' with parallel.sequence needs a hidden size divisible by "
+            f"{BLOCK}, and {model.path} has {gathered_width}; nearest possible: 'tensorwise'"
         )
     edge = model.fp8_bf16_edge_layers
     if edge > stage_layers:

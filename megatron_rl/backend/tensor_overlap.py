@@ -58,9 +58,9 @@ def check_host(*, has_engine: bool) -> None:
     engine = importlib.import_module("transformer_engine_torch")
     if not engine.device_supports_multicast() and not int(os.environ.get("UB_SKIPMC", "0")):
         raise InputError(
-            "expert.parallel.overlap_tensor=true: the GPUs of this host know no CUDA multicast "
-            "(NVSwitch and its fabric manager give it); set UB_SKIPMC=1 in the environment, to use "
-            "CUDA IPC instead, or expert.parallel.overlap_tensor=false"
+            "expert.parallel.overlap_tensor=true needs CUDA multicast (NVSwitch with its fabric "
+            "manager), which the GPUs of this node lack: set UB_SKIPMC=1 in the environment to use "
+            "CUDA IPC, or expert.parallel.overlap_tensor=false"
         )
 
 

@@ -72,7 +72,9 @@ def evaluation(options: EvalOptions, console: Console) -> int:
     if not options.config:
         raise InputError("megatron-rl eval needs --config FILE, or --compare A B")
     if options.json:
-        raise InputError("--json goes with --compare; figures of an evaluation are in eval.json")
+        raise InputError(
+            "--json works only with --compare; the results of one model are in RUN/eval.json"
+        )
     models = [word for word in options.overrides if "=" not in word]
     if len(models) > 1:
         raise InputError(f"{models} are several models: evaluate one after the other")

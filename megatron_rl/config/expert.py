@@ -135,8 +135,8 @@ def own_key(key: str) -> str:
     plain = key.removeprefix(f"{EXPERT}.")
     if key == plain and is_expert(plain):
         raise ConfigError(
-            f"{key!r} is named {public_key(plain)!r}: rename it, or let `megatron-rl config "
-            "migrate FILE` rewrite the file"
+            f"{key!r} is named {public_key(plain)!r}: rename it, or run `megatron-rl config "
+            "migrate FILE`"
         )
     if key != plain and not is_expert(plain):
         near = difflib.get_close_matches(plain, [*_WAITS, *_OTHERS], n=1)

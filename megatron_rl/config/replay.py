@@ -32,8 +32,8 @@ class ReplayConfig(Section):
         has_files = bool(self.runs or self.datasets)
         if has_files and self.buffer_groups:
             raise ValueError(
-                f"replay.buffer_groups={self.buffer_groups} replays the run's own groups, and "
-                "replay.runs or replay.datasets those of files: set one of them"
+                f"replay.buffer_groups={self.buffer_groups} (groups of this run) excludes "
+                "replay.runs and replay.datasets (groups of files): set one of them"
             )
         has_source = has_files or self.buffer_groups > 0
         if has_source and not self.share:

@@ -86,7 +86,9 @@ def _records(path: Path, label: str) -> Iterator[RolloutRecord | Graded]:
             yield from read_records(file.path)
         return
     if label:
-        raise InputError(f"--label {label} chooses among the rollouts of a folder; {path} is none")
+        raise InputError(
+            f"--label {label} needs a run folder, and {path} is a file: leave --label out"
+        )
     for number, raw in read_jsonl(path, dict[str, msgspec.Raw], expected=_EXPECTED):
         is_record = "text" in raw
         try:

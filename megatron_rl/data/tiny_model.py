@@ -130,7 +130,7 @@ def make_folder(out: Path, seed: int, *, programs: bool = False) -> int:
     Raises FileExistsError where `out` holds anything.
     """
     if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} exists: name another folder, or delete it")
+        raise FileExistsError(f"{out} exists: name another folder or delete this one")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
         folder = Path(temporary) / "model"

@@ -78,7 +78,7 @@ def _check_resumption(config: Config) -> Beginning:
     if found is None and config.checkpoint.resume == "auto":
         if has_ended:
             raise InputError(
-                f"the run in {run_dir} has ended, and kept no checkpoint to train on from "
+                f"the run in {run_dir} has ended without a checkpoint to resume from "
                 f"(checkpoint.every_steps). {other}"
             )
         if _is_same_command(config):

@@ -183,7 +183,8 @@ def baseline_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
             generated += sum(row[name] for name in groups) * size * row["rollout/length_tokens"]
     if not trained:
         raise InputError(
-            f"{cfg.run.dir}/metrics.jsonl has no training step: there is no compute to match"
+            f"{cfg.run.dir}/metrics.jsonl has no training step, so its compute is unknown: train "
+            "the run first"
         )
     mean_length = sum(len(s.token_ids) for s in sequences) / len(sequences)
     budget = trained + generated / GENERATED_TOKENS_PER_TRAINED

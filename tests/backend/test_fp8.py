@@ -56,7 +56,7 @@ def test_a_width_without_whole_blocks_is_an_input_error_where_it_is_gathered() -
     for recipe, width in (("blockwise", 0), ("blockwise", 256), ("tensorwise", 576)):
         model = ModelConfig(fp8=recipe)
         assert fp8.transformer_fields(model, **sizes, gathered_width=width)
-    with pytest.raises(InputError, match="128 divides, and .* has 576; nearest .* 'tensorwise'"):
+    with pytest.raises(InputError, match="divisible by 128, and .* 576; .* 'tensorwise'"):
         fp8.transformer_fields(ModelConfig(fp8="blockwise"), **sizes, gathered_width=576)
 
 

@@ -159,7 +159,7 @@ def test_run_that_ended_without_a_checkpoint_says_so(run_dir: Path) -> None:
     given = config(run_dir)
     (run_dir / "config.toml").write_text(dump_toml(given))
     (run_dir / "summary.json").write_text("{}")
-    with pytest.raises(InputError, match="has ended, and kept no checkpoint to train on from"):
+    with pytest.raises(InputError, match="has ended without a checkpoint to resume from"):
         check_run_folder(given)
 
 

@@ -103,7 +103,7 @@ def test_a_node_without_room_for_the_scorer_is_refused(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "listed_gpus", lambda: list("01234"))
-    words = "needs 1 GPUs of its own .* beside the 5 of trainer and generators, and the node has 5"
+    words = "scorer.tensor_parallel=1 .* trainer and generators take 5 of the 5 GPUs"
     with pytest.raises(InputError, match=words):
         preflight.check_reference(load_config(None, overrides))
     with pytest.raises(InputError, match="needs a run on one node"):

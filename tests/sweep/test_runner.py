@@ -137,7 +137,7 @@ def test_killed_sweep_leaves_no_child(tmp_path: Path) -> None:
 def test_two_sweeps_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 0.3)
     plan = plan_of(tmp_path)
-    with locked(plan.sweep_dir), pytest.raises(InputError, match="a sweep is going on in"):
+    with locked(plan.sweep_dir), pytest.raises(InputError, match="a sweep is already running in"):
         run_here(plan, Console(), child_command)
     assert calls(tmp_path) == []
 

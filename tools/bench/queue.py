@@ -290,7 +290,7 @@ def _await_first_batch(control: Control, server: subprocess.Popen, log: Path) ->
             end = log.read_text()[-2000:]
             raise RuntimeError(f"the server ended with exit code {server.returncode}:\n{end}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no batch was formed in {START_LIMIT_S:.0f} s")
+            raise RuntimeError(f"the queue sent no batch within {START_LIMIT_S:.0f} s: see {log}")
         time.sleep(0.1)
 
 

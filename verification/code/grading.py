@@ -251,5 +251,7 @@ def _judge_report(report: Report, result: ProgramResult, allowed: Limits) -> Ver
     if report.ended_by == "assertion" or report.has_failed_inside:
         return WRONG_OUTPUT
     if not report.ended_by:
-        raise GradingError("the unit tests of a code prompt are broken: they called nothing")
+        raise GradingError(
+            "the unit tests of a code prompt are broken: they call nothing in the solution"
+        )
     return Verdict(False, "runtime_error")

@@ -253,7 +253,7 @@ def _multiplied(first: Linear | str, second: Linear | str) -> Linear | str:
     if isinstance(second, str):
         return _scaled(second, first)
     if first.is_tuple or len(first.rows[0]) != len(second.rows):
-        raise _NotLinear("shapes")
+        raise _NotLinear("the matrices have different shapes")
     columns = tuple(zip(*second.rows, strict=True))
     rows = tuple(tuple(_dot(row, column) for column in columns) for row in first.rows)
     return Linear(rows, False)
@@ -265,7 +265,7 @@ def _added(first: Linear | str, second: Linear | str) -> Linear | str:
     if isinstance(first, str) or isinstance(second, str):
         raise _NotLinear("a number and a matrix")
     if [*map(len, first.rows)] != [*map(len, second.rows)]:
-        raise _NotLinear("shapes")
+        raise _NotLinear("the matrices have different shapes")
     rows = tuple(
         tuple(map(_plus, row, other)) for row, other in zip(first.rows, second.rows, strict=True)
     )

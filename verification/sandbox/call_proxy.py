@@ -49,7 +49,7 @@ def receive(connection: int) -> dict[str, Any]:
     try:
         message = json.loads(_receive_exactly(connection, size))
     except (ValueError, RecursionError) as error:
-        raise SolutionGone(f"a frame is no JSON: {error}") from error
+        raise SolutionGone(f"a frame is not valid JSON: {error}") from error
     if not isinstance(message, dict):
         raise SolutionGone("a message is no JSON object")
     return message

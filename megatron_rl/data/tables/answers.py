@@ -44,7 +44,7 @@ def take_part(value: Any, part: str) -> Any:
         # GSM8K groups digits: 1,000 is no list of two numbers.
         answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
         if not mark or not answer:
-            raise NoAnswer(f'there is nothing after "{_HASHES}"')
+            raise NoAnswer(f'there is no answer after "{_HASHES}"')
         return answer
     answer = _last_box(value)
     if not answer:
@@ -103,7 +103,7 @@ def _of_columns(tests: dict[str, Any]) -> str:
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise BadTests("inputs and outputs of the tests are no lists")
     if len(inputs) != len(outputs):
-        raise BadTests(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
+        raise BadTests(f"the tests have {len(inputs)} inputs but {len(outputs)} outputs")
     name = tests.get("fn_name")
     if not name:
         cases = [

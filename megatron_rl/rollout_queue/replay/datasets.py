@@ -105,7 +105,9 @@ def check_sources(config: Config) -> None:
     for path in config.replay.datasets:
         tasks = {example.task for example in read_examples(path)}
         if not tasks:
-            raise InputError(f"replay.datasets: {path} has no SFT examples")
+            raise InputError(
+                f"replay.datasets: {path} has no SFT examples: remove it or name another file"
+            )
         for task in sorted(tasks - config.reward.format_checks.keys()):
             raise InputError(
                 f"replay.datasets: {path} names the task {task!r}; known are "
@@ -114,8 +116,8 @@ def check_sources(config: Config) -> None:
     for folder in config.replay.runs:
         if folder.resolve() == config.run.dir.resolve():
             raise InputError(
-                f"replay.runs names {folder}, the folder of this run: its own groups are replayed "
-                "by replay.buffer_groups"
+                f"replay.runs names {folder}, the folder of this run: remove it, and set "
+                "replay.buffer_groups to replay the run's groups"
             )
     if config.replay.runs:
         call_in_child(check_tokens, config, what="reading the runs to replay", limit_s=_TOKENIZE_S)
