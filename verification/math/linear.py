@@ -253,7 +253,7 @@ def _multiplied(first: Linear | str, second: Linear | str) -> Linear | str:
     if isinstance(second, str):
         return _scaled(second, first)
     if first.is_tuple or len(first.rows[0]) != len(second.rows):
-        raise _NotLinear("the matrices have different shapes")
+        raise _NotLinear("the shapes of the matrices do not fit")
     columns = tuple(zip(*second.rows, strict=True))
     rows = tuple(tuple(_dot(row, column) for column in columns) for row in first.rows)
     return Linear(rows, False)
