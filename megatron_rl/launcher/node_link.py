@@ -42,7 +42,7 @@ class NodeLost(DeadlineExceeded):
     """Another node of the run is gone; the text says which, and what is known of it."""
 
 
-class Attendance:
+class NodeRegistry:
     """What the first node knows of the others. No sockets, no clock."""
 
     def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
@@ -165,7 +165,7 @@ class FirstNodeLink(NodeLink):
         if nodes > 1:
             keys = load_keys(ports.keys_dir)
             self._router = Router(ports.host, ports.nodes, keys, label=ports.label)
-        self._attendance = Attendance(nodes, config.nodes, time.monotonic())
+        self._attendance = NodeRegistry(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:

@@ -30,21 +30,21 @@ from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.formation import Formation, Formed
 from megatron_rl.rollout_queue.generator_rows import GeneratorRows
-from megatron_rl.rollout_queue.group_ends import Collecting, GroupEnds
+from megatron_rl.rollout_queue.group_closer import Collecting, GroupCloser
+from megatron_rl.rollout_queue.group_opener import GroupOpener
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
-from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
-from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.roll_call import RollCall
 from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.stall_deadline import StallDeadline
 from megatron_rl.rollout_queue.state_desk import StateDesk
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
-from megatron_rl.rollout_queue.ungraded import Tellers
+from megatron_rl.rollout_queue.ungraded import DropObservers
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Coordinator:
         self._desk = BatchDesk(config.train.steps)
         self._maker = maker or BatchMaker()
         self._states = StateDesk(recorder)
-        self._patience = Patience(config, now)
+        self._patience = StallDeadline(config, now)
         self._judged_at = now
         self._roll_call = RollCall(config.generator.replicas)
         self._generator_rows = GeneratorRows()
@@ -94,7 +94,7 @@ class Coordinator:
     def _open_collection(self, prompts: PromptSets) -> None:
         """What opens groups, hands out and grades their completions, and ends them."""
         config, recorder, metrics = self._config, self._recorder, self._metrics
-        self._evaluations = EvaluationDesk(
+        self._evaluations = EvaluationScheduler(
             config, prompts, recorder=recorder, metrics=metrics, only=self._evaluate_only
         )
         self._training = None
@@ -109,7 +109,7 @@ class Coordinator:
             progress=self._evaluations.progress,
         )
         self._leases = Leases(config.queue)
-        self._openings = Openings(
+        self._openings = GroupOpener(
             config.queue,
             self._leases,
             evaluations=self._evaluations,
@@ -119,12 +119,12 @@ class Coordinator:
         self._scoring = Scoring(config.queue, config.reward)
         opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
-        self._ends = GroupEnds(
+        self._ends = GroupCloser(
             config,
             Collecting(self._leases, self._scoring, self._groups),
             evaluations=self._evaluations,
             training=self._training,
-            tellers=Tellers(recorder, self._activity, self._breaker),
+            tellers=DropObservers(recorder, self._activity, self._breaker),
         )
 
     def resume(self, state: QueueState) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_rl.rollout_queue.waiting import LeasedGroup
+from megatron_rl.rollout_queue.unleased_groups import LeasedGroup
 
 log = logging.getLogger(__name__)
 

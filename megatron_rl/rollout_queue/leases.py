@@ -29,9 +29,13 @@ from megatron_rl.rollout_queue.failures import (
     TooManyFailures,
 )
 from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
+from megatron_rl.rollout_queue.peer_capacity import Selection
 from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.rooms import Selection
-from megatron_rl.rollout_queue.waiting import Able, LeasedGroup, WaitingGroups
+from megatron_rl.rollout_queue.unleased_groups import (
+    EligibleGenerators,
+    LeasedGroup,
+    UnleasedGroups,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class Leases:
         self._generators = Peers("generator")
         self._open: dict[int, _OpenLease] = {}
         self._groups: dict[int, LeasedGroup] = {}
-        self._waiting = WaitingGroups()
+        self._waiting = UnleasedGroups()
         self._next_id = 0
         self._cancels: list[tuple[str, Cancel]] = []
         self._failures: list[GroupFailure] = []
@@ -121,8 +125,10 @@ class Leases:
             is_apart=is_evaluation if rules.evaluators else None,
         )
 
-    def _all_able(self, rules: LeaseRules) -> Able:
-        return Able(self._able(rules, is_evaluation=False), self._able(rules, is_evaluation=True))
+    def _all_able(self, rules: LeaseRules) -> EligibleGenerators:
+        return EligibleGenerators(
+            self._able(rules, is_evaluation=False), self._able(rules, is_evaluation=True)
+        )
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float

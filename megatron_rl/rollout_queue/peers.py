@@ -7,7 +7,7 @@ handed out and not returned.
 import dataclasses
 import logging
 
-from megatron_rl.rollout_queue.rooms import Rooms, Selection
+from megatron_rl.rollout_queue.peer_capacity import PeerCapacity, Selection
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Peers:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._peers: dict[str, Peer] = {}
-        self._rooms = Rooms()
+        self._rooms = PeerCapacity()
         self._apart: frozenset[str] = frozenset()
         self._next_place = 0
 

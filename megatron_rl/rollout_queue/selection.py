@@ -8,7 +8,7 @@ import logging
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.protocol.types import ScoredRollout
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
-from megatron_rl.rollout_queue.ungraded import Tellers
+from megatron_rl.rollout_queue.ungraded import DropObservers
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class Selection:
     """Looks at each training group as it becomes complete."""
 
-    def __init__(self, cfg: AlgorithmConfig, book: GroupBook, tellers: Tellers) -> None:
+    def __init__(self, cfg: AlgorithmConfig, book: GroupBook, tellers: DropObservers) -> None:
         self._gold = cfg.gold.groups
         self._drops_zero_variance = cfg.zero_variance_groups == "drop"
         self._book = book

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.failures import GroupFailure, ScoreFailure
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
@@ -36,7 +36,7 @@ class Fate(enum.Enum):
     TOO_SMALL = "too few are left: it is to be dropped"
 
 
-class Tellers(NamedTuple):
+class DropObservers(NamedTuple):
     """Who is told of each completion that is dropped."""
 
     recorder: Recorder
@@ -53,8 +53,8 @@ class Ungraded:
         leases: Leases,
         *,
         book: GroupBook,
-        evaluations: EvaluationDesk,
-        tellers: Tellers,
+        evaluations: EvaluationScheduler,
+        tellers: DropObservers,
     ) -> None:
         self._config = config
         self._leases = leases

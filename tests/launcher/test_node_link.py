@@ -12,7 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import node_link
-from megatron_rl.launcher.node_link import Attendance, FirstNodeLink, NodeLost, OtherNodeLink
+from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, NodeRegistry, OtherNodeLink
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
@@ -28,7 +28,7 @@ def state(node: int, ended: int = 0, **changes: object) -> NodeState:
 
 
 def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:
-    attendance = Attendance(3, LIMITS, now=100.0)
+    attendance = NodeRegistry(3, LIMITS, now=100.0)
     attendance.note(state(1), 105.0)
     assert attendance.find_lost(109.0) == ""
     assert attendance.find_lost(109.1) == "node 1 has been silent for 4 s"
@@ -41,13 +41,13 @@ def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:
 
 
 def test_a_phase_is_over_when_every_node_has_ended_it() -> None:
-    attendance = Attendance(3, LIMITS, now=0.0)
+    attendance = NodeRegistry(3, LIMITS, now=0.0)
     assert attendance.behind(1) == [1, 2]
     attendance.note(state(2, ended=1), 1.0)
     assert attendance.behind(1) == [1] and attendance.behind(2) == [1, 2]
     attendance.note(state(1, ended=2), 1.0)
     assert attendance.behind(1) == []
-    assert Attendance(1, LIMITS, now=0.0).behind(7) == []
+    assert NodeRegistry(1, LIMITS, now=0.0).behind(7) == []
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_phase_is_over_when_every_node_has_ended_it() -> None:
     ],
 )
 def test_nodes_that_were_started_wrongly_are_named(wrong: NodeState, expected: str) -> None:
-    attendance = Attendance(3, LIMITS, now=0.0)
+    attendance = NodeRegistry(3, LIMITS, now=0.0)
     attendance.note(state(1), 0.0)
     with pytest.raises(InputError, match=expected):
         attendance.note(wrong, 0.0)

@@ -20,14 +20,14 @@ from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.selection import Selection
-from megatron_rl.rollout_queue.ungraded import Tellers
+from megatron_rl.rollout_queue.ungraded import DropObservers
 from tests.rollout_queue.makers import make_group
 
 GOLD = np.array([7, 8], np.int32)
 
 
 @pytest.fixture
-def tellers(tmp_path: Path) -> Iterator[Tellers]:
+def tellers(tmp_path: Path) -> Iterator[DropObservers]:
     config, prompts = Config(), PromptSets([], [], [], 0)
     recorder = Recorder(tmp_path)
     with closing(JsonlWriter(tmp_path / "metrics.jsonl", "queue")) as metrics:
@@ -35,10 +35,10 @@ def tellers(tmp_path: Path) -> Iterator[Tellers]:
             config, prompts, metrics=metrics, recorder=recorder, progress=dict[str, float]
         )
         breaker = CircuitBreaker(config.queue, config.reward, prompts=1)
-        yield Tellers(recorder, activity, breaker)
+        yield DropObservers(recorder, activity, breaker)
 
 
-def select(tellers: Tellers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
+def select(tellers: DropObservers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
     book = GroupBook()
     cfg = AlgorithmConfig.model_validate(algorithm)
     return Selection(cfg, book, tellers).reason_to_drop(group), book
@@ -54,13 +54,13 @@ def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:
     return group
 
 
-def test_a_flat_group_is_dropped(tellers: Tellers) -> None:
+def test_a_flat_group_is_dropped(tellers: DropObservers) -> None:
     assert select(tellers, make_group(0, [0.1, 0.1]))[0] == ZERO_VARIANCE
     assert select(tellers, make_group(0, [0.1, 0.1]), zero_variance_groups="keep")[0] == ""
 
 
 def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_answer(
-    tellers: Tellers,
+    tellers: DropObservers,
 ) -> None:
     wrong, solved = with_gold(make_group(0, [0.1, 0.1])), with_gold(make_group(1, [1.0, 1.0]))
     mixed = with_gold(make_group(2, [1.0, 0.1]))
@@ -70,7 +70,7 @@ def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_a
 
 
 def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
-    tellers: Tellers, tmp_path: Path
+    tellers: DropObservers, tmp_path: Path
 ) -> None:
     group = with_gold(make_group(0, [0.1, 0.1, 0.1]), {1: "gold_retokenized"})
     reason, book = select(tellers, group, preset="jepo")
@@ -84,7 +84,7 @@ def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
     assert msgspec.json.decode(line)["dropped"] == "gold_retokenized"
 
 
-def test_format_failure_completions_stay_as_they_were_sampled(tellers: Tellers) -> None:
+def test_format_failure_completions_stay_as_they_were_sampled(tellers: DropObservers) -> None:
     group = with_gold(make_group(0, [0.1, 0.1, 0.0]), {2: "gold_no_place"})
     rollout = group.scored[2].rollout
     group.scored[2] = ScoredRollout(rollout, Score(0.0, {"format": 0.0}, "no_boxed"))

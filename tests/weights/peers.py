@@ -24,7 +24,7 @@ from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
-from megatron_rl.weights.sync import desk
+from megatron_rl.weights.sync import generator_sync
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
@@ -117,7 +117,7 @@ def play(setup: Setup, folder: Path) -> Any:
     rank = int(os.environ["RANK"])
     if setup.losing:
         # This process was forked for the play.
-        desk.ENGINE_MARGIN_S = 0.3
+        generator_sync.ENGINE_MARGIN_S = 0.3
         weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, turn.ASK_S = 0.2, 1.0, 0.2
     with limited_links(setup.link_bytes_per_s):
         if rank < setup.trainers:

@@ -7,7 +7,7 @@ at the same time, and a generator that fails harms no other's. A weight sync has
 | thread | on | does | waits for |
 |---|---|---|---|
 | the caller's | every rank | binds, begins, joins the others | rank 0's outcome |
-| conversation (`desk.py`) | rank 0 | talks to generators, calls their senders | reports, acks |
+| `generator_sync.py` | rank 0 | talks to generators, calls their senders | reports, acks |
 | preparation | every rank of a copy | digests what all receivers get | - |
 | sender (`sender.py`), one a generator | every rank of its copy | sends | calls in a store |
 
@@ -55,7 +55,7 @@ from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.sync.bindings import Bindings
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.desk import Desk, lead
+from megatron_rl.weights.sync.generator_sync import GeneratorSync, lead
 from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
 from megatron_rl.weights.sync.members import Member, Outcome
 from megatron_rl.weights.sync.relays import COPY, Relays
@@ -118,7 +118,7 @@ class Reshard:
         """By kind of the receivers, and of the senders where these are engine ranks."""
         self._opened: dict[str, str] = {}
         """Generators with an exchange, and who serves them."""
-        self._desks: dict[str, Desk] = {}
+        self._desks: dict[str, GeneratorSync] = {}
         self._senders: dict[str, Sender] = {}
         self._groups_made = 0
         self._buffers = Buffers()
@@ -265,7 +265,7 @@ class Reshard:
     def _open_desk(self, member: Member, plan: Plan, source: str) -> int:
         """On rank 0: the exchange's store and what is kept beside it; the store's port."""
         self._groups_made += 1
-        desk = self._desks[member.name] = Desk(
+        desk = self._desks[member.name] = GeneratorSync(
             member,
             plan,
             source=source,

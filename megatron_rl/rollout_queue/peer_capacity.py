@@ -73,7 +73,7 @@ class Selection:
         return set(names).difference(*(one.names for one in self._classes))
 
 
-class Rooms:
+class PeerCapacity:
     """The index; names are known by who puts them in."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.waiting import LeasedGroup
+from megatron_rl.rollout_queue.unleased_groups import LeasedGroup
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
 CONFIG = QueueConfig(heartbeat_timeout_s=20, lease_timeout_s=30, max_attempts=50)

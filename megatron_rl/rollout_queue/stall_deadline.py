@@ -10,7 +10,7 @@ _DISMISS_S = 5.0
 """After the last weight sync trainer ranks have this long to ask once more and be told to stop."""
 
 
-class Patience:
+class StallDeadline:
     """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
 
     While supervised training precedes the trainer's first weight sync nothing can move here, for as

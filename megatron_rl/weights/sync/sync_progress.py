@@ -1,6 +1,6 @@
 """How far the generators of one weight sync have come, for those that wait for each other.
 
-Read and written by rank 0's conversations (`desk.py`), all in one thread.
+Read and written by rank 0's conversations (`generator_sync.py`), all in one thread.
 """
 
 from collections.abc import Mapping, Set
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from megatron_rl.weights.sync.relays import COPY
 
 
-class Course:
+class SyncProgress:
     """One weight sync."""
 
     def __init__(self, sources: Mapping[str, str], groups: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.rooms import Selection
+from megatron_rl.rollout_queue.peer_capacity import Selection
 
 _Turn = tuple[bool, int, int]
 
@@ -32,11 +32,11 @@ class LeasedGroup:
     lease_ids: set[int] = dataclasses.field(default_factory=set)
     """Of its open leases."""
     home: str = ""
-    """The generator that got completions of it first; empty before. `WaitingGroups` sets it."""
+    """The generator that got completions of it first; empty before. `UnleasedGroups` sets it."""
     shunned: frozenset[str] = frozenset()
     """The generators that failed one; others get it, if there are any. Likewise."""
     is_waiting: bool = False
-    """`WaitingGroups` has it."""
+    """`UnleasedGroups` has it."""
 
     @property
     def turn(self) -> _Turn:
@@ -44,7 +44,7 @@ class LeasedGroup:
         return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
 
-class Able(NamedTuple):
+class EligibleGenerators(NamedTuple):
     """Generators that may take completions as things stand."""
 
     training: Selection
@@ -59,7 +59,7 @@ def _turn_of(held: LeasedGroup) -> _Turn:
     return held.turn
 
 
-class WaitingGroups:
+class UnleasedGroups:
     """Those with unleased indices, by turn."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class WaitingGroups:
         self._file(held)
 
     def choose(
-        self, rules: LeaseRules, able: Able, *, anywhere: bool
+        self, rules: LeaseRules, able: EligibleGenerators, *, anywhere: bool
     ) -> tuple[LeasedGroup, str] | None:
         """The first group by turn that a generator has room for, and that generator; else None.
 

@@ -5,13 +5,13 @@ Used by the rollout queue.
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.rollout_queue.admission import LeaseRules
-from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 
-class Openings:
+class GroupOpener:
     """Opens groups and numbers them."""
 
     def __init__(
@@ -19,7 +19,7 @@ class Openings:
         config: QueueConfig,
         leases: Leases,
         *,
-        evaluations: EvaluationDesk,
+        evaluations: EvaluationScheduler,
         training: TrainingGroups | None,
         book: GroupBook,
     ) -> None:

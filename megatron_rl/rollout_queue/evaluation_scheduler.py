@@ -63,7 +63,7 @@ class _Due(NamedTuple):
     is_final: bool
 
 
-class EvaluationDesk:
+class EvaluationScheduler:
     """The evaluations of a run: due, running, done."""
 
     def __init__(

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from megatron_rl.config.tree import Config
 from megatron_rl.rollout_queue.classes import find_without_asking
-from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
 from megatron_rl.rollout_queue.groups import NOT_NEEDED, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.selection import Selection
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
-from megatron_rl.rollout_queue.ungraded import Fate, Tellers, Ungraded, too_small
+from megatron_rl.rollout_queue.ungraded import DropObservers, Fate, Ungraded, too_small
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Collecting(NamedTuple):
     book: GroupBook
 
 
-class GroupEnds:
+class GroupCloser:
     """Ends groups, and tells everybody who keeps something of them."""
 
     def __init__(
@@ -36,9 +36,9 @@ class GroupEnds:
         config: Config,
         collecting: Collecting,
         *,
-        evaluations: EvaluationDesk,
+        evaluations: EvaluationScheduler,
         training: TrainingGroups | None,
-        tellers: Tellers,
+        tellers: DropObservers,
     ) -> None:
         self._leases, self._scoring, self._groups = collecting
         self._evaluations = evaluations

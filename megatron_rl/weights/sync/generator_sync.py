@@ -27,10 +27,10 @@ from megatron_rl.weights.exchange.calls import (
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.receiver import Report
-from megatron_rl.weights.sync.course import Course
 from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
 from megatron_rl.weights.sync.members import Member, Outcome
 from megatron_rl.weights.sync.settings import ATTEMPTS, ExchangeSettings
+from megatron_rl.weights.sync.sync_progress import SyncProgress
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RelayFailed(RuntimeError):
     """A generator did not pass the version on; the one that waited for it is idle."""
 
 
-class Desk:
+class GeneratorSync:
     """What rank 0 keeps for one generator: the store, and the count of calls and transfers."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Desk:
         """source: who serves it, see `Relays`. name: of the group."""
         self.member, self.name, self._settings = member, name, settings
         self._senders, self._source = plan.senders, source
-        self._course = Course({}, {})
+        self._course = SyncProgress({}, {})
         """Of the weight sync that is going on."""
         self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
         self._attempts = self._calls = 0
@@ -82,7 +82,13 @@ class Desk:
         return range(self._senders, self._senders + self.member.hello.world_size)
 
     def sync(
-        self, link: GeneratorLink, version: int, outcome: Outcome, course: Course, *, turns: int
+        self,
+        link: GeneratorLink,
+        version: int,
+        outcome: Outcome,
+        course: SyncProgress,
+        *,
+        turns: int,
     ) -> Generator[None]:
         """Bring the generator to the version; how that went is added to the outcome.
 
@@ -299,7 +305,7 @@ class Desk:
 
 def lead(
     link: GeneratorLink,
-    desks: Sequence[Desk],
+    desks: Sequence[GeneratorSync],
     version: int,
     sources: Mapping[str, str],
     *,
@@ -312,7 +318,7 @@ def lead(
     a generator to pass it on, so long and a transfer; None: each has its whole deadline.
     """
     outcome = Outcome()
-    course = Course(sources, {desk.member.name: desk.name for desk in desks})
+    course = SyncProgress(sources, {desk.member.name: desk.name for desk in desks})
     turns = 1 if grace_s is not None else len(desks)
     talks = {d.member.name: d.sync(link, version, outcome, course, turns=turns) for d in desks}
     known = {desk.member.name for desk in desks if desk.has_served}
