@@ -66,3 +66,33 @@ def test_every_page_is_in_the_navigation() -> None:
     named = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text())
     there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(there)
+
+
+def test_sizes_of_folders_are_right_within_a_tenth() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [
+        (re.findall(r"`([\w/]+)/`", cell), int(files), int(lines))
+        for cell, files, lines in re.findall(
+            r"^\| (`[^|]*?) (\d+) files, (\d+) lines \|", page, re.MULTILINE
+        )
+    ]
+    owners = {folder: number for number, (folders, _, _) in enumerate(rows) for folder in folders}
+    counted = [[0, 0] for _ in rows]
+    for top in ("megatron_rl", "generation", "verification"):
+        for path in (ROOT / top).rglob("*.py"):
+            parents = [
+                str(parent.relative_to(ROOT))
+                for parent in path.parents[:-1]
+                if parent.is_relative_to(ROOT)
+            ]
+            owner = next((owners[name] for name in parents if name in owners), None)
+            if owner is not None:
+                counted[owner][0] += 1
+                counted[owner][1] += path.read_text().count("\n")
+    assert len(rows) > 25
+    wrong = [
+        (folders, now)
+        for (folders, *said), now in zip(rows, counted, strict=True)
+        if any(abs(a - b) > max(1, 0.1 * b) for a, b in zip(said, now, strict=True))
+    ]
+    assert wrong == []
