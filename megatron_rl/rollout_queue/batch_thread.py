@@ -6,8 +6,8 @@ Used by the rollout queue's server. Two threads:
 |------------------|-----------------------------|------------------------|----------------------|
 | the queue's loop | puts one order at a time,   | nothing; it looks each | after `close`        |
 |                  | takes the dealt batch       | `LOOK_S` for the batch |                      |
-| `batches`        | deals the order             | the next order         | at `close`, or at an |
-|                  |                             |                        | error                |
+| `batches`        | reads replayed groups,      | the next order         | at `close`, or at an |
+|                  | deals the order             |                        | error                |
 
 The loop never writes to the groups of an order. The threads meet at SimpleQueues alone:
 `record_thread.py` says why.

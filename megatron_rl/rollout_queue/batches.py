@@ -1,7 +1,8 @@
-"""Forms the batch of a step from complete groups: advantages, weights, packing, metrics. Pure.
+"""Forms the batch of a step from complete groups: advantages, weights, packing, metrics.
 
-Used by the rollout queue. A batch is planned by lengths (`plan_batch`), then filled with arrays: a
-simulation of the queue needs the plan alone.
+Used by the rollout queue. Pure, but for `deal_batch`, which reads replayed groups. A batch is
+planned by lengths (`plan_batch`), then filled with arrays: a simulation of the queue needs the plan
+alone.
 """
 
 import dataclasses
@@ -89,7 +90,8 @@ class BatchOrder:
 
     step: int
     groups: list[Group]
-    """Sampled and replayed ones."""
+    """Sampled ones."""
+    replayed: Drawn
     stage: Config
     advantage_functions: AdvantageFunctions
     dp_size: int
@@ -119,15 +121,15 @@ def order_batch(
     """
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
-    everything = [*groups, *replayed.groups]
     return BatchOrder(
-        step, everything, stage, advantage_functions, dp_size, cost, metrics.entries()
+        step, groups, replayed, stage, advantage_functions, dp_size, cost, metrics.entries()
     )
 
 
 def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch."""
-    plans = plan_batch(order.groups, order.stage, order.dp_size, order.cost)
+    """Each data-parallel rank's share of the batch. Raises InputError, as `Drawn.load`."""
+    groups = [*order.groups, *order.replayed.load()]
+    plans = plan_batch(groups, order.stage, order.dp_size, order.cost)
     filled = [fill(plan, order.advantage_functions) for plan in plans]
     return [
         RankBatch(order.step, rank, list(minibatches), order.metrics if rank == 0 else {})

@@ -7,10 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.rollout_files import read_arrays
 from megatron_rl.protocol.sequence_cost import TOKENS
 from megatron_rl.protocol.types import MinibatchShare, NextBatch, RankBatch, SaveState
 from megatron_rl.protocol.wire import WireError, encode_frames
@@ -18,6 +20,8 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker, BatchThread
 from megatron_rl.rollout_queue.batches import BatchOrder, fill_minibatch, order_batch
 from megatron_rl.rollout_queue.coordinator import BATCHES
 from megatron_rl.rollout_queue.groups import DroppedGroups
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.replay import stored_groups
 from tests.rollout_queue.makers import make_group, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -61,16 +65,25 @@ def as_bytes(batch: list[RankBatch]) -> list[list[bytes]]:
 
 
 class Gate:
-    """Deals once it is open; notes in which thread."""
+    """Reads and deals once it is open; notes in which thread."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.threads: set[int] = set()
 
     def fill(self, *planned: Any) -> list[MinibatchShare]:
-        self.open.wait(DEADLINE_S)
-        self.threads.add(threading.get_ident())
+        self._pass()
         return fill_minibatch(*planned)
+
+    def read(self, *record: Any) -> tuple[np.ndarray, ...]:
+        self._pass()
+        return read_arrays(*record)
+
+    def _pass(self) -> None:
+        self.threads.add(threading.get_ident())
+        # The loop would wait for itself.
+        if threading.current_thread() is not threading.main_thread():
+            self.open.wait(DEADLINE_S)
 
 
 def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
@@ -132,12 +145,25 @@ def test_the_end_does_not_wait_for_ever_for_a_batch(monkeypatch: pytest.MonkeyPa
     assert len(await_batch(thread)) == 4
 
 
+@pytest.mark.parametrize("held_up", ["dealing", "reading"])
 def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up: str
 ) -> None:
     format_check = Gate()
-    with BatchThread(format_check.fill) as thread:
-        queue = PlayedQueue(tmp_path, lambda _, index: make_score(float(index % 2)), maker=thread)
+    Recorder(tmp_path / "old").write_step(0, [make_group(n, [1.0, 0.0]) for n in range(4)], 5.0)
+    fill = format_check.fill
+    if held_up == "reading":
+        # The file system of the run that is replayed is slow.
+        monkeypatch.setattr(stored_groups, "read_arrays", format_check.read)
+        fill = fill_minibatch
+    with BatchThread(fill) as thread:
+        queue = PlayedQueue(
+            tmp_path / "new",
+            lambda _, index: make_score(float(index % 2)),
+            maker=thread,
+            train={"prompts_per_batch": 4},
+            replay={"share": 0.5, "runs": [tmp_path / "old"]},
+        )
         coordinator = queue.coordinator
         queue.start()
         while not coordinator.is_dealing:
@@ -162,3 +188,5 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
         coordinator.handle(BATCHES, "t", NextBatch(0, 0, 1), queue.now)
         queue._send()
         assert [batch.step for batch in queue.batches] == [0, 0]
+        assert queue.batches[0].metrics["queue/replayed_groups"][0] == 2
+        assert format_check.threads and threading.get_ident() not in format_check.threads

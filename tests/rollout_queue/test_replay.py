@@ -51,7 +51,7 @@ def config_of(folder: Path, *, share: float = 0.5, groups: int = 4, **replay: ob
 
 
 def numbers(replay: Replay, step: int) -> list[int]:
-    return [group.number for group in replay.draw(step, []).groups]
+    return [group.number for group in replay.draw(step, []).load()]
 
 
 def test_the_index_holds_what_can_be_trained_on_and_counts_the_rest(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_file_without_words_or_that_was_cut_is_named(tmp_path: Path) -> None:
     words.write_bytes(whole[:8])
     with pytest.raises(InputError, match="was cut or replaced"):
         for step in range(2):
-            replay.draw(step, [])
+            replay.draw(step, []).load()
     words.unlink()
     with pytest.raises(InputError, match="step_000001.int32, which does not exist"):
         open_replay(config, [])

@@ -59,7 +59,7 @@ def test_examples_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_p
     assert notes[1].startswith(
         "warning: 2 of 5 SFT examples are left out; the first: the prompt has"
     )
-    drawn = open_replay(config, []).draw(0, []).groups
+    drawn = open_replay(config, []).draw(0, []).load()
     by_size = {len(group.scored): group for group in drawn}
     assert [scored.score.reward for scored in by_size[2].ordered] == [1.0, 0.25]
     assert by_size[1].rewards == [-0.5]
@@ -80,7 +80,7 @@ def test_a_prompt_with_many_responses_fills_groups_of_the_usual_size(tmp_path: P
     config = config_of(tmp_path, lines)
     prepare_datasets(config)
     replay = open_replay(config, [])
-    drawn = [group for step in range(3) for group in replay.draw(step, []).groups]
+    drawn = [group for step in range(3) for group in replay.draw(step, []).load()]
     assert sorted(len(group.scored) for group in drawn[:3]) == [1, 4, 4]
     # Prepared anew for a run that goes on: nothing is there twice.
     prepare_datasets(config)

@@ -68,10 +68,9 @@ class StoredReplay:
         self._metrics = (Metric("queue/replay_groups", len(self._groups), "max"), *left_out)
 
     def draw(self, step: int, sampled: list[Group]) -> Drawn:
-        """The next groups. Raises InputError where a file was cut meanwhile."""
+        """The next groups, unread: this runs in the queue's loop, which must not wait for files."""
         places = range(step * self._count, (step + 1) * self._count)
-        drawn = [self._groups[self._epochs.at(place)] for place in places]
-        return Drawn(tuple(group.load(keeps_versions=False) for group in drawn), self._metrics)
+        return Drawn(tuple(self._groups[self._epochs.at(place)] for place in places), self._metrics)
 
     def resume_at(self, step: int) -> None:
         """Where a step begins is known from its number."""

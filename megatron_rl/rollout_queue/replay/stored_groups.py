@@ -1,4 +1,4 @@
-"""Recorded groups as an index: token ids and logprobs are read when a group is drawn.
+"""Recorded groups as an index: token ids and logprobs are read when a batch is dealt.
 
 Used by the rollout queue.
 """
@@ -53,6 +53,11 @@ class StoredGroup(NamedTuple):
     members: tuple[RolloutRecord, ...]
     """Without their texts."""
 
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards by index."""
+        return [record.reward or 0.0 for record in self.members]
+
     def load(self, *, keeps_versions: bool) -> Group:
         """The group with its arrays. Raises InputError where the file of words was cut.
 
@@ -68,9 +73,9 @@ class StoredGroup(NamedTuple):
             len(self.members),
             opened,
         )
-        for index, record in enumerate(self.members):
+        for index, (record, reward) in enumerate(zip(self.members, self.rewards, strict=True)):
             rollout = self._rollout(record, index, keeps_versions=keeps_versions)
-            score = Score(record.reward or 0.0, record.parts, record.reason)
+            score = Score(reward, record.parts, record.reason)
             group.add(ScoredRollout(rollout, score), now=0.0)
         return group
 
