@@ -6,10 +6,9 @@ first generator that holds some of a group is its home and gets the others as it
 there the prompt's keys and values are in the prefix cache.
 
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
-for too long; after expert.queue.max_attempts tries its group fails. What a generator loses is no
-attempt: it restarts (changed session), falls silent, is fenced for long, or its heartbeats do not
-name the lease. Such losses have their own limit, expert.queue.max_lost_attempts. Whoever still
-generates what nobody waits for is told to stop.
+for too long; after max_attempts tries its group fails. What a generator loses is no attempt: it
+restarts (changed session), falls silent, is fenced for long, or its heartbeats do not name the
+lease. Such losses have their own limit. Whoever generates what nobody waits for is told to stop.
 """
 
 import dataclasses
@@ -126,9 +125,8 @@ class Leases:
         )
 
     def _all_able(self, rules: LeaseRules) -> EligibleGenerators:
-        return EligibleGenerators(
-            self._able(rules, is_evaluation=False), self._able(rules, is_evaluation=True)
-        )
+        able = [self._able(rules, is_evaluation=asked) for asked in (False, True)]
+        return EligibleGenerators(*able)
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
