@@ -30,11 +30,7 @@ from megatron_rl.rollout_queue.failures import (
 from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
 from megatron_rl.rollout_queue.peer_capacity import Selection
 from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.unleased_groups import (
-    EligibleGenerators,
-    LeasedGroup,
-    UnleasedGroups,
-)
+from megatron_rl.rollout_queue.unleased_groups import Eligible, LeasedGroup, UnleasedGroups
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +120,8 @@ class Leases:
             is_apart=is_evaluation if rules.evaluators else None,
         )
 
-    def _all_able(self, rules: LeaseRules) -> EligibleGenerators:
-        able = [self._able(rules, is_evaluation=asked) for asked in (False, True)]
-        return EligibleGenerators(*able)
+    def _all_able(self, rules: LeaseRules) -> Eligible:
+        return Eligible(*(self._able(rules, is_evaluation=asked) for asked in (False, True)))
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float

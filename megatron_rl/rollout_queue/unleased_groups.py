@@ -44,7 +44,7 @@ class LeasedGroup:
         return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
 
-class EligibleGenerators(NamedTuple):
+class Eligible(NamedTuple):
     """Generators that may take completions as things stand."""
 
     training: Selection
@@ -94,7 +94,7 @@ class UnleasedGroups:
         self._file(held)
 
     def choose(
-        self, rules: LeaseRules, able: EligibleGenerators, *, anywhere: bool
+        self, rules: LeaseRules, able: Eligible, *, anywhere: bool
     ) -> tuple[LeasedGroup, str] | None:
         """The first group by turn that a generator has room for, and that generator; else None.
 
