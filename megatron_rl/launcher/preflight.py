@@ -50,7 +50,7 @@ from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.terminal_text import printable
-from megatron_rl.protocol.render import count_parameters
+from megatron_rl.protocol.render import count_parameters, names_cpp
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
     describe_evaluation,
@@ -347,7 +347,9 @@ def check_prompts(config: Config) -> PromptReport:
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
-    asked = {(p.task, p.is_program) for p in sets.all if not has_own_system(p)}
+    asked = {
+        (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
+    }
     notes += _describe_system_prompts(config, sorted(asked))
     notes += try_rewards(sets.all, config)
     return PromptReport(notes, dropped, sets.files)
@@ -379,18 +381,19 @@ def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
     ]
 
 
-def _describe_system_prompts(config: Config, kinds: list[tuple[str, bool]]) -> list[str]:
+def _describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]]) -> list[str]:
     """One line for each system prompt and its demonstration, with the tasks that get it.
 
-    kinds: (task, whether tests run the answer as a program).
+    kinds: (task, whether tests run the answer as a program, whether the prompt names C++).
     """
     tasks_of: dict[str, list[str]] = {}
     render = config.render.for_model(count_parameters(config.model.path))
-    for task, is_program in kinds:
+    for task, is_program, is_cpp in kinds:
         format_check = config.reward.format_checks[task]
         text = config.render.system_prompt_of(format_check)
         shown = json.dumps(text, ensure_ascii=False) if text else "none"
-        if exchange := render.demonstration_of(format_check, is_program=is_program):
+        exchange = render.demonstration_of(format_check, is_program=is_program, is_cpp=is_cpp)
+        if exchange:
             shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
         tasks_of.setdefault(shown, []).append(task)
     return [
