@@ -249,6 +249,27 @@ def _opening(
     return turns
 
 
+def describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]]) -> list[str]:
+    """One line for each system prompt and its demonstration, with the tasks that get it.
+
+    kinds: (task, whether tests run the answer as a program, whether the prompt names C++).
+    """
+    tasks_of: dict[str, list[str]] = {}
+    render = config.render.for_model(count_parameters(config.model.path))
+    for task, is_program, is_cpp in kinds:
+        format_check = config.reward.format_checks[task]
+        text = config.render.system_prompt_of(format_check)
+        shown = json.dumps(text, ensure_ascii=False) if text else "none"
+        exchange = render.demonstration_of(format_check, is_program=is_program, is_cpp=is_cpp)
+        if exchange:
+            shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
+        tasks_of.setdefault(shown, []).append(task)
+    return [
+        f"system prompt ({', '.join(dict.fromkeys(names))}): {shown}"
+        for shown, names in tasks_of.items()
+    ]
+
+
 def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """End-of-sequence ids of the tokenizer, config.json and generation_config.json together."""
     found = {tokenizer_eos} if tokenizer_eos is not None else set()
