@@ -147,7 +147,7 @@ class Demonstrations(Section):
         reply="<think>\nThe sum of a and b is a + b.\n</think>\n"
         "```python\ndef add(a, b):\n    return a + b\n```",
     )
-    """Prompts whose tests call a function."""
+    """Prompts whose tests call a function. No prompt that names C++ is shown a program."""
     think_code_program: Demonstration | None = Demonstration(
         question="Write a program that reads two integers from a line and prints their sum.",
         reply="<think>\nThe line holds a and b, and the sum is a + b.\n</think>\n"
@@ -199,14 +199,17 @@ class RenderConfig(Section):
         return text
 
     def demonstration_of(
-        self, format_check: str, *, is_program: bool = False
+        self, format_check: str, *, is_program: bool = False, is_cpp: bool = False
     ) -> Demonstration | None:
         """The exchange that is shown before a prompt whose task has this format check.
 
         is_program: whether tests run the answer as a program, rather than call a function of it.
+        is_cpp: whether the prompt names C++, for which there is no exchange with a program.
         """
         assert self.demonstrate != "auto", "for_model decides"
         if self.system_prompt is not None or not self.demonstrate:
+            return None
+        if is_cpp and format_check in ("think_code", "code"):
             return None
         name = "think_code_program" if is_program and format_check == "think_code" else format_check
         exchange: Demonstration | None = getattr(self.demonstrations, name)

@@ -21,6 +21,7 @@ from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
@@ -73,7 +74,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     Raises InputError as `run` does.
     """
     config = pin_revisions(config)
-    found = preflight.check(config, is_known_folder=True)
+    found = preflight.check(config, is_known_folder=True, calls_rewards=False)
     try:
         check_run_folder(config)
     except InputError as error:
@@ -107,7 +108,8 @@ def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
     """Grade a right and a wrong completion of each prompt; one report a task.
 
-    Raises InputError for a bad tokenizer, GradingError for tests that cannot be used.
+    Raises InputError for a bad tokenizer or a function of the user's that fails, GradingError for
+    tests that cannot be used.
     """
     rendered = call_in_child(
         render_all, config, list(prompts), what="rendering the prompts", limit_s=_RENDER_S
@@ -127,6 +129,8 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
             count=config.reward.tests_per_problem,
         )
         rows.append((prompt, form, seen, canned))
+    graded = {prompt.task for prompt, _, _, canned in rows if canned}
+    try_rewards([prompt for prompt in prompts if prompt.task not in graded], config)
     return _judge(_grade(rows, config), config)
 
 
@@ -155,8 +159,13 @@ def _grade(
     rows: Sequence[tuple[Prompt, Form, Rendered, Canned | None]], config: Config
 ) -> list[Rehearsal]:
     samples: list[Sample] = []
+    first: dict[str, int] = {}
+    owners: list[Prompt] = []
     for prompt, _, seen, canned in rows:
+        if canned and functions_of(prompt.task, config.reward):
+            first.setdefault(prompt.task, len(samples))
         for text in canned or ():
+            owners.append(prompt)
             samples.append(
                 Sample(
                     text=text,
@@ -172,7 +181,14 @@ def _grade(
     with Grading(
         config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
     ) as grading:
-        scores = iter(grading.score(samples))
+        # A function that hangs or raises is refused after one completion.
+        early = list(first.values())
+        found = grading.score([samples[place] for place in early])
+        refuse_faults([owners[place] for place in early], found, config)
+        late = [place for place in range(len(samples)) if place not in early]
+        found += grading.score([samples[place] for place in late])
+    by_place = dict(zip([*early, *late], found, strict=True))
+    scores = iter([by_place[place] for place in range(len(samples))])
     return [
         Rehearsal(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
         for prompt, form, _, canned in rows

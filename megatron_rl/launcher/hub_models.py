@@ -15,6 +15,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.tree import Config
 from megatron_rl.data.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, is_commit
+from megatron_rl.weights.layout.shape import FOR_SIZES
 
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 _INDEX = "model.safetensors.index.json"
@@ -108,7 +109,7 @@ def _offline_text(name: str, key: str, revision: str, *, why: str) -> str:
         f"{key} = {name}: there is no such folder (looked in {Path.cwd()}; a path in a TOML file "
         f"is relative to that file), and the cache of the Hub does not hold a model of that name: "
         f"{why}. On a machine with a network run `{command} --local-dir FOLDER`, copy FOLDER here "
-        f"and give {key}=FOLDER; or copy the cache ($HF_HOME/hub)"
+        f"and give {key}=FOLDER ({FOR_SIZES}); or copy the cache ($HF_HOME/hub)"
     )
 
 

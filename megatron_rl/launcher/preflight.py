@@ -50,7 +50,8 @@ from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.observe.terminal_text import printable
-from megatron_rl.protocol.render import count_parameters
+from megatron_rl.protocol.render import describe_system_prompts, names_cpp
+from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
     describe_evaluation,
@@ -81,12 +82,17 @@ class PromptReport(NamedTuple):
     """Prompts that are left out."""
     files: tuple[Path, ...] = ()
     """What prompts were read from."""
+    prompts: Sequence[Prompt] = ()
+    """Those that are kept."""
 
 
-def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
+def check(
+    config: Config, *, is_known_folder: bool = False, calls_rewards: bool = True
+) -> PromptReport:
     """Run every check, cheapest first; returns what was found of the prompts. Raises InputError.
 
-    is_known_folder: the caller has looked at the run folder.
+    is_known_folder: the caller has looked at the run folder. calls_rewards: call the user's
+    functions once.
     """
     check_tools()
     if not is_known_folder:
@@ -112,7 +118,10 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_ports(config)
     check_sft_dataset(config.sft)
     check_replay(config)
-    return check_prompts(config)
+    found = check_prompts(config)
+    if calls_rewards:
+        found.notes.extend(try_rewards(found.prompts, config))
+    return found
 
 
 def check_tools() -> None:
@@ -347,10 +356,11 @@ def check_prompts(config: Config) -> PromptReport:
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
-    asked = {(p.task, p.is_program) for p in sets.all if not has_own_system(p)}
-    notes += _describe_system_prompts(config, sorted(asked))
-    notes += try_rewards(sets.all, config)
-    return PromptReport(notes, dropped, sets.files)
+    asked = {
+        (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
+    }
+    notes += describe_system_prompts(config, sorted(asked))
+    return PromptReport(notes, dropped, sets.files, sets.all)
 
 
 def _samples_for_training(config: Config) -> bool:
@@ -376,24 +386,4 @@ def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
     return [
         f"warning: {len(dropped)} prompts are left out, listed in {DROPPED} of the run folder; the "
         f"first is {dropped[0].where}: {dropped[0].reason}"
-    ]
-
-
-def _describe_system_prompts(config: Config, kinds: list[tuple[str, bool]]) -> list[str]:
-    """One line for each system prompt and its demonstration, with the tasks that get it.
-
-    kinds: (task, whether tests run the answer as a program).
-    """
-    tasks_of: dict[str, list[str]] = {}
-    render = config.render.for_model(count_parameters(config.model.path))
-    for task, is_program in kinds:
-        format_check = config.reward.format_checks[task]
-        text = config.render.system_prompt_of(format_check)
-        shown = json.dumps(text, ensure_ascii=False) if text else "none"
-        if exchange := render.demonstration_of(format_check, is_program=is_program):
-            shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
-        tasks_of.setdefault(shown, []).append(task)
-    return [
-        f"system prompt ({', '.join(dict.fromkeys(names))}): {shown}"
-        for shown, names in tasks_of.items()
     ]

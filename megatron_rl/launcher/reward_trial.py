@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import Prompt, ScoreFailed
+from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from verification.canned import form_of_check, make_canned
 from verification.library import Grading, Sample
 from verification.pool.faults import MODEL_FAULTS
@@ -32,8 +32,19 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
         return []
     samples = [_sample(prompt, config) for prompt in chosen.values()]
     with Grading(reward, config.verifier, max_tokens=config.sampling.max_new_tokens) as grading:
-        scores = grading.score(samples)
-    for prompt, score in zip(chosen.values(), scores, strict=True):
+        refuse_faults(list(chosen.values()), grading.score(samples), config)
+    return [
+        f"{function} was called with a made-up completion of the task {task!r}"
+        for task in chosen
+        for function in functions_of(task, reward)
+    ]
+
+
+def refuse_faults(
+    prompts: Sequence[Prompt], scores: Sequence[Score | ScoreFailed], config: Config
+) -> None:
+    """Raise InputError where a function of the user's did not grade a prompt's completion."""
+    for prompt, score in zip(prompts, scores, strict=True):
         reason = score.reason
         if isinstance(score, ScoreFailed) or reason in MODEL_FAULTS:
             custom = config.verifier.custom
@@ -43,15 +54,10 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
             )
             raise InputError(
                 f"the functions of the task {prompt.task!r} "
-                f"({', '.join(functions_of(prompt.task, reward))}) cannot grade a made-up "
+                f"({', '.join(functions_of(prompt.task, config.reward))}) cannot grade a made-up "
                 f"completion of {prompt.place or prompt.id!r}: {reason}"
                 f"{limits if reason in MODEL_FAULTS else ''}"
             )
-    return [
-        f"{function} was called with a made-up completion of the task {task!r}"
-        for task in chosen
-        for function in functions_of(task, reward)
-    ]
 
 
 def functions_of(task: str, reward: RewardConfig) -> list[str]:

@@ -6,6 +6,7 @@ imported when a Renderer is made, so that importing this module stays light.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from megatron_rl.protocol.types import ChatMessage
 _TAIL_TOKENS = 16
 """Tokens at a prompt's end that hold what a chat template writes behind the last message."""
 _BATCH_PROMPTS = 512
+_CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
 
 
 class Conversation(NamedTuple):
@@ -66,9 +68,12 @@ class Renderer:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         config = config.for_model(count_parameters(model))
         self._openings = {
-            (task, is_program): _opening(config, format_check, is_program)
+            (task, is_program, is_cpp): _opening(
+                config, format_check, is_program=is_program, is_cpp=is_cpp
+            )
             for task, format_check in format_checks.items()
             for is_program in (False, True)
+            for is_cpp in (False, True)
         }
         self.context_tokens = context_tokens
         """Longest prompt plus completion."""
@@ -109,12 +114,12 @@ class Renderer:
         (a normalisation that makes a text longer) is refused by `render`.
         """
         room_bytes = self.context_tokens - max_new_tokens
-        added_bytes: dict[tuple[str, bool, tuple[str, ...]], int] = {}
+        added_bytes: dict[tuple[object, ...], int] = {}
         refusals: dict[int, str] = {}
         unsure: list[tuple[int, str]] = []
         for index, conversation in enumerate(conversations):
             roles = tuple(message.role for message in conversation.messages)
-            shape = (conversation.task, conversation.is_program, roles)
+            shape = (*_opening_key(conversation), *roles)
             own_bytes = sum(len(m.content.encode()) for m in conversation.messages)
             if shape in added_bytes and own_bytes + added_bytes[shape] <= room_bytes:
                 continue
@@ -137,9 +142,9 @@ class Renderer:
     def _text(self, conversation: Conversation) -> str:
         """The rendered conversation. Raises RenderError for a template that fails."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        key = conversation.task, conversation.is_program
+        key = _opening_key(conversation)
         if key not in self._openings:
-            known = sorted({task for task, _ in self._openings})
+            known = sorted({task for task, _, _ in self._openings})
             raise InputError(
                 f"unknown task {conversation.task!r}: known are {known}, "
                 "others are defined in [reward.tasks.NAME]"
@@ -218,15 +223,51 @@ def count_parameters(model: Path) -> int:
     return round(hidden * (vocabulary + layers * layer))
 
 
-def _opening(config: RenderConfig, format_check: str, is_program: bool) -> list[dict[str, str]]:
+def names_cpp(messages: Sequence[ChatMessage]) -> bool:
+    """Whether a message names C++, so that a program in Python would be a misleading example.
+
+    The text decides: most data sets name the language of a program only there.
+    """
+    return any(_CPP.search(message.content) for message in messages)
+
+
+def _opening_key(conversation: Conversation) -> tuple[str, bool, bool]:
+    return conversation.task, conversation.is_program, names_cpp(conversation.messages)
+
+
+def _opening(
+    config: RenderConfig, format_check: str, *, is_program: bool, is_cpp: bool
+) -> list[dict[str, str]]:
     """What is put before the messages of a prompt without a system message of its own."""
     turns = []
     if system_prompt := config.system_prompt_of(format_check):
         turns.append({"role": "system", "content": system_prompt})
-    if exchange := config.demonstration_of(format_check, is_program=is_program):
+    exchange = config.demonstration_of(format_check, is_program=is_program, is_cpp=is_cpp)
+    if exchange:
         turns.append({"role": "user", "content": exchange.question})
         turns.append({"role": "assistant", "content": exchange.reply})
     return turns
+
+
+def describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]]) -> list[str]:
+    """One line for each system prompt and its demonstration, with the tasks that get it.
+
+    kinds: (task, whether tests run the answer as a program, whether the prompt names C++).
+    """
+    tasks_of: dict[str, list[str]] = {}
+    render = config.render.for_model(count_parameters(config.model.path))
+    for task, is_program, is_cpp in kinds:
+        format_check = config.reward.format_checks[task]
+        text = config.render.system_prompt_of(format_check)
+        shown = json.dumps(text, ensure_ascii=False) if text else "none"
+        exchange = render.demonstration_of(format_check, is_program=is_program, is_cpp=is_cpp)
+        if exchange:
+            shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
+        tasks_of.setdefault(shown, []).append(task)
+    return [
+        f"system prompt ({', '.join(dict.fromkeys(names))}): {shown}"
+        for shown, names in tasks_of.items()
+    ]
 
 
 def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

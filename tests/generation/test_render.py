@@ -111,6 +111,33 @@ def test_the_example_exchange_is_of_the_kind_of_the_prompts_tests(
     assert list(renderer.find_refusals([conversation], 65 - len(expected))) == [0]
 
 
+@pytest.mark.parametrize(
+    ("text", "task", "is_shown"),
+    [
+        ("Add. Write the program in C++20.", "code", False),
+        ("Solve it as main.cpp", "code", False),
+        ("Read abc++", "code", True),
+        ("Who made C++?", "sums", True),
+    ],
+)
+def test_a_prompt_in_cpp_is_not_shown_a_python_program(
+    models_dir: Path, text: str, task: str, is_shown: bool
+) -> None:
+    shown = {"question": "2+3", "reply": "5"}
+    config = RenderConfig(
+        system_prompts={"think_code": "", "box": ""},
+        demonstrations={"think_code": shown, "think_code_program": shown, "box": shown},
+    )
+    renderer = Renderer(
+        config, models_dir / "old", 96, format_checks={"code": "think_code", "sums": "box"}
+    )
+    message = ChatMessage("user", text)
+    exchange = "user:2+3=>assistant:5=>" if is_shown else ""
+    for is_program in (False, True):
+        prompt_ids = renderer.render([message], 8, task=task, is_program=is_program)
+        assert prompt_ids == ids(f"{exchange}user:{text}=>")
+
+
 def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
     template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
     renderer = make(models_dir, 40, chat_template=template + TEMPLATE)

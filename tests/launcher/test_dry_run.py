@@ -174,6 +174,33 @@ def test_bad_labels_are_warnings_unless_all_are(model: Path, tmp_path: Path) -> 
     assert "unclosed_box" in report.warnings[0]
 
 
+def test_a_comparison_is_called_once_for_each_completion(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "dry_compare.py").write_text(
+        f"def same(answer, request):\n    open({str(calls)!r}, 'a').write(answer + chr(10))\n"
+        "    return answer == request.answer\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,
+             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "vocab_size": 257, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(shape))
+    (model / "model.safetensors").write_bytes(b"")
+    path = tmp_path / "own.jsonl"
+    lines = [{"question": f"What is {n} + 3?", "answer": str(n + 3)} for n in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [f'model.path="{model}"', "prompts.0.kind=files", f'prompts.0.path="{path}"',
+             "sampling.max_new_tokens=64"]  # fmt: skip
+    given += ["reward.tasks.math.compare=dry_compare:same", "prompts.0.held_out_share=0.5"]
+    given += ["generator.context_tokens=2048", "reward.tasks.math.format_check=box"]
+    assert main(["run", "--dry-run", "--config", str(EXAMPLES / "own_prompts.toml"), *given]) == 0
+    assert "right answer earns" in capsys.readouterr().out
+    called = calls.read_text().splitlines()
+    assert [called.count(str(n + 3)) for n in range(4)] == [1] * 4 and len(called) == 8
+
+
 def test_equal_rewards_are_found(model: Path, prompts: Path) -> None:
     found = problems_of(load("one_node", model, prompts, "reward.correct=0"))
     assert "right and wrong answers earn the same" in found["math"][0]

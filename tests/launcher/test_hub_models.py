@@ -4,6 +4,7 @@ huggingface_hub reads its environment when it is imported, so each look is a pro
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.hub_models import choose_files
+from megatron_rl.weights.layout.shape import read_shape
 from tests.data.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
 
 _PROGRAM = """
@@ -87,6 +89,11 @@ def test_without_a_network_the_cache_is_taken_and_its_lack_says_what_to_download
     text = look(None, tmp_path, "pin", run, HF_HUB_OFFLINE="1")[0]
     assert f"model.path = {MODEL}: there is no such folder (looked in {Path.cwd()};" in text
     assert f"HF_HUB_OFFLINE is set. On a machine with a network run `hf download {MODEL} " in text
+    # A plan says so for a name of the Hub, and for a folder that is not there.
+    enough = "(for `plan` and `simulate` one with config.json alone will do)"
+    assert f"model.path=FOLDER {enough}" in look(None, tmp_path, "sizes", HF_HUB_OFFLINE="1")[0]
+    with pytest.raises(InputError, match=re.escape(f"a Hugging Face model folder {enough}")):
+        read_shape(tmp_path / "none")
     cache = tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}"
     folder = cache / "snapshots" / FIRST
     folder.mkdir(parents=True)

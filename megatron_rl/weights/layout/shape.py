@@ -90,7 +90,7 @@ class ModelShape:
         return math.ceil(self.vocab / multiple) * multiple
 
 
-_FOR_SIZES = "for `plan` and `simulate` one with config.json alone will do"
+FOR_SIZES = "for `plan` and `simulate` one with config.json alone will do"
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -98,11 +98,11 @@ def read_shape(folder: Path) -> ModelShape:
     path = folder / "config.json"
     if not folder.is_dir():
         raise InputError(
-            f"model.path: no folder {folder}; give a Hugging Face model folder ({_FOR_SIZES})"
+            f"model.path: no folder {folder}; give a Hugging Face model folder ({FOR_SIZES})"
         )
     if not path.is_file():
         raise InputError(
-            f"model.path: {folder} has no config.json; give a Hugging Face folder ({_FOR_SIZES})"
+            f"model.path: {folder} has no config.json; give a Hugging Face folder ({FOR_SIZES})"
         )
     try:
         values = json.loads(path.read_text())
