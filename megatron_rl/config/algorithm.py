@@ -20,7 +20,7 @@ class Part(Section):
     """One part of an objective: a function and its parameters."""
 
     parameters: dict[str, Any] = {}
-    """Parameters of a function of your own (package.module:function), which reads them here."""
+    """Parameters of your function (package.module:function), which reads its parameters here."""
 
 
 class AdvantageEstimatorConfig(Part):
@@ -67,9 +67,9 @@ class PolicyLossConfig(Part):
     corrections and KL estimates: values and gradients stay finite. A token beyond the bound has no
     gradient through its ratio; `dual_clip` bounds less extreme ratios of negative advantages."""
     old_logprobs: Literal["generator", "recompute"] = "generator"
-    """Logprobs in the denominator of the importance ratio. generator: those of the generator;
-    recompute: the trainer's own before the first update of the batch, at the cost of one forward
-    pass."""
+    """Logprobs in the denominator of the importance ratio. generator: the generator's logprobs;
+    recompute: the trainer's logprobs before the first update of the batch, at the cost of one
+    forward pass."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> Self:
@@ -126,15 +126,15 @@ class KlConfig(Part):
     """Distance to a reference policy, as a cost."""
 
     placement: Literal["none", "reward", "loss"] = "none"
-    """Where the KL cost enters. reward: it is subtracted from the advantages; loss: it is added
-    to the loss."""
+    """Place of the KL cost. reward: it is subtracted from the advantages; loss: it is added to
+    the loss."""
     estimator: Literal["k1", "k2", "forward_kl", "exact"] = "k1"
-    """Of log ratios l to the reference. placement "reward": k1. placement "loss": k2, half the
-    square of a sequence's sum; forward_kl, exp(-l) - 1 + l of each token; or exact, the KL of each
-    position over the whole vocabulary, of the least variance and twice the output layer's cost."""
+    """Estimator of the KL from log ratios l to the reference. placement "reward": k1. placement
+    "loss": k2, half the square of a sequence's sum; forward_kl, exp(-l) - 1 + l of each token; or
+    exact. exact sums over the whole vocabulary: least variance, twice the output layer's cost."""
     horizon: Literal["to_go", "token"] = "to_go"
-    """placement "reward" and estimator "exact": the KL cost that a token is charged with. to_go:
-    that of all following positions; token: only its position."""
+    """KL cost charged to a token, for placement "reward" and estimator "exact". to_go: the cost
+    of all following positions; token: the cost of its position."""
     coefficient: NonNegativeFloat = 1e-3
     """Coefficient of the KL cost (beta). Sequences have the same weight as in the policy loss."""
 
@@ -172,8 +172,8 @@ class ShapingConfig(Part):
     temperature: PositiveFloat = 1e-3
     """Beta of reward - beta * log(policy / reference), over whole sequences."""
     baseline: Literal["group", "none", "value", "soft"] = "group"
-    """regression: baseline subtracted from the reward. group: mean of the group's others; none;
-    value: a learned value per prompt (train/value_*), for data with single completions; soft: the
+    """Baseline subtracted from the reward in a regression. group: mean of the group's others; none.
+    value: a learned value per prompt (train/value_*), for data with single completions. soft: the
     soft value under the reference policy, from the group's others (also for cross_entropy)."""
     value_lr: PositiveFloat = 1e-2
     """baseline value: constant learning rate of the value, in units of reward."""
@@ -194,9 +194,9 @@ class ReferenceConfig(Section):
     """none; start: the weights that reinforcement learning began from; ema: their moving average;
     or a Hugging Face folder with the same tokenizer, of any size."""
     source: Literal["trainer", "engine"] = "trainer"
-    """Which process computes the reference's logprobs. trainer: its weights replace the policy's
-    for one forward pass; engine: a frozen engine, set in `[scorer]`, for start or a folder, also
-    for a model that does not fit the trainer's GPUs."""
+    """Process that computes the reference's logprobs. trainer: the reference's weights replace
+    the policy's for one forward pass. engine: a frozen engine, set in `[scorer]`, for start or a
+    folder; the model need not fit the trainer's GPUs."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """ema: decay of the moving average per optimizer step."""
 
@@ -218,7 +218,7 @@ class GoldConfig(Section):
     """Learning from the reference answer, which replaces the answer that a completion gave."""
 
     groups: Literal["none", "unrewarded", "all"] = "none"
-    """Groups that learn the reference answer: those without a right completion, or all. Needs
+    """Groups that learn the reference answer: groups without a right completion, or all. Needs
     shaping jepo."""
     opening: str = Field(default="\\boxed{", min_length=1)
     """Text after which an answer begins; the last occurrence in a completion counts. Use
@@ -237,8 +237,8 @@ class AlgorithmConfig(Section):
     """Preset that sets every key below that is not given. `megatron-rl algorithms` lists the
     presets."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
-    """What happens to groups whose rewards (with majority: verdicts) are all equal. drop: they
-    are dropped and counted; keep: they are trained on."""
+    """Treatment of groups whose rewards (with majority: verdicts) are all equal. drop: the queue
+    drops and counts them; keep: the trainer trains on them."""
     advantage_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()
@@ -359,18 +359,18 @@ class AlgorithmConfig(Section):
 
     @property
     def used_gold(self) -> GoldConfig | None:
-        """How reference answers are learnt from; None: they are not."""
+        """How the policy learns from reference answers; None: it does not."""
         return None if self.gold.groups == "none" else self.gold
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's logprobs are computed: a part reads them, or they are asked for,
-        for metrics or a function of one's own."""
+        """Whether the reference's logprobs are computed: a part of the algorithm reads them, or
+        the configuration asks for them, for metrics or a user's function."""
         return self._reads_reference or self.reference.policy != "none"
 
     @property
     def needs_scorer(self) -> bool:
-        """Whether an engine of its own computes the reference's logprobs."""
+        """Whether a separate engine computes the reference's logprobs."""
         return self.needs_reference and self.reference.source == "engine"
 
     @property
@@ -387,7 +387,7 @@ class AlgorithmConfig(Section):
 
 
 def _merged(preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's values, with those that are given in their place; sections key by key."""
+    """The preset's values, replaced by the given values; sections key by key."""
     merged = dict(preset)
     for key, value in given.items():
         old = merged.get(key)

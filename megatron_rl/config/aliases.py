@@ -1,4 +1,4 @@
-"""Which key is meant by a name that stands for none: a misspelt one, or that of another system.
+"""The key that an unknown name means: a misspelt key, or a key of another system.
 
 Used where a configuration is loaded, and by `megatron-rl config explain`.
 """

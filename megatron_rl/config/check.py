@@ -1,7 +1,7 @@
-"""What sections of a configuration cannot be together: one table of conditions and texts.
+"""Refused combinations of sections: one table of conditions and texts.
 
-Used by the tree, which checks all rows when it is loaded. What one section alone refuses stands in
-that section; what only the machine can tell, in the launcher's preflight.
+The tree checks all rows when it is loaded. Each section checks its own keys; the launcher's
+preflight checks the machine.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Refusal(NamedTuple):
 
     is_met: Callable[[Config], bool]
     text: str
-    """Values of keys and of `_facts` stand in braces."""
+    """Braces name keys and `_facts`; their values replace them."""
 
 
 def refusals(config: Config) -> list[str]:
@@ -26,7 +26,7 @@ def refusals(config: Config) -> list[str]:
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """What texts say beside the values of keys."""
+    """Values for the texts that are not values of keys."""
     sets = [one.name for one in config.eval.sets]
     ranks = config.parallel.world_size
     return {
@@ -252,7 +252,7 @@ REFUSALS = (
         "{train.microbatch_tokens}: a sequence may have generator.context_tokens="
         "{generator.context_tokens}; raise the former to it",
     ),
-    # What TransformerEngine 2.12's userbuffers can do, as far as it is not the ranks alone.
+    # Limits of TransformerEngine 2.12's userbuffers, besides the number of ranks.
     Refusal(
         lambda c: _overlaps(c) and not _pads(c),
         "expert.parallel.overlap_tensor=true needs microbatches of one size, as its buffers have "

@@ -1,7 +1,7 @@
-"""Values that follow from other keys, where nobody gives them or they are "auto".
+"""Values derived from other keys, for keys that are not given or are "auto".
 
-`files.py` fills them in before it checks a tree, so that every process reads plain values from the
-run's config.toml.
+`files.py` fills in these values before it checks a tree, so every process reads plain values from
+the run's config.toml.
 """
 
 from collections.abc import Callable, Mapping
@@ -113,9 +113,9 @@ DERIVED: dict[str, Callable[[_Tree], Any]] = {
 
 
 def fill_in(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the value of each derived key that it does not give; `tree` stays as it is.
+    """The tree with the value of each derived key that it does not give; `tree` is not changed.
 
-    Sections that are no tables stay too: the check of the tree refuses them.
+    Sections that are no tables stay: the check of the tree refuses these sections.
     """
     filled = tree
     for key, derive in DERIVED.items():

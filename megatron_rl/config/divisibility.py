@@ -1,4 +1,4 @@
-"""Which parallel sizes a model can be divided by. Used by the launcher and by trainer ranks.
+"""Parallel sizes that a model can be divided by. Used by the launcher and by trainer ranks.
 
 Every refusal names the nearest possible size.
 """
@@ -12,7 +12,7 @@ from megatron_rl.config.parallel import ParallelConfig, stage_layers
 
 @dataclass(frozen=True)
 class Counts:
-    """What of a model is divided among ranks."""
+    """Sizes of a model that are divided among ranks."""
 
     heads: int
     kv_heads: int
@@ -38,7 +38,7 @@ def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
 
 
 def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_parallel") -> None:
-    """Raise InputError unless so many ranks of an engine can share a model's attention heads.
+    """Raise InputError unless this number of engine ranks can share a model's attention heads.
 
     Engines copy key-value heads and pad MLP units where they must, so these refuse nothing.
     """
@@ -135,7 +135,7 @@ def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
             f"nearest possible: {nearest_divisor(possible, parallel.expert)}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
-        # Tensor ranks then route tokens of their own; without it each would route all of them.
+        # Each tensor rank then routes its own tokens; without it each rank would route all tokens.
         raise InputError(
             f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true"
         )

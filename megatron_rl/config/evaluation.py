@@ -15,13 +15,13 @@ _Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 
 
 class EvalSet(Section):
-    """One evaluation set: prompts of its own, sampled in its own way. Not given: as in [eval]."""
+    """One evaluation set: its own prompts and its own sampling. Not given: as in [eval]."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     """Name of the set in figures and files: letters, digits, - and _."""
     prompts: PromptSource
-    """Where they come from, as in [[prompts]]. All count but for lines of "split": "train"; no
-    question of them is trained on."""
+    """Source of the set's prompts, as in [[prompts]]. All lines count except "split": "train"; the
+    trainer never trains on their questions."""
     problems: PositiveInt | None = None
     """Number of prompts to use, from the first; not given: all."""
     samples: _Samples | None = None
@@ -57,18 +57,18 @@ class EvalConfig(Section):
     max_new_tokens: PositiveInt | None = None
     """Limit of a completion; not given: sampling.max_new_tokens."""
     sets: list[EvalSet] = []
-    """Evaluated beside the held-out prompts, each for itself."""
+    """Evaluation sets besides the held-out prompts, each evaluated separately."""
     every_steps: int = Field(default=0, ge=0)
     """Number of steps between evaluations; 0: evaluate only before and after training."""
     replicas: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Generators that keep the version which an evaluation measures, while the others generate for
-    training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
+    """Number of generators that keep the evaluated version while the others generate for training.
+    0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
     generator.replicas, at least one where there are two."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that an evaluation may take, for each set anew; auto: twice
-    expert.queue.lease_timeout_s, at least 600 s times run.patience. A late one ends without the
-    prompts that are missing (eval/lost) and the grades that are (eval/not_graded); training
-    continues. Where evaluating is all there is to do, missing prompts end the run."""
+    expert.queue.lease_timeout_s, at least 600 s times run.patience. A late evaluation ends without
+    missing prompts (eval/lost) and missing grades (eval/not_graded); training continues. In a run
+    that only evaluates, missing prompts end the run."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -89,7 +89,7 @@ class EvalConfig(Section):
         return bool(self.prompts or self.sets)
 
     def most_held_out(self, *, chooses: bool) -> int:
-        """Number of prompts to hold out by a hash, where there are so many.
+        """Largest number of prompts to hold out by a hash.
 
         chooses: a model of the cold start is chosen by held-out prompts.
         """

@@ -1,4 +1,4 @@
-"""Keys that few runs need: they stand under `[expert]`, apart from those that everybody reads.
+"""Keys that few runs need: `[expert]` holds them, apart from the keys that everybody reads.
 
 Used where a configuration is loaded, saved and explained. In the checked tree an expert key lies in
 its section, as any other: `expert.queue.max_attempts` is `config.queue.max_attempts`.
@@ -35,7 +35,7 @@ _WAITS = (
     "weights.grace_s",
     "weights.join_timeout_s",
 )
-"""Deadlines: `run.patience` times the default where nobody gives them."""
+"""Deadlines: the default times `run.patience`, unless the configuration gives the value."""
 _OTHERS = (
     "algorithm.advantage_estimator.temperature",
     "algorithm.gold.closing",
@@ -118,7 +118,7 @@ _OTHERS = (
 
 
 def is_expert(key: str) -> bool:
-    """Whether a key of the checked tree stands under `[expert]`."""
+    """Whether a key of the checked tree is under `[expert]`."""
     return key in _WAITS or any(fnmatch.fnmatchcase(key, pattern) for pattern in _OTHERS)
 
 
@@ -128,9 +128,9 @@ def public_key(key: str) -> str:
 
 
 def own_key(key: str) -> str:
-    """The key of the checked tree that a user's name stands for.
+    """The key of the checked tree that a user's name means.
 
-    Raises ConfigError for an expert key without `expert.`, and for another one with it.
+    Raises ConfigError for an expert key without `expert.`, and for another key with it.
     """
     plain = key.removeprefix(f"{EXPERT}.")
     if key == plain and is_expert(plain):

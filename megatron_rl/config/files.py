@@ -43,8 +43,8 @@ def load_config(
 ) -> Config:
     """Config of TOML files (or the defaults) with `section.key=value` overrides applied.
 
-    Of several files the later ones win, key by key. Values are read as TOML, else as plain text.
-    Relative paths in a file are relative to that file, those of overrides to the current folder
+    Later files win, key by key. Values are read as TOML, else as plain text. Relative paths in a
+    file are relative to that file; paths in overrides are relative to the current folder
     (`paths.py`). Raises ConfigError.
     """
     return resolve(read_layers(path, overrides))
@@ -53,7 +53,7 @@ def load_config(
 def read_layers(
     path: Path | Sequence[Path] | None, overrides: Sequence[str] | None = None
 ) -> Layers:
-    """What files and overrides say, before it is checked. Raises ConfigError."""
+    """The unchecked values of files and overrides. Raises ConfigError."""
     layers = Layers()
     for file in [path] if isinstance(path, Path) else path or []:
         layers.add_file(file)
@@ -132,7 +132,7 @@ def dump_toml(config: Config) -> str:
 
 
 def override(key: str, value: str | list[str]) -> str:
-    """The override that gives `key` this text or these texts, whatever they look like."""
+    """The override that sets `key` to this text or these texts, in any form."""
     return f"{key}={tomli_w.dumps({'value': value}).removeprefix('value = ').rstrip()}"
 
 

@@ -27,7 +27,7 @@ def refuse_relay(quantization: str) -> None:
 def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
     """Raise InputError where `expert.weights.overlap` is not known to be safe.
 
-    has_gpus: whether the trainer computes on them. method: `weights.method`.
+    has_gpus: whether the trainer computes on GPUs. method: `weights.method`.
     """
     if has_gpus and method == "reshard":
         raise InputError(
@@ -76,24 +76,24 @@ class GeneratorConfig(Section):
     "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
     the newer."""
     extra_args: dict[str, Argument | list[Argument]] = {}
-    """Further arguments of SGLang's server by their names, as {mem-fraction-static = 0.8}; true
-    for one without a value. What the run sets itself is refused, and so is what would change which
-    weights sampled a token. SGLang's own parser checks them before the run starts."""
+    """Further arguments of SGLang's server by name, as {mem-fraction-static = 0.8}; true for an
+    argument without a value. The run refuses arguments that it sets itself, or that would change
+    which weights sampled a token. SGLang's parser checks the rest before the run starts."""
     env: dict[str, str | int] = {}
     """Environment variables of SGLang's server."""
     max_running: PositiveInt = 64
     """Number of completions in flight in one engine."""
     kv_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Number of tokens that the KV cache of an engine holds, of all completions in flight. auto:
-    with SGLang on separate GPUs, what its memory holds; else 65,536, or generator.context_tokens
+    """Number of tokens that an engine's KV cache holds, for all completions in flight. auto: with
+    SGLang on separate GPUs, as many as its memory holds; else 65,536, or generator.context_tokens
     where that is more."""
     context_tokens: PositiveInt = 2048
     """Maximum length of prompt plus completion, in tokens."""
     nice: int = Field(default=0, ge=0, le=19)
     """Niceness of the engine's processes, where they share cores with the trainer."""
     start_timeout_s: PositiveFloat = 900.0
-    """An engine that is not ready after this many seconds has failed. A first start on a GPU
-    compiles kernels: minutes; later ones find them in ~/.cache."""
+    """Seconds within which an engine must be ready; a later one has failed. A first start on a GPU
+    compiles kernels for minutes; later starts find the kernels in ~/.cache."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of a generator within expert.generator.restart_window_s: one that dies is started
     again after 1, 2, 4 ... at most 60 s. When they are used up, the run continues without it until
@@ -105,15 +105,15 @@ class GeneratorConfig(Section):
     and when others have used up their restarts. With fewer it ends."""
     request_timeout_s: PositiveFloat = 300.0
     """Timeout of one completion, in seconds; the engine stops a slower one, which counts as
-    failed. auto: 0.12 s per token of the longest completion, at least 300 s, times run.patience.
-    Must be below expert.queue.lease_timeout_s."""
+    failed. auto: 0.12 s per token of the longest completion, at least 300 s; then times
+    run.patience. Must be below expert.queue.lease_timeout_s."""
     wait_for_weight_sync: bool = True
     """Wait for the trainer's first weights before serving; false: serve the weights of the model
     folder."""
 
     @property
     def takes_all_memory(self) -> bool:
-        """Whether the cache of an engine on a GPU is as large as that leaves room for."""
+        """Whether an engine's cache on a GPU takes all memory that is left."""
         return self.kv_tokens == "auto" and self.engine == "sglang" and not self.colocate
 
     @property
@@ -167,15 +167,15 @@ class WeightsConfig(Section):
     """Weight sync from the trainer to the generators."""
 
     method: Literal["reshard", "host", "ipc", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. host: the same by way of host memory and TCP: slower,
-    but without NCCL between trainer and engine, and on GPUs too it may overlap with training. ipc:
-    the same through memory that ranks of one host share, for a GPU that trainer and engine share.
-    broadcast: full tensors by way of rank 0, for engines without our loader; quantised ones get it
-    instead of reshard. disk: a folder that every engine reads; quantised ones get it instead of
-    host and ipc."""
+    """Method of the weight sync. reshard: slices from shard to shard. host: the same through host
+    memory and TCP; slower, without NCCL between trainer and engine, and may overlap with training
+    on GPUs. ipc: the same through shared memory of one node, for a GPU that trainer and engine
+    share. broadcast: full tensors through rank 0, for engines without our loader; quantised engines
+    get it instead of reshard. disk: a folder that every engine reads; quantised engines get it
+    instead of host and ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What running requests keep across a weight sync. keep: the KV cache of older weights, as
-    in the paper; recompute: only their tokens."""
+    """State that running requests keep across a weight sync. keep: the KV cache of older weights,
+    as in the paper; recompute: only their tokens."""
     bucket_bytes: PositiveInt = 64 << 20
     """Bytes per round of the weight sync. Trainer and engine ranks need at most twice this
     memory in addition to their parameters."""
@@ -189,12 +189,12 @@ class WeightsConfig(Section):
     """Send weights while the trainer waits for the next batch and computes its gradients, up to
     the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
     relay: bool = False
-    """Generators pass a version on: those that hold it double with every transfer, where a copy of
-    the trainer's model serves its generators one after the other (over NCCL) or shares its links
-    among them. Of use from three generators a copy on; one that passes weights on stays paused
-    meanwhile. Needs reshard."""
+    """Let generators pass weights on, so that the number of updated ones doubles per transfer.
+    Without it a copy of the model serves its generators in turn (over NCCL) or divides its links
+    among them. Helps from three generators per copy. A generator stays paused while it passes
+    weights on. Needs reshard."""
     join_timeout_s: PositiveFloat = 1200.0
-    """Seconds within which generators must connect: all of them at the start, and one when none
+    """Seconds within which generators must connect: all at the start, and one when none
     is left. Must exceed expert.generator.start_timeout_s."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What GPUs offer, by name. Pure."""
+"""Properties of GPUs, by name. Pure."""
 
 import re
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ _TABLES = ("prompts", "stages", "eval.sets")
 
 
 class Layers:
-    """What was given: files in their order, then overrides."""
+    """The given values: files in their order, then overrides."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Layers:
             del self._origins[leaf]
 
     def origin_of(self, key: str) -> str:
-        """Where the value of a key of the resolved configuration comes from."""
+        """The origin of a key's value in the resolved configuration."""
         if key in self._origins:
             return self._origins[key]
         algorithm = self.tree.get("algorithm", {})

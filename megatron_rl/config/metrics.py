@@ -28,12 +28,12 @@ class MetricsConfig(Section):
     prometheus_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint http://HOST:PORT/metrics; 0: none."""
     prometheus_host: str = "127.0.0.1"
-    """Address of the Prometheus endpoint. It has no access control: whoever reaches it can read
-    the metrics."""
+    """Address of the Prometheus endpoint. It has no access control: anybody who reaches it can
+    read the metrics."""
     poll_s: PositiveFloat = 2.0
     """Seconds between two reads of metrics.jsonl."""
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether any export is set."""
         return self.tensorboard or self.wandb != "off" or self.prometheus_port > 0

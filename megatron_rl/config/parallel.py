@@ -48,8 +48,8 @@ class ParallelConfig(Section):
     context: PositiveInt = 1
     """Ranks that share the positions of each sequence."""
     context_exchange: Literal["auto", "p2p", "all_gather"] = "auto"
-    """How context ranks see each other's keys and values: TransformerEngine's ring (p2p), or all
-    at once, as the local layers do; auto takes what the layers can."""
+    """Exchange of keys and values among context ranks: TransformerEngine's ring (p2p), or all at
+    once, as in the local layers; auto: what the layers support."""
     data: PositiveInt = 1
     """Data-parallel replicas."""
     expert: PositiveInt = 1
@@ -57,7 +57,7 @@ class ParallelConfig(Section):
     expert_tensor: PositiveInt = 1
     """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
     expert_exchange: Literal["all_to_all", "deepep"] = "all_to_all"
-    """How tokens travel to their experts and back. deepep: the kernels of the DeepEP package
+    """Transport of tokens to their experts and back. deepep: the kernels of the DeepEP package
     (CUDA), which need router scores in float32."""
     sequence: bool = False
     """Megatron sequence parallelism inside the tensor-parallel group; experts need it there. auto:
@@ -124,12 +124,12 @@ class ParallelConfig(Section):
 
     @property
     def has_uneven_stages(self) -> bool:
-        """Whether the first or the last stage has a count of layers of its own."""
+        """Whether the first or the last stage has its own count of layers."""
         return self.first_stage_layers + self.last_stage_layers > 0
 
     @property
     def divides_positions(self) -> bool:
-        """Whether tensor ranks divide the positions among them between their layers."""
+        """Whether tensor ranks divide the positions between their layers."""
         return self.sequence and self.tensor > 1
 
     @property

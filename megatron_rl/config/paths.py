@@ -1,7 +1,7 @@
-"""What relative paths of a configuration mean, and which keys hold paths.
+"""Meaning of a configuration's relative paths, and the keys that hold paths.
 
-Used by `layers.py`. A path in a TOML file is relative to the folder of that file; one on the
-command line to the current folder. `run.dir` is relative to the current folder in both.
+Used by `layers.py`. A path in a TOML file is relative to the file's folder; a path on the command
+line is relative to the current folder. `run.dir` is always relative to the current folder.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Objectives by name: the values that each preset of `[algorithm]` stands for.
+"""Objectives by name: the values that each preset of `[algorithm]` sets.
 
-Imported by every process by way of `algorithm.py`. Keys that a preset does not name have the
+Imported by every process through `algorithm.py`. Keys that a preset does not name have the
 defaults of their section, which are Magistral's.
 """
 
@@ -149,8 +149,8 @@ PRESETS: dict[str, Preset] = {
             "normalization": _NONE,
             "aggregation": _SUM,
             "policy_loss": _REINFORCE,
-            # Only the reference holds up what a soft value above most rewards pushes down: with
-            # 1e-3, as beside a group's mean, it weighs too little and the policy collapses.
+            # A soft value above most rewards lowers logprobs; only the reference opposes it. With
+            # 1e-3, as with a group's mean, the reference weighs too little: the policy collapses.
             "shaping": {"name": "regression", "baseline": "soft", "temperature": 0.3},
             "reference": {"policy": "start"},
             "zero_variance_groups": "keep",

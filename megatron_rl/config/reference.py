@@ -1,7 +1,7 @@
-"""What every key of the configuration means: its type, limits, default and unit.
+"""Reference of every configuration key: type, limits, default and unit.
 
-Used by the launcher (`megatron-rl config`), which also prints docs/configuration.md. Everything is
-read from the sections themselves, so that it cannot differ from what a run accepts.
+Used by the launcher (`megatron-rl config`), which also prints docs/configuration.md. All of it is
+read from the sections, so it cannot differ from what a run accepts.
 """
 
 import types
@@ -36,7 +36,7 @@ class Entry:
     key: str
     """With its sections, such as train.group_size; items of lists as prompts.0.path."""
     kind: str
-    """What it takes, such as "whole number above 0"."""
+    """Allowed values, such as "whole number above 0"."""
     default: Any
     """As TOML would hold it; None: not given."""
     is_required: bool
@@ -53,11 +53,11 @@ class Table:
     meaning: str
     entries: tuple[Entry, ...]
     is_given: bool
-    """Whether it is there by default; items of lists and the like are not."""
+    """Whether the table exists by default; items of lists and the like do not."""
 
 
 def tables() -> list[Table]:
-    """All sections of the tree, each before those inside it."""
+    """All sections of the tree, each before its subsections."""
     found = list(_tables(Config, _Place("", "", Config(), is_given=True)))
     plain = [_part(table, expert=False) for table in found]
     experts = [_part(table, expert=True) for table in found]
@@ -65,7 +65,7 @@ def tables() -> list[Table]:
 
 
 def _part(table: Table, *, expert: bool) -> Table:
-    """A table's keys that everybody reads, or those under `[expert]`, by the names to give."""
+    """A table's common keys, or its keys under `[expert]`, by the names to give."""
     entries = [entry for entry in table.entries if is_expert(entry.key) == expert]
     named = tuple(replace(entry, key=public_key(entry.key)) for entry in entries)
     if not expert:
@@ -74,7 +74,7 @@ def _part(table: Table, *, expert: bool) -> Table:
 
 
 def find_entries(key: str) -> list[Entry]:
-    """The entry of a key, or all of a section and of those inside it; [] for none of both."""
+    """The entry of a key, or all entries of a section and its subsections; [] for neither."""
     plain = key.strip().strip(".")
     found = [entry for table in tables() for entry in table.entries]
     exact = [entry for entry in found if entry.key == plain]
@@ -87,7 +87,7 @@ class _Place:
 
     key: str
     meaning: str
-    """What the field that holds it says."""
+    """The text of the field that holds it."""
     value: Section | None
     """Its defaults there; None: it is not there."""
     is_given: bool

@@ -61,7 +61,7 @@ _OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
 
 
 def new_name(key: str) -> str:
-    """The key, or the name that it has now, whatever follows the renamed part.
+    """The key, or its present name, with any text after the renamed part.
 
     Keys that moved to `[expert]` are renamed ones too.
     """
@@ -85,8 +85,8 @@ def migrate(text: str) -> tuple[str, list[str]]:
     """The TOML text with today's names, and a line "old -> new" for each change.
 
     Tables, keys, and overrides in quotes ("section.key=value", as sweeps have them) are rewritten;
-    comments and layout stay. Raises ConfigError for text that is not valid TOML, and where a former
-    name stands in an inline table, which has to be rewritten by hand.
+    comments and layout stay. Raises ConfigError for text that is not valid TOML, and for a former
+    name in an inline table, which the user has to rewrite by hand.
     """
     before = _parsed(text)
     changes: list[str] = []
@@ -139,7 +139,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _of_list(header: str) -> str:
-    """Headers below `[[stages]]` stand for one item of that list."""
+    """Headers below `[[stages]]` belong to one item of that list."""
     first, _, rest = header.partition(".")
     return ".".join(filter(None, (first, "*", rest))) if first == "stages" else header
 
@@ -173,5 +173,5 @@ def _renamed(value: Any, key: str) -> Any:
 
 
 def _last_part(key: str, name: str) -> str:
-    """What a table calls a key; a name with dots stands in quotes, and is a whole key."""
+    """A table's name for a key; a quoted name with dots is a whole key."""
     return new_name(name) if "." in name else new_name(key).rpartition(".")[2]

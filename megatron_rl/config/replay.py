@@ -54,7 +54,7 @@ class ReplayConfig(Section):
         return self
 
     def steps_in_buffer(self, sampled_groups: int) -> int:
-        """Steps that fill buffer_groups, of so many sampled groups each; 0 without a buffer."""
+        """Steps that fill buffer_groups with this number of sampled groups; 0 without a buffer."""
         return -(-self.buffer_groups // sampled_groups) if self.buffer_groups else 0
 
     def groups_of(self, prompts_per_batch: int) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.section import Section
 
 START_AND_END_S = 5.0
-"""Time that grading a program takes beside its compilation and its tests."""
+"""Time that grading a program takes besides its compilation and its tests."""
 WALL_FACTOR = 2.0
 """Elapsed time of a program, waits for a core not counted, as a multiple of its CPU time."""
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
@@ -50,7 +50,7 @@ _DEFAULT_TASKS = {
 
 
 class ExtraReward(Section):
-    """A reward of the user's own, beside correctness."""
+    """A user's reward in addition to correctness."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     """Name of this reward in records and metrics."""
@@ -87,9 +87,9 @@ class RewardConfig(Section):
     accept_missing_unit: bool = True
     """Accept an answer that lacks the reference's unit."""
     unevaluated: UnevaluatedRule = "refuse_copied"
-    """Right answers that hold an operation which the reference does not, such as \\cos 60^\\circ
-    for 1/2. refuse_copied: wrong where they stand in the problem; refuse: wrong where the operation
-    can be carried out; accept: right."""
+    """Verdict on right answers with an operation that the reference lacks, such as \\cos 60^\\circ
+    for 1/2. refuse_copied: wrong where the problem contains the answer; refuse: wrong where the
+    operation can be carried out; accept: right."""
     tests_per_problem: PositiveInt = 20
     """Number of tests drawn for each group of a code problem."""
     code_credit: Literal["all", "proportional"] = "all"
@@ -102,13 +102,13 @@ class RewardConfig(Section):
     compile_s: PositiveFloat = 10.0
     """CPU seconds of a compilation."""
     host_patience: float = Field(default=10.0, ge=1)
-    """Elapsed time allowed for a test or compilation on a busy host, as a multiple of the time
-    allowed on an idle one (twice its CPU limit). Beyond it the completion is not graded."""
+    """Elapsed time allowed for a test or compilation on a busy node: a multiple of the time on an
+    idle one, which is twice the CPU limit. A completion beyond it is not graded."""
     isolation: Literal["auto", "bubblewrap", "landlock", "rlimits"] = "auto"
-    """How programs are confined. auto: bubblewrap, else Landlock with a warning, else refuse;
+    """Confinement of programs. auto: bubblewrap, else Landlock with a warning, else refuse;
     rlimits alone let a program read files and use the network."""
     tasks: dict[str, TaskConfig] = {}
-    """Tasks beside math, exact, reasoning_gym and code, or other definitions of those."""
+    """Tasks besides math, exact, reasoning_gym and code, or other definitions of these four."""
     extra: list[ExtraReward] = []
     """Rewards of the user's own."""
 
@@ -124,8 +124,8 @@ class RewardConfig(Section):
     def steps_of(self, task: str) -> tuple[Step, ...]:
         """Steps that may follow the format check of a completion of a task, in order.
 
-        The one place that decides a worker pool: the queue keeps room in the worker pools of all
-        these steps, and the verifier takes the steps, less the first where plain text decides.
+        Only this function decides the worker pools. The queue keeps room in the worker pools of
+        all these steps. The verifier takes the steps, less the first where plain text decides.
         """
         compare = self.all_tasks[task].compare
         pool = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
@@ -143,7 +143,7 @@ class RewardConfig(Section):
     @property
     def longest_program_s(self) -> float:
         """Most time that grading a program takes, waits for a core not counted."""
-        # Calls are run together first, then one by one where they are counted.
+        # Calls run together first, then singly where they are counted.
         tests = self.tests_per_problem + (self.code_credit == "proportional")
         return longest_program_s(self.compile_s, tests * self.test_s)
 
@@ -177,13 +177,13 @@ class WorkerPoolConfig(Section):
     """Processes for one kind of grading, so that slow kinds do not delay fast ones."""
 
     workers: PositiveInt | Literal["auto"] = "auto"
-    """Number of processes. auto: half of the host's cores for code; a quarter, at most 8, for the
+    """Number of processes. auto: half of the node's cores for code; a quarter, at most 8, for the
     others."""
     timeout_s: PositiveFloat = 3.0
     """Time limit per grading step. CPU seconds; for the code and custom pools, which wait for
     other processes, elapsed seconds without time spent waiting for a core."""
     max_elapsed_s: PositiveFloat = 120.0
-    """Elapsed seconds of one attempt, not counting pauses. Beyond it the host is too busy to
+    """Elapsed seconds of one attempt, without pauses. Beyond this limit the node is too busy to
     judge: one more attempt follows when it is quieter, then the completion is not graded."""
     running_slow: int = Field(default=0, ge=0)
     """Number of slow items that compute at once, at low priority; 0: one per core."""
@@ -198,7 +198,7 @@ class WorkerPoolConfig(Section):
     its task needs."""
 
     def with_workers(self, pool: str, cores: int) -> Self:
-        """The same with a number of processes, on a host with so many cores for the verifier."""
+        """The same with a number of processes, for a verifier with this number of cores."""
         if self.workers != "auto":
             return self
         share = cores // 2 if pool == CODE else min(8, cores // 4)
@@ -219,9 +219,9 @@ class VerifierConfig(Section):
     """Seconds after which an open request is answered as not graded. Must be below
     expert.queue.score_timeout_s."""
     max_restarts: int = Field(default=10, ge=0)
-    """Restarts of a verifier within expert.verifier.restart_window_s: one that dies is started
-    again after 1, 2, 4 ... at most 60 s. When they are used up, the run continues with the
-    verifiers of other hosts; without any it ends."""
+    """Restarts of a verifier within expert.verifier.restart_window_s. A dead verifier starts
+    again after 1, 2, 4 ... at most 60 s. When no restart is left, the run continues with the
+    verifiers of other nodes; without any it ends."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of a verifier are counted."""
     answers: WorkerPoolConfig = WorkerPoolConfig()

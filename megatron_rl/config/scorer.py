@@ -11,8 +11,8 @@ from megatron_rl.config.section import Section
 
 
 class ScorerConfig(Section):
-    """The SGLang server that gives the reference's logprobs where `algorithm.reference.source` is
-    "engine"; it has GPUs of its own, behind those of the generators."""
+    """The SGLang server that computes the reference's logprobs for `algorithm.reference.source` =
+    "engine". It has its own GPUs, after the generators' GPUs."""
 
     tensor_parallel: PositiveInt = 1
     """Tensor-parallel ranks of the scorer, on one node."""

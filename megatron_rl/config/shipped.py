@@ -1,7 +1,7 @@
-"""Configurations that come with the project, by name: those of the folder examples/.
+"""Configurations of the folder examples/, by name.
 
-Used by the launcher, where a command takes `--config`. setup.py copies them into the package when
-it builds a wheel; a clone has them beside the package.
+Used by the launcher, where a command takes `--config`. setup.py copies the folder into the package
+when it builds a wheel; a clone has the folder next to the package.
 """
 
 import difflib

@@ -1,7 +1,7 @@
-"""The sections `[[stages]]`: a run whose rules change on the way.
+"""The sections `[[stages]]`: a run whose rules change at certain steps.
 
 Imported by every process, as part of the configuration tree. Stage 0 is the configuration itself;
-each of `[[stages]]` changes something of the stage before it. `staging.py` puts them together.
+each of `[[stages]]` changes values of the stage before it. `staging.py` builds the stages.
 """
 
 from typing import Any, Literal, Self
@@ -17,17 +17,16 @@ class Plateau(Section):
     """Start a stage when a metric of the stage before it stops growing."""
 
     metric: PlateauMetric = "rollout/reward"
-    """Metric that is watched, as a mean over a batch and the groups dropped before it: reward,
-    share of right completions, or share that passes the format check."""
+    """Watched metric: reward, share of right completions, or share that passes the format check.
+    It is a mean over a batch and the groups dropped before it."""
     window: PositiveInt
-    """Number of latest batches whose mean is compared with the mean of the same number before
-    them."""
+    """Number of latest batches whose mean is compared with the mean of as many earlier batches."""
     min_gain: float
     """Smallest gain that is no plateau."""
 
 
 class StageSampling(Section):
-    """What a stage changes of `[sampling]`."""
+    """A stage's changes of `[sampling]`."""
 
     max_new_tokens: PositiveInt | None = None
     """Maximum number of new tokens per completion."""
@@ -38,7 +37,7 @@ class StageSampling(Section):
 
 
 class StageReward(Section):
-    """What a stage changes of `[reward]`: the length rule."""
+    """A stage's changes of `[reward]`: the length rule."""
 
     length: NonNegativeFloat | None = None
     """Maximum length penalty."""
@@ -47,7 +46,7 @@ class StageReward(Section):
 
 
 class StageTrain(Section):
-    """What a stage changes of `[train]`."""
+    """A stage's changes of `[train]`."""
 
     prompts_per_batch: PositiveInt | None = None
     """Number of prompts (groups of completions) per batch, not counting zero-variance groups."""
@@ -58,7 +57,7 @@ class StageTrain(Section):
 
 
 class StageQueue(Section):
-    """What a stage changes of `[queue]`."""
+    """A stage's changes of `[queue]`."""
 
     max_staleness: int | None = Field(default=None, ge=0)
     """Number of policy versions that a typical rollout may lag when it is trained on."""
@@ -92,6 +91,6 @@ class StageConfig(Section):
         return self
 
     def changes(self) -> dict[str, dict[str, Any]]:
-        """What it changes, by section."""
+        """The stage's changes, by section."""
         sections = ("sampling", "reward", "train", "queue")
         return {name: getattr(self, name).model_dump(exclude_none=True) for name in sections}

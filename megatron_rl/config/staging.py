@@ -1,7 +1,7 @@
 """The whole configuration of each stage of a run, and whether it is possible.
 
 Used by every process: `files.py` checks all stages when a configuration is loaded. Every stage
-stands for a whole configuration, which the same validators check as any other.
+is a whole configuration, and the same validators check it as any other.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def check_stages(config: Config) -> None:
 
 
 def name_of(config: Config, number: int) -> str:
-    """What messages call a stage: its number, and its name where it has one."""
+    """The stage in messages: its number, and its name where it has one."""
     name = config.stages[number - 1].name if number else "from the start"
     return f"stage {number}" + (f" ({name})" if name else "")
 
@@ -59,16 +59,16 @@ def resolve_stages(config: Config) -> list[Config]:
 
 
 def longest_stage(config: Config) -> Config:
-    """The stage that allows the longest completions: prompts must leave room for these, and all
-    evaluations sample under its limit, so that they can be compared."""
+    """The stage that allows the longest completions. Prompts must leave room for these. All
+    evaluations sample under its limit, which makes evaluations comparable."""
     return max(resolve_stages(config), key=lambda stage: stage.sampling.max_new_tokens)
 
 
 def optimizer_steps(config: Config) -> int:
     """Optimizer steps of the whole run, for the schedule of the learning rate.
 
-    A stage whose beginning is not known adds nothing of its own: `_check_schedule` lets such a
-    stage change them only under a constant rate.
+    A stage whose first step is unknown adds nothing: `_check_schedule` lets such a stage change
+    optimizer steps only under a constant rate.
     """
     stages = resolve_stages(config)
     known = [(0, stages[0])]

@@ -25,31 +25,31 @@ class ModelConfig(Section):
     """Branch, tag or commit of a model on the Hub; "": the newest. The run's config.toml holds the
     commit, and a resumed run keeps it. No effect on a folder."""
     megatron_path: Path | None = None
-    """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
+    """Megatron checkpoint whose weights the trainer starts from, instead of the weights in path."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of trainer and generators; master weights are always float32."""
     head_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the logits that the softmax reads, in trainer and engines, where model.dtype is
-    "bfloat16". float32 brings the logprobs of trainer and engine closer together. On CUDA the
-    product costs the same, and logits take twice the memory. Needs generator.engine "sglang"."""
+    """Dtype of the softmax's logits in trainer and engines, for model.dtype "bfloat16". float32
+    brings the logprobs of trainer and engine closer together. On CUDA the product costs the same,
+    and logits take twice the memory. Needs generator.engine "sglang"."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
-    """Matrix products in FP8 through TransformerEngine, and how tensors are scaled for them."""
+    """Matrix products in FP8 through TransformerEngine, and the scaling of their tensors."""
     fp8_bf16_edge_layers: int = Field(default=0, ge=0)
     """Number of first layers, and of last layers, that stay in bfloat16. Not available with
     delayed scaling."""
     fp8_parameters: bool = False
-    """Keep the weights of FP8 products in FP8, and gather them in FP8. Needs
+    """Keep and gather the weights of FP8 products in FP8. Needs
     parallel.distributed_optimizer; not with delayed scaling. Generators receive the rounded
     weights."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass: none, those of recompute_modules, or those
-    of every layer."""
+    """Activations to recompute in the backward pass: none, the recompute_modules, or every
+    layer's."""
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """Of recompute "selective", as Megatron names them: core_attn; mlp (of a dense
-    model); moe (a layer's router and experts); with TransformerEngine also moe_act (what stands
-    between the products of experts) and layernorm (norms that are not fused into a product)."""
+    """Modules of recompute "selective", by Megatron's names: core_attn; mlp (of a dense model);
+    moe (a layer's router and experts). With TransformerEngine also moe_act (operations between the
+    products of experts) and layernorm (norms that are not fused into a product)."""
 
     fusions: tuple[Fusion, ...] | Literal["auto"] = "auto"
     """Operations that TransformerEngine's layers compute in one kernel. "auto": swiglu and
@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
     clip_grad_norm: PositiveFloat = 1.0
     """Global gradient norm limit."""
     offload: bool = False
-    """Keep masters and moments in host memory and update them there; GPU only, needs
+    """Keep and update masters and moments in host memory; GPU only, needs
     parallel.distributed_optimizer."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
     """Skip the optimizer step when the gradient norm before clipping exceeds this value; 0:
@@ -183,8 +183,8 @@ class TrainConfig(Section):
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
     packing: Literal["tokens", "flops"] = "tokens"
-    """Balance data-parallel ranks by `tokens` or by estimated `flops`, within the token budget
-    of each microbatch. flops includes attention, which makes tokens of long sequences more
+    """Balance of data-parallel ranks: by `tokens` or by estimated `flops`, within each
+    microbatch's token budget. flops includes attention, which makes tokens of long sequences more
     expensive. Steps are the same except for rounding."""
     pad_microbatches: bool = False
     """Pad every microbatch to the same number of positions: microbatch_tokens, rounded up so
@@ -255,7 +255,7 @@ class SftConfig(Section):
     """Learning rate and schedule of the cold start."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Number of steps between checkpoints of the cold start, from which it resumes; 0: none.
-    checkpoint.keep_last and expert.checkpoint.write_timeout_s hold for them too."""
+    checkpoint.keep_last and expert.checkpoint.write_timeout_s hold here too."""
     export_every_steps: int = Field(default=0, ge=0)
     """Number of steps between exports of the model. All exports and the last model are
     evaluated, and RL starts from the most accurate one; 0: export only the last model."""
@@ -294,20 +294,20 @@ class SftConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of trainer and queue together, and resuming from them."""
+    """Checkpoints of trainer and queue together, and resuming from a checkpoint."""
 
     every_steps: int = Field(default=20, ge=0)
-    """Number of steps from one checkpoint to the next; the last step has one too. 0: none, so a run
+    """Number of steps from one checkpoint to the next; the last step has one too. 0: none; a run
     that ends early has to begin again."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)
     """Also keep the checkpoints of every step divisible by this number; 0: none."""
     export_every_steps: int = Field(default=0, ge=0)
-    """Number of batches between exports of the model to RUN/hf/step_NNNNNN, a Hugging Face folder;
-    0: only hf/final. keep_last and keep_every hold for these folders too."""
+    """Number of batches between exports of the model to the Hugging Face folder
+    RUN/hf/step_NNNNNN; 0: only hf/final. keep_last and keep_every hold for these folders too."""
     resume: str = "auto"
-    """Where a run starts. auto: from the newest complete checkpoint of the run folder, if any;
+    """Start of a run. auto: from the newest complete checkpoint of the run folder, if any;
     never: from the beginning, in a new folder; or the path of a checkpoint."""
     queue_timeout_s: PositiveFloat = 600.0
     """Seconds within which the queue must report its state. All earlier rollouts must be on disk

@@ -42,7 +42,7 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
     patience: float = Field(default=1.0, gt=0, le=100)
-    """Factor of every deadline that [expert] does not give: 2 for slow file systems, busy hosts or
+    """Factor of every deadline that [expert] does not give: 2 for slow file systems, busy nodes or
     long generations. Deadlines are the keys of [expert] whose names end in timeout_s, deadline_s,
     patience_s, within_s or grace_s."""
 
@@ -66,12 +66,11 @@ class QueueConfig(Section):
     """Seconds after which an unanswered score request is issued again. Must exceed
     expert.verifier.answer_within_s. Heartbeats reveal dead verifiers earlier."""
     max_attempts: PositiveInt = 3
-    """Number of tries of a completion before its group is dropped, of a score before its
-    completion is dropped, and of a group's answer classes before the group is dropped. Each drop
-    is counted."""
+    """Number of tries of a completion, of a score, and of a group's answer classes. After the last
+    try the queue drops and counts the group; for a score, the completion."""
     max_lost_attempts: PositiveInt = 30
-    """Number of times that a generator or verifier may lose a completion (by a restart, by
-    silence, or by a failing engine) before the completion is given up as by max_attempts."""
+    """Number of times that a generator or verifier may lose a completion: by a restart, silence
+    or a failing engine. Then the queue gives the completion up, as by max_attempts."""
     score_patience_s: PositiveFloat = 300.0
     """Seconds after which a completion that cannot be graded is neither tried again nor
     replaced. Keep it well below expert.train.batch_timeout_s, so that no completion delays a batch
@@ -91,18 +90,18 @@ class QueueConfig(Section):
     whether grading works at all."""
     breaker_share: float = Field(default=0.8, gt=0, le=1)
     """End the run when this mean share of these groups cannot be graded. Completions that the
-    host had no time for (not_graded) do not count."""
+    node had no time for (not_graded) do not count."""
     breaker_min_prompts: PositiveInt = 16
     """Minimum number of distinct prompts with failed completions before failing grades may end
     the run."""
     record_tokens: bool = True
     """Write token ids and logprobs of every rollout to rollouts/, 8 bytes per token. A replay
-    needs them."""
+    needs these files."""
     keep_tokens_of_steps: int = Field(default=0, ge=0)
     """Number of latest trained steps whose token files (.int32, trained_*.npz) stay in rollouts/;
-    0: all. The queue removes older ones with each batch, except those that replay.buffer_groups
-    needs to resume at a checkpoint in the run folder. Records (.jsonl) and all files of
-    evaluations stay."""
+    0: all. The queue removes older files with each batch, unless replay.buffer_groups needs a file
+    to resume at a checkpoint in the run folder. Records (.jsonl) and all files of evaluations
+    stay."""
 
     @model_validator(mode="after")
     def _check_breaker(self) -> Self:
@@ -184,7 +183,7 @@ class Config(Section):
 
     @property
     def has_expandable_segments(self) -> bool:
-        """Of trainer ranks; memory that another process opens must not be of them."""
+        """For trainer ranks; another process cannot open memory of expandable segments."""
         return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
@@ -199,7 +198,7 @@ class Config(Section):
 
     @property
     def evaluators(self) -> int:
-        """Generators of an evaluation beside training; 0: all evaluate, and training waits."""
+        """Generators that evaluate during training; 0: all evaluate, and training waits."""
         replicas = self.generator.replicas
         if replicas == 1 or self.generator.release_memory:
             return 0

@@ -2,11 +2,11 @@
 
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, WeightsSynced, and SaveState /
 QueueState with the queue. One leader per data-parallel replica (its first rank) talks to the queue
-and broadcasts each answer, in the bytes that came, to all ranks that work on the same sequences
-(tensor, context, pipeline). So the queue sees one peer per data-parallel rank.
+and broadcasts the bytes of each answer to all ranks that work on the same sequences (tensor,
+context, pipeline). So the queue sees one peer per data-parallel rank.
 
-A message may be lost with a connection: a leader asks again every REASK_S for what it waits for,
-and drops answers to what it does not wait for any more.
+A message may be lost with a connection: a leader repeats its question every REASK_S, and drops
+answers that it no longer waits for.
 """
 
 import logging
@@ -63,7 +63,7 @@ class BatchClient(Closing):
         self._requested_step = -1
         self._asked_at = 0.0
         self._held_version, self._is_final = -1, False
-        """What was announced last."""
+        """The last announcement."""
         self.metrics: list[Metric] = []
 
     def _connect(self, name: str) -> wire.Dealer:
@@ -91,8 +91,8 @@ class BatchClient(Closing):
         started = time.monotonic()
         self.request(step)
         frame = bytearray()
-        # While the queue has no batch the leader broadcasts nothing, again and again: the others
-        # wait in short collectives, so that the collective timeout can stay short too.
+        # While the queue has no batch the leader broadcasts empty messages: the other ranks wait in
+        # short collectives, so the collective timeout can stay short too.
         while not self._replica.all_have(
             frame := frame or self._replica.broadcast(self._receive(step, started))
         ):

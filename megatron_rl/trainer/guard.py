@@ -33,7 +33,7 @@ class SkippedMinibatch(msgspec.Struct, frozen=True):
 
 
 def read_skipped(path: Path) -> SkippedMinibatch:
-    """What a stopped run left. Raises WireError for another kind of file."""
+    """The file that a stopped run left. Raises WireError for another kind of file."""
     return wire.decode(path.read_bytes(), SkippedMinibatch)
 
 

@@ -1,4 +1,4 @@
-"""What is kept of the reference to compute its logits again, beside the policy's, in an update.
+"""The kept part of the reference, to compute its logits again in an update with the policy's.
 
 Used by trainer ranks of the last pipeline stage. It waits in host memory: it is as large as the
 hidden states of all completion tokens of a batch, and one output layer.

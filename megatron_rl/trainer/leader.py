@@ -1,4 +1,4 @@
-"""What one rank of each model replica has, on all ranks of its replica.
+"""Values of one rank of each model replica, on all ranks of its replica.
 
 Used by trainer ranks. Only the leader of a replica, its first rank, talks to other processes.
 Everything passes host memory: ranks that wait for their leader leave the GPU to other work.

@@ -1,4 +1,4 @@
-"""What a loss sees of microbatches: their completion tokens, with all logprobs that it reads.
+"""Inputs of a loss from microbatches: completion tokens, with all logprobs that it reads.
 
 Used by trainer ranks of the last pipeline stage.
 """
@@ -21,7 +21,7 @@ from megatron_rl.trainer.model.logprobs import TokenLogprobs
 
 @dataclass(frozen=True)
 class Known:
-    """What earlier passes found out about a microbatch; of its tokens: [completion tokens]."""
+    """Results of earlier passes for a microbatch; per token: [completion tokens]."""
 
     proximal_logprobs: Tensor | None = None
     """The trainer's own, before the batch's first update."""
@@ -31,9 +31,9 @@ class Known:
     features: Tensor | None = None
     """[sequences, hidden + 1] of prompts, from which their values are computed."""
     soft: SoftValues | None = None
-    """Of each sequence, from its whole group."""
+    """One value per sequence, from its whole group."""
     advantages: Tensor | None = None
-    """Those that depend on the policy; None: the queue's, or a shaping without groups."""
+    """Advantages that depend on the policy; None: the queue's, or a shaping without groups."""
 
 
 NOTHING = Known()
@@ -48,7 +48,7 @@ def tokens_of(
     reference_kl: Tensor | None = None,
     values: Tensor | None = None,
 ) -> Tokens:
-    """Of one microbatch; logprobs, reference_kl: [completion tokens], of the policy in training.
+    """Inputs of one microbatch; logprobs, reference_kl: [completion tokens], of the current policy.
 
     values: [sequences], of their prompts, where they are not in known.soft.
     """
@@ -83,7 +83,7 @@ def tokens_of(
 def whole_groups(
     parts: Sequence[Tokens], *, groups: int, members: int, is_alone: bool = False
 ) -> Tokens:
-    """Of all microbatches of a rank, where sums over groups reach over data-parallel ranks.
+    """Inputs of all microbatches of a rank, where sums over groups span data-parallel ranks.
 
     is_alone: there are no others.
     """
@@ -121,12 +121,12 @@ def _sum_over_data_ranks(values: Tensor) -> Tensor:
 
 
 def whole_values(values: TokenLogprobs, batch: MicroBatch) -> TokenLogprobs:
-    """Of all completion tokens of the microbatch from those of this context rank."""
+    """Values of all completion tokens of the microbatch from this context rank's tokens."""
     return TokenLogprobs(*(None if v is None else whole(v, batch) for v in values))
 
 
 def whole(values: Tensor, batch: MicroBatch) -> Tensor:
-    """[completion tokens of the microbatch] from those of this context rank; differentiable.
+    """[completion tokens of the microbatch] from this context rank's tokens; differentiable.
 
     Every context rank then computes the whole loss, whose gradient reaches its own tokens.
     """

@@ -15,7 +15,7 @@ from megatron_rl.protocol.metrics import Metric
 
 QUANTILE = 0.99
 BINS = 1024
-"""Of the histogram; neighbouring edges differ by 2.3 %, and so much may the quantile be off."""
+"""Bins of the histogram; neighbouring edges differ by 2.3 %, which bounds the quantile's error."""
 _LEAST_LOG10, _MOST_LOG10 = -8.0, 2.0
 _NAMES = ("absolute", "k1", "k2", "k3", "outside", "tokens")
 SIZE = len(_NAMES) + BINS

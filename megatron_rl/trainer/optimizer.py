@@ -21,7 +21,7 @@ from megatron_rl.config.tree import OptimizerConfig
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks."""
+    """Result of one optimizer step; equal on all ranks."""
 
     grad_norm: float  # over all parameters, before clipping; nan when not finite
     reason: str = ""  # why the step was skipped; "" for one that was applied
@@ -58,7 +58,7 @@ def build_optimizer(
             optimizer_cpu_offload=cfg.offload,
             optimizer_offload_fraction=1.0,
             overlap_cpu_optimizer_d2h_h2d=cfg.offload,
-            # Else the masters would stay on the device, beside copies in host memory.
+            # Else the masters would stay on the device in addition to copies in host memory.
             use_precision_aware_optimizer=cfg.offload,
         ),
         list(model),

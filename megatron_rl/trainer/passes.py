@@ -31,7 +31,7 @@ from megatron_rl.trainer.token_values import ValuesOfTokens
 from megatron_rl.weights.folders.load import unwrap
 
 PassInput = tuple[MicroBatch, Known]
-"""What one pass through the model takes: a microbatch, and what is known of its tokens."""
+"""Inputs of one pass through the model: a microbatch, and known values of its tokens."""
 ForwardStep = Callable[[Iterator[PassInput], torch.nn.Module], tuple[Tensor, Callable]]
 
 
@@ -52,7 +52,7 @@ class PassInputs:
 
 
 class Passes:
-    """Of one model, under the weights that it has at the time."""
+    """Passes of one model, under its current weights."""
 
     def __init__(
         self, policy: Policy, objective: Objective, train: TrainConfig, *, vocab: int = 0
@@ -127,7 +127,7 @@ class Passes:
         return reports
 
     def hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
-        """What this rank's stage hands on; of the last stage hidden states."""
+        """The output of this rank's stage; on the last stage hidden states."""
         packed = packed_params(batch.sequence_starts, batch.longest, batch.folding)
         replay = replayed(
             model,
@@ -143,17 +143,17 @@ class Passes:
             )
 
     def values(self, batch: MicroBatch, known: Known, hidden: Tensor) -> TokenLogprobs:
-        """Of all completion tokens of the microbatch. hidden: the last stage's output."""
+        """Values of all completion tokens of the microbatch. hidden: the last stage's output."""
         return self._values.of(batch, known, hidden)
 
     @torch.no_grad()
     def all_values(self, inputs: PassInputs) -> list[TokenLogprobs]:
-        """Of each microbatch, without gradient; nothing on stages that compute no loss."""
+        """Values per microbatch, without gradient; nothing on stages that compute no loss."""
         return self.run(inputs, self._value_step, is_training=False)
 
     @torch.no_grad()
     def as_reference(self, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
-        """What the objective reads of a reference, of each microbatch, where this model is one."""
+        """The objective's inputs from this model as a reference, per microbatch."""
         weight = kept_weight(self.policy) if self._objective.needs_reference_kl else None
         step = partial(self._reference_step, weight)
         return [self.run(self.inputs(m), step, is_training=False) for m in minibatches]

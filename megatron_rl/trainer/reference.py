@@ -22,7 +22,7 @@ from megatron_rl.weights.layout.shape import read_shape
 
 
 class Reference:
-    """Weights beside the policy's own."""
+    """Weights besides the policy's own."""
 
     def __init__(self, policy: Policy, decay: float | None = None) -> None:
         """The weights that the policy has now; decay: they follow it as a moving average."""
@@ -73,7 +73,7 @@ class Reference:
         return self._hidden
 
     def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
-        """What the objective reads of it, of each microbatch, by the policy's passes."""
+        """The objective's inputs from it, per microbatch, by the policy's passes."""
         with self.in_place():
             return passes.as_reference(minibatches)
 

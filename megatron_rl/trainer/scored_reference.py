@@ -1,7 +1,7 @@
-"""The reference policy in an engine of its own: a frozen model that the scorer process holds.
+"""The reference policy in a separate engine: a frozen model that the scorer process holds.
 
-Used by trainer ranks. The leader of each model replica asks for the logprobs of its whole batch;
-all ranks of the replica get them, in the place of what the reference's own pass would give.
+Used by trainer ranks. The leader of each model replica asks for the logprobs of its whole batch.
+All ranks of the replica get these logprobs instead of running a pass of the reference.
 """
 
 import time
@@ -33,7 +33,7 @@ class ScoredReference:
         """client: on the leader of the replica, None on its other ranks."""
         self._replica, self._client, self._policy = replica, client, policy
         self.metrics: list[Metric] = []
-        """Of the last batch, as this rank's replica saw it."""
+        """Metrics of the last batch, as this rank's replica saw it."""
 
     def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
         """Its logprobs, of each microbatch; nothing on stages that compute no loss.

@@ -22,7 +22,7 @@ ASK_AGAIN_S = 10.0
 
 
 class ScoringClient(Closing):
-    """A batch of sequences at a time, so many of them asked for at once."""
+    """Scores one batch of sequences at a time, and asks for a number of sequences at once."""
 
     def __init__(
         self, address: str, name: str, *, keys: Keys | None, label: str,

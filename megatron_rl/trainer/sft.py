@@ -1,10 +1,9 @@
 """Supervised fine-tuning: `torchrun -m megatron_rl.trainer.sft --config FILE [--sft-baseline]`.
 
 One process a trainer rank; the same trainer as in reinforcement learning on other batches. The
-cold start writes RUN/hf/cold_start, or, to choose from, RUN/hf/cold_start_step_N every so many
-steps; it saves itself to RUN/checkpoints/sft and goes on from there. With --sft-baseline it goes on
-from the cold start for as much compute as reinforcement learning used, and writes
-RUN/hf/sft_baseline.
+cold start writes RUN/hf/cold_start, or RUN/hf/cold_start_step_N at intervals, to choose from. It
+saves itself to RUN/checkpoints/sft and resumes from there. With --sft-baseline it continues from
+the cold start for as much compute as reinforcement learning used, and writes RUN/hf/sft_baseline.
 """
 
 import argparse
@@ -123,14 +122,14 @@ def open_checkpoints(cfg: Config, policy: Policy, mine: SftState) -> Checkpoints
     return Checkpoints(
         cfg.checkpoint.model_copy(update=settings),
         cfg.run.dir,
-        # A rank may wait so long for its own writer before it joins the others.
+        # A rank may wait this long for its own writer before it joins the others.
         Control(
             policy.backend.host_group(
                 cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
             )
         ),
         companion=lambda step: mine,
-        # What follows the last step is the export.
+        # The export follows the last step.
         last_step=0,
         place=OF_SFT,
     )

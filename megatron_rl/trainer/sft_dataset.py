@@ -22,9 +22,9 @@ class SftExample(msgspec.Struct, frozen=True):
     messages: list[ChatMessage]
     response: str
     task: str = "math"
-    """Whose system prompt it gets, as in reinforcement learning."""
+    """The task whose system prompt it gets, as in reinforcement learning."""
     is_program: bool = False
-    """Of the task code: the response is a program that reads standard input, not a function."""
+    """For the task code: the response is a program that reads standard input, not a function."""
 
 
 def read_sft_dataset(path: Path) -> list[SftExample]:
@@ -76,8 +76,8 @@ def minibatches(
 ) -> Iterator[list[TrainSequence]]:
     """`steps` minibatches; every sequence once before any twice, in an order fixed by the seed.
 
-    Each response token weighs 1 / response tokens of the minibatch. done: leave out so many first
-    ones; the others are what they would be with them.
+    Each response token weighs 1 / response tokens of the minibatch. done: leave out this number
+    of first minibatches; the rest does not change.
     """
     order: list[int] = []
     rng = random.Random(seed)

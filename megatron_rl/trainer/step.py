@@ -51,10 +51,10 @@ from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
 @dataclass(frozen=True)
 class Totals:
-    """What a minibatch added up to over all ranks."""
+    """Sums of a minibatch over all ranks."""
 
     sums: dict[str, float]
-    """loss; entropy in nats; tokens; padded_tokens (positions); filling (positions beside these,
+    """loss; entropy in nats; tokens; padded_tokens (positions); filling (further positions,
     `expert.train.pad_microbatches`); the objective's own."""
     mismatch: Tensor  # as mismatch_sums gives it, on the host
     flops: float  # of the model, forward and backward, without recomputation
@@ -103,7 +103,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> MegatronOptimizer:
-        """Whose state a checkpoint holds."""
+        """The optimizer whose state a checkpoint holds."""
         return self._optimizer
 
     @property
@@ -117,7 +117,7 @@ class Trainer:
 
     @property
     def reference_metrics(self) -> list[Metric]:
-        """Of the wait for a scorer, in the last `prepare`."""
+        """Metrics of the wait for a scorer, in the last `prepare`."""
         return self.reference.metrics if isinstance(self.reference, ScoredReference) else []
 
     @span("prepare")
@@ -127,9 +127,9 @@ class Trainer:
         *,
         before_swap: Callable[[], None] | None = None,
     ) -> list[list[Known]]:
-        """What the objective needs to know of a batch before its first update.
+        """The objective's inputs that a batch needs before its first update.
 
-        Of each minibatch, of each microbatch; one forward pass for the policy's own logprobs, one
+        Per minibatch, per microbatch; one forward pass for the policy's own logprobs, one
         for the reference's, where they are needed. On stages that compute no loss nothing is known.
         before_swap: called before a reference's weights take the place of the policy's.
         """
@@ -147,7 +147,7 @@ class Trainer:
         ]
 
     def logprobs(self, minibatch: MinibatchShare) -> list[Tensor]:
-        """Of each microbatch [completion tokens], under the weights that are in place."""
+        """Logprobs per microbatch [completion tokens], under the current weights."""
         found = self._passes.all_values(self._passes.inputs(minibatch))
         return [values.logprobs for values in found]
 
@@ -198,7 +198,7 @@ class Trainer:
                 seconds=ended - started,
             ),
             *self._filling(totals.sums),
-            # What does not grow with the tokens of a minibatch.
+            # Memory that does not grow with the tokens of a minibatch.
             Metric("train/optimizer_s", ended - passed, "sum"),
         ]
 

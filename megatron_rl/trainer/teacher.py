@@ -1,4 +1,4 @@
-"""A reference of another size: a frozen model beside the policy, divided over the same ranks.
+"""A reference of another size: a frozen model next to the policy, divided over the same ranks.
 
 Used by trainer ranks. It waits in host memory, and is on the device for its pass alone.
 """
@@ -20,7 +20,7 @@ from megatron_rl.weights.layout.shape import check_parallel, check_teacher, read
 
 
 class Teacher:
-    """A model of its own; nothing of it is trained."""
+    """A separate model that is not trained."""
 
     is_average = False
 
@@ -48,7 +48,7 @@ class Teacher:
         return self._passes.policy.shape.hidden
 
     def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
-        """What the objective reads of it, of each microbatch; passes: the policy's, not needed."""
+        """The objective's inputs from it, per microbatch; passes: the policy's, not needed."""
         with self._on_device():
             return self._passes.as_reference(minibatches)
 

@@ -1,6 +1,6 @@
-"""Collects what a step finds of each token, and writes it beside the recorded rollouts.
+"""Collects a step's values of each token, and writes them next to the recorded rollouts.
 
-Runs in trainer ranks; those whose losses count write, one of each data-parallel replica.
+Runs in trainer ranks; the ranks whose losses count write, one per data-parallel replica.
 `protocol/trained_tokens.py` has the format.
 """
 
@@ -15,7 +15,7 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
 
 class TokenRecord:
-    """Of the batch that is being trained on."""
+    """Values of the batch in training."""
 
     def __init__(self, run_dir: Path, dp_rank: int) -> None:
         self._run_dir = run_dir
@@ -25,7 +25,7 @@ class TokenRecord:
         self._found: list[np.ndarray] = []
 
     def keep(self, logprobs: Tensor, entropies: Tensor, advantages: Tensor) -> None:
-        """Of the next microbatch: [completion tokens] each, of all its sequences end to end."""
+        """Values of the next microbatch: [completion tokens] each, its sequences end to end."""
         self._microbatches.append(torch.stack([logprobs, entropies, advantages]).detach().float())
 
     def end_minibatch(self, minibatch: MinibatchShare) -> None:

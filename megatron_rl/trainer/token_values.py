@@ -36,7 +36,7 @@ class ValuesOfTokens:
         self._memory = LogitMemory()
 
     def of(self, batch: MicroBatch, known: Known, hidden: Tensor) -> TokenLogprobs:
-        """Of all completion tokens of the microbatch. hidden: the last stage's output."""
+        """Values of all completion tokens of the microbatch. hidden: the last stage's output."""
         values = self._logprobs(batch, known, self._selected(batch, hidden))
         return whole_values(values, batch)
 
@@ -63,7 +63,7 @@ class ValuesOfTokens:
         )
 
     def _logprobs(self, batch: MicroBatch, known: Known, selected: Tensor) -> TokenLogprobs:
-        """Of this context rank's targets."""
+        """Values of this context rank's targets."""
         model = unwrap(self._policy.chunks[-1])
         weight = output_weight(model)
         # Data parallelism gives a trained weight a float32 buffer for its gradient.

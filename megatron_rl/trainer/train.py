@@ -153,7 +153,7 @@ def open_control(cfg: Config, policy: Policy) -> Control:
     sync_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
     if cfg.generator.release_memory:
         sync_s += cfg.generator.start_timeout_s
-    # A rank may wait so long for its own writer before it joins the others.
+    # A rank may wait this long for its own writer before it joins the others.
     save_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
     return Control(policy.backend.host_group(max(sync_s, save_s)))
 

@@ -17,7 +17,7 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Of all trainer ranks together."""
+    """Utilisation of all trainer ranks together."""
 
     cost: SequenceCost
     ranks: int
@@ -37,7 +37,7 @@ class Utilisation:
         return float(PASSES * sum(map(self.cost.of, lengths)))
 
     def metrics(self, *, flops: float, tokens: float, seconds: float) -> list[Metric]:
-        """Of an update with so many FLOPs and positions on all ranks."""
+        """Metrics of an update with this number of FLOPs and positions on all ranks."""
         rank_seconds = seconds * self.ranks
         found = [Metric("train/tokens_per_s_per_gpu", tokens, count=rank_seconds)]
         if self.peak_flops is not None:

@@ -1,7 +1,7 @@
-"""The value of a prompt, where no group of completions says it: a regression learns it beside.
+"""The value of a prompt, where no group of completions gives it; a regression learns it.
 
-Used by trainer ranks. Linear in the hidden state that the reference has behind the prompt, so that
-it costs no pass of its own; every rank of the world holds the same head.
+Used by trainer ranks. It is linear in the reference's hidden state after the prompt, so it costs
+no separate pass; every rank of the world holds the same head.
 Source: DRO (arXiv 2405.19107), section 3.2, which trains a second network in its place.
 """
 
@@ -42,7 +42,7 @@ class ValueHead:
         """Before the first update of a run: the value of all prompts is the mean reward.
 
         From 0 on, every completion would surpass what is expected, and become likelier for a while.
-        rewards: [sequences], none twice on data-parallel ranks, and on others those of its share.
+        rewards: [sequences], none twice on data-parallel ranks; other ranks have their share's.
         Collective; later calls do nothing.
         """
         if self._has_begun:
@@ -86,7 +86,7 @@ class ValueHead:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self._has_begun = True
         self._weights.copy_(state["weights"])
         moments = {name: value.clone() for name, value in state["moments"].items()}

@@ -1,4 +1,4 @@
-"""Writes a sharded state in Megatron's format "torch_dist" while the trainer goes on.
+"""Writes a sharded state in Megatron's format "torch_dist" while the trainer continues.
 
 Runs in trainer ranks.
 
@@ -70,7 +70,7 @@ class BackgroundSave:
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """What this rank wrote."""
+        """The files that this rank wrote."""
         return self._writer.files
 
     @property
@@ -112,7 +112,7 @@ class SavePlans:
     def begin(
         self, state: dict[str, Any], folder: Path
     ) -> tuple[list[Callable[..., None]], "_HostCopyWriter"]:
-        """What finalizes the save, and its writer with copies. Collective over all ranks."""
+        """The save's finalization, and its writer with copies. Collective over all ranks."""
         request = dist_checkpointing.save(
             state,
             str(folder),
@@ -133,7 +133,7 @@ class _HostCopyStrategy(TorchDistSaveShardedStrategy):
     _cached: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
     """This rank's part of the global plan, its local plan, and whether all ranks may reuse them."""
     _metadata: Metadata | None = None
-    """Of the global plan, on rank 0."""
+    """The global plan's metadata, on rank 0."""
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -199,7 +199,7 @@ class _HostCopyWriter(FileSystemWriter):
             self.ended = time.monotonic()
 
     def retrieve_write_results(self) -> Any:
-        """What was written where, or the error; Megatron's finalization asks for it."""
+        """The place of each written item, or the error; Megatron's finalization asks for it."""
         return self._outcome
 
 

@@ -49,7 +49,7 @@ class Box:
             global_shape=self.of.global_shape,
             global_offset=self.offset,
             axis_fragmentations=None,
-            # The last part numbers data-parallel replicas: of those, this one alone has the box.
+            # The last part numbers data-parallel replicas; only this replica has the box.
             replica_id=(*self.of.replica_id[:-1], 0),
             allow_shape_mismatch=self.of.allow_shape_mismatch,
         )
@@ -67,7 +67,7 @@ def boxes_of(
         last = first + prod(part.local_shape)
         low, high = max(start, first), min(end, last)
         for corner, size in runs_as_boxes(part.local_shape, low - first, high - first):
-            # Where experts have an axis of their own, the shard has none.
+            # Where experts have their own axis, the shard has none.
             lead = len(part.global_shape) - len(corner)
             inner = (*(0 for _ in range(lead)), *corner)
             offset = tuple(a + b for a, b in zip(part.global_offset, inner, strict=True))

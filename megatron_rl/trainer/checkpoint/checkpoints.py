@@ -1,9 +1,8 @@
 """Checkpoints of a run: when to save, one at a time in the background, which to keep, resuming.
 
-Runs in trainer ranks; all of them call every method together. Rank 0 asks for what belongs to the
-trainer's state of the same step, the queue's or that of supervised training, writes it beside, and
-declares the folder complete when all ranks have written; `protocol/checkpoint_folder.py` says what
-that means.
+Runs in trainer ranks, which all call every method together. Rank 0 asks for the state of the queue
+or of supervised training at the same step, and writes it next to the trainer's state. When all
+ranks have written, rank 0 declares the folder complete (see `protocol/checkpoint_folder.py`).
 """
 
 import logging
@@ -43,7 +42,7 @@ class Place(NamedTuple):
     folder: str
     """In the run folder."""
     companion: str
-    """Name of the file beside the trainer's state."""
+    """Name of the file next to the trainer's state."""
 
 
 OF_RUN = Place(checkpoint_folder.CHECKPOINTS, checkpoint_folder.QUEUE_STATE)
@@ -76,8 +75,8 @@ class Checkpoints:
         last_step: int,
         place: Place = OF_RUN,
     ) -> None:
-        """companion: what is saved beside the trainer's state of a step, on rank 0; what others
-        return is ignored.
+        """companion: returns, on rank 0, what to save with the trainer's state of a step; other
+        ranks' results are ignored.
 
         control: its collectives may take expert.checkpoint.write_timeout_s.
         """

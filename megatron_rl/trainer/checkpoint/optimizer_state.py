@@ -1,17 +1,17 @@
 """The optimizer's state in the shape of the model: masters and moments of each parameter.
 
-Runs in trainer ranks, for checkpoints. Whatever optimizer wrote it, the state of a parameter stands
-under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, where KEY is the parameter's own key and the
-shards are the model's: so it is read back under any other split, with or without the distributed
-optimizer. A float32 model has no masters beside its parameters, and saves none.
+Runs in trainer ranks, for checkpoints. Every optimizer saves a parameter's state under
+`optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, where KEY is the parameter's own key. The shards
+are the model's, so any other split can read the state, with or without the distributed optimizer.
+A float32 model has no masters besides its parameters, and saves none.
 
-A rank of the distributed optimizer saves and reads its own share alone, as boxes of the whole
-tensors (`boxes.py`): no rank gathers what the others hold.
+A rank of the distributed optimizer saves and reads only its own share, as boxes of the whole
+tensors (`boxes.py`): no rank gathers the other ranks' shares.
 
-Megatron's own formats are not used. In 0.16.1 that of the plain optimizer and that of the
-distributed one cannot be read as one another; and the latter, "fully_reshardable", drops the
-padding between buckets but places parameters by offsets that count it (distrib_optimizer.py:1117
-and 1489), so that with several buckets nearly all moments are saved wrong.
+Megatron's formats are not used. In 0.16.1 the plain and the distributed optimizer cannot read each
+other's format. The distributed "fully_reshardable" drops the padding between buckets, but places
+parameters by offsets that count it (distrib_optimizer.py:1117 and 1489). With several buckets it
+saves nearly all moments wrong.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,8 +31,8 @@ from torch import Tensor
 from megatron_rl.trainer.checkpoint.boxes import boxes_of
 
 State = dict[str, Tensor]
-"""Of one parameter, float32: "param", "exp_avg", "exp_avg_sq", each in the local shape, or several
-boxes of each, "exp_avg.0" and so on."""
+"""State of one parameter, float32: "param", "exp_avg", "exp_avg_sq", each in the local shape, or
+several boxes of each, "exp_avg.0" and so on."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"
 _PREFIX = "optimizer.state"
@@ -164,7 +164,7 @@ class _Distributed:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that this replica holds a part of, in a fixed order."""
+        """Parameters that this replica holds a part of, in a fixed order."""
         return list(self._runs)
 
     def sharded(self, *, is_loading: bool) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a checkpoint of supervised training says of its minibatches: they must be the same again.
+"""Minibatches in a checkpoint of supervised training; a resumed run must have the same.
 
 Runs in trainer ranks.
 """

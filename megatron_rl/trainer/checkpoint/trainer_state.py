@@ -1,8 +1,8 @@
-"""What a checkpoint holds of the trainer, as Megatron's sharded state, and how it is put back.
+"""The trainer's state in a checkpoint, as Megatron's sharded state, and how it is restored.
 
-Runs in trainer ranks. Model weights and optimizer state can be read back under any other split.
-Random states belong to a rank: they are read back under the same tensor and pipeline sizes only,
-else the ranks keep the ones that `run.seed` gave them.
+Runs in trainer ranks. Any other split can read model weights and optimizer state. Random states
+belong to a rank, and are restored only under the same tensor and pipeline sizes; else the ranks
+keep the states from `run.seed`.
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ def _model_state(policy: Policy) -> dict[str, Any]:
 
 
 def _average_state(trainer: Trainer) -> dict[str, Any]:
-    """Of a reference that is a moving average, in float32; nothing of others, which a resumed run
-    reads again where they came from."""
+    """State of a moving-average reference, in float32; nothing for other references, which a
+    resumed run reads again from their source."""
     reference = trainer.reference
     if reference is None or not reference.is_average:
         return {}

@@ -12,10 +12,10 @@ The order on a rank:
 
 Forward: `model[0](tokens, position_ids, None, packed_seq_params=packed_params(starts, longest))`,
 with tokens and position_ids [1, positions] int64. The sequences fill the positions (padding is a
-sequence of its own); a context rank gives its own positions, but the starts of whole sequences. The
-trainer calls it within `last_stage.without_output_layer`: the last pipeline stage then returns
-hidden states [1, positions, hidden], divided by positions under sequence parallelism, and
-`logprobs.py` computes logits for some rows at a time. Outside of it the last stage returns logits
+sequence too); a context rank gives its own positions, but the starts of whole sequences. The
+trainer calls it within `last_stage.without_output_layer`. Then the last pipeline stage returns
+hidden states [1, positions, hidden], divided by positions under sequence parallelism.
+`logprobs.py` computes their logits for some rows at a time. Outside of it that stage returns logits
 [1, positions, padded_vocab / tensor ranks], whose columns from `shape.vocab` on are padding. Under
 bf16 Megatron's wrapper converts what a last stage returns to float32, unless `fp32_output=False`.
 
@@ -179,7 +179,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
 def _parameters(model: ModelConfig) -> dict[str, Any]:
     """Their dtype, and that they stay unset until weights are loaded."""
     dtype = DTYPES[model.dtype]
-    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
+    # Rounding uninitialized memory to FP8 could leave scales that are not finite.
     leave_unset = torch.nn.init.zeros_ if model.fp8_parameters else _leave_unset
     return {
         "params_dtype": dtype,
@@ -207,7 +207,7 @@ def _split(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _pipeline(cfg: Config) -> dict[str, Any]:
-    """What pipeline stages send each other, and how."""
+    """Tensors that pipeline stages send each other, and how."""
     has_stages, is_interleaved = cfg.parallel.pipeline > 1, cfg.parallel.virtual_stages > 1
     return {
         "pipeline_dtype": DTYPES[cfg.model.dtype],
@@ -262,8 +262,8 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
 def mark_experts(module: torch.nn.Module) -> None:
     """Make Megatron reduce and count the gradients of experts among expert ranks.
 
-    Experts are whole on a rank, so that their replicas are all ranks of a stage that hold the same
-    ones, tensor ranks too. megatron-core 0.16.1 leaves the marks out where there is one expert rank
+    Experts are whole on a rank; their replicas are all ranks of a stage with the same experts,
+    tensor ranks too. megatron-core 0.16.1 sets no marks for a single expert rank
     (layers.py:886), and would then sum over data-parallel ranks only.
     """
     for name, parameter in module.named_parameters():
@@ -274,7 +274,7 @@ def mark_experts(module: torch.nn.Module) -> None:
 
 
 def _leave_unset(weight: torch.Tensor) -> None:
-    """Initialization that keeps whatever the memory held."""
+    """Initialization that leaves the memory as it is."""
 
 
 def _recompute(model: ModelConfig, *, has_experts: bool, backend: Backend) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class MicroBatch:
     member_of: Tensor  # [sequences] int64, place in the group
     expert_choices: Tensor | None = None
     """[positions, layers x experts of a token] int16 or int32, -1 where none is recorded. They are
-    large: they stay on the host, and each forward pass takes those of its microbatch."""
+    large: they stay in host memory, and each forward pass takes its microbatch's choices."""
     folding: Folding | None = None  # None: positions are the sequences laid end to end
     places: Tensor | None = None
     """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
@@ -83,10 +83,10 @@ def collate(
 ) -> MicroBatch:
     """Pack sequences into one microbatch.
 
-    multiple: the count of positions is padded up to a multiple of it by a sequence without
-    weight (sequence parallelism needs a multiple of the tensor-parallel size).
-    sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
-    one of (context parallelism cuts each into equal chunks).
+    multiple: a sequence without weight pads the count of positions to a multiple of it
+    (sequence parallelism needs a multiple of the tensor-parallel size).
+    sequence_multiple: every sequence is padded at its end to a multiple of it, and so is
+    `multiple` (context parallelism cuts each sequence into equal chunks).
     choice_width: layers x experts of a token, to take the generator's choices along; else 0.
     experts: of the model, where it takes them.
     shares_prompts: compute what sequences have in common once (`backend/folding.py`); without the
@@ -164,10 +164,10 @@ def _is_gold(sequence: TrainSequence) -> np.ndarray:
 
 
 def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:
-    """What a context rank with these positions sees: tokens, and which positions predict.
+    """The microbatch of a context rank with these positions: tokens, and which positions predict.
 
-    positions: int64, in the rank's order. What belongs to completion tokens stays that of the whole
-    microbatch, but for their targets: losses see whole sequences.
+    positions: int64, in the rank's order. Values of completion tokens, except
+    targets, stay the whole microbatch's: losses see whole sequences.
     """
     places = torch.full((batch.tokens.shape[1],), -1)
     places[positions] = torch.arange(len(positions))

@@ -1,8 +1,8 @@
 """KL of the policy's next-token distribution to the reference's, over the whole vocabulary.
 
-Runs in trainer ranks of the last pipeline stage. What the reference's logits are made of is kept in
-place of the logits, which would be as many as tokens times ids; `logprobs.py` computes those of
-both policies for some rows at a time, and hands them to these sums.
+Runs in trainer ranks of the last pipeline stage. The reference's hidden states are kept instead of
+its logits, which would be tokens x ids values. `logprobs.py` computes both policies' logits for
+some rows at a time, and adds these logits to the sums.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from megatron_rl.backend.softmax import pair_sums
 class ReferenceLayer:
     """The reference's output layer and what goes into it, of one microbatch."""
 
-    hidden: Tensor  # [tokens, hidden], rows as those of the policy's hidden states
+    hidden: Tensor  # [tokens, hidden], rows as in the policy's hidden states
     weight: Tensor  # [padded vocabulary / ranks, hidden], this rank's rows
 
     def to(self, device: torch.device) -> Self:
@@ -36,21 +36,21 @@ class ReferenceLayer:
 
 
 class Divergences(NamedTuple):
-    """Of each token [tokens] float32, equal on every tensor-parallel rank."""
+    """KL of each token [tokens] float32, equal on every tensor-parallel rank."""
 
     kl: Tensor  # nats
     other_log_z: Tensor  # log of the sum of exp(the reference's logit / temperature)
 
 
 class PolicySums(NamedTuple):
-    """Of each token [tokens] float32, over the whole group."""
+    """KL of each token [tokens] float32, over the whole group."""
 
     maxima: Tensor  # largest logit / temperature
     exps: Tensor  # sum of exp(logit / temperature - maximum)
 
 
 class DivergenceSums:
-    """Sums over this rank's ids, which passes fill in; then those over the group."""
+    """Sums over this rank's ids, which passes fill in; then sums over the group."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         """A rank that holds padding alone has no passes, and adds nothing."""

@@ -1,7 +1,7 @@
-"""Microbatches of one size (`expert.train.pad_microbatches`): what sequences leave is filled up.
+"""Microbatches of one size (`expert.train.pad_microbatches`): free positions are filled.
 
-Runs in trainer ranks. Filling positions are sequences of their own, so that no other one sees them,
-and predict nothing: loss, gradients and metrics are those of the sequences.
+Runs in trainer ranks. Filling positions form separate sequences, which no other sequence sees, and
+predict nothing: loss, gradients and metrics come from the real sequences only.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ PIECE = 512
 
 
 def fill(batch: MicroBatch, positions: int, *, vocab: int) -> MicroBatch:
-    """The microbatch with so many positions. vocab: token ids are below it.
+    """The microbatch with `positions` positions. vocab: token ids are below it.
 
     Raises InputError for one that has more.
     """

@@ -1,10 +1,9 @@
 """Logprobs of given tokens from hidden states: output layer and softmax, some rows at a time.
 
-Runs in trainer ranks of the last pipeline stage. A pass computes the logits of some rows, and
-reduces them; the next one writes over them. The backward pass computes them again, all but those of
-the last pass, which are still there. The only place that turns "predicts next" rows into "is this
-token" values is `collate.py`; here row i of the hidden states is already the one that predicts
-target i.
+Runs in trainer ranks of the last pipeline stage. A pass computes and
+reduces the logits of some rows; the next pass overwrites these logits. The backward pass computes
+all logits again, except the last pass's, which are still there. Only `collate.py` turns "predicts
+next" rows into "is this token" values; here row i of the hidden states predicts target i.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ BYTES_WIDENED_WITH_LOOPS = 8
 """The same for float32 logits of bfloat16 factors: the logit, its gradient rounded to a factor, and
 copies of factors where the CPU has no product of its own for them."""
 BYTES_WITH_REFERENCE = 20
-"""The same where the reference's logits are computed beside the policy's."""
+"""The same where the reference's logits are computed with the policy's."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -58,7 +57,7 @@ class LogitMemory:
 
     def __init__(self) -> None:
         self.uses = 0
-        """What an earlier user left is gone once this has grown."""
+        """Once this has grown, an earlier user's values are overwritten."""
         self._memory: Tensor | None = None
 
     def take(self, like: Tensor, dtype: torch.dtype, rows: int, ids: int) -> Tensor:
@@ -93,9 +92,9 @@ class OutputLayer:
     """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
     differentiates_entropy: bool = False
     reference: ReferenceLayer | None = None
-    """What the policy is compared with; its vocabulary is cut and padded in the same way."""
+    """The reference to compare the policy with; its vocabulary is cut and padded the same way."""
     logits_dtype: torch.dtype | None = None
-    """What logits are rounded to before the softmax; None: the dtype of the weight."""
+    """Dtype that logits are rounded to before the softmax; None: the dtype of the weight."""
     memory: LogitMemory = field(default_factory=LogitMemory)
     """Shared by the microbatches of a step."""
 
@@ -120,7 +119,7 @@ class OutputLayer:
         return [slice(max(0, end - size), end) for end in reversed(ends)]
 
     def pass_rows(self, hidden: Tensor) -> int:
-        """Of a long pass."""
+        """Rows of a long pass."""
         n_bytes = BYTES
         if is_read_only(hidden):
             is_widened = self.logits_dtype not in (None, hidden.dtype)
@@ -175,7 +174,7 @@ class _Logprobs(torch.autograd.Function):
         is_local = (local >= 0) & (local < n_ids)
         local = local.clamp(0, max(n_ids - 1, 0))
 
-        # Of each row: largest logit; then, relative to it, sum of exp, sum of exp * logit, and the
+        # Per row: largest logit; then, relative to it, sum of exp, sum of exp * logit, and the
         # target's logit. A rank that holds padding alone adds nothing.
         n_tokens = len(hidden)
         lowest = torch.finfo(torch.float32).min
@@ -226,7 +225,7 @@ class _Logprobs(torch.autograd.Function):
         grad_weight = layer.gradient
         if grad_weight is None:
             grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
-        # Of the last pass first, as its logits may be there. They are written over.
+        # The last pass comes first: its logits may be there, and are overwritten.
         is_there = ctx.uses == layer.memory.uses
         memory = layer.take_memory(hidden)
         for span in reversed(layer.spans(hidden)):

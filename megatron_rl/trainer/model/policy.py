@@ -38,7 +38,7 @@ class Policy:
     chunks: list[DistributedDataParallel]
     parallel: ParallelConfig
     cfg: Config
-    """What it was built from."""
+    """The configuration of the model."""
 
     @property
     def device(self) -> torch.device:
@@ -128,9 +128,9 @@ class Policy:
 def open_policy(cfg: Config) -> Iterator[Policy]:
     """Join the trainer ranks, build the model and load its weights straight into shards.
 
-    They are those of `cfg.model.megatron_path`, or else of `cfg.model.path`. Leaves the process
-    groups at the end; after an error it aborts them. Raises InputError, for impossible sizes before
-    anything is built.
+    The weights come from `cfg.model.megatron_path`, or else from `cfg.model.path`. Leaves the
+    process groups at the end; after an error it aborts them. Raises InputError,
+    for impossible sizes before anything is built.
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)

@@ -30,7 +30,7 @@ def routers_of(chunk: torch.nn.Module) -> list[tuple[int, RouterReplay]]:
 
 
 class _Choices:
-    """Of one layer, until its router takes them by the one call that it makes: `to(device)`."""
+    """Choices of one layer, until its router takes them by its only call: `to(device)`."""
 
     def __init__(self, narrow: Tensor) -> None:
         """narrow: [positions, topk] of any integers, UNKNOWN where none is recorded."""

@@ -1,8 +1,8 @@
 """Which positions a model has to compute of sequences that share prompts.
 
-Runs in trainer ranks, for `collate.py`. Two kinds are left out: a prompt's positions but for those
-of the first sequence that begins with it, and the last position of each sequence, from which
-nothing is predicted and which nothing attends to.
+Runs in trainer ranks, for `collate.py`. Two kinds are left out. A prompt is computed only in
+the first sequence that begins with it. The last position of each sequence predicts nothing, and
+nothing attends to it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Shared:
 def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> Shared:
     """Positions in the order of the sequences.
 
-    multiple: the count of positions is padded up to a multiple of it by a sequence of its own.
+    multiple: the count of positions is padded up to a multiple of it by a separate sequence.
     """
     prompts: dict[bytes, np.ndarray] = {}
     rows, positions, loss_positions = [], [], []

@@ -1,4 +1,4 @@
-"""What rank 0 tells the senders of one generator in the exchange's store, and what they answer.
+"""Calls of rank 0 to the senders of one generator in the exchange's store, and their answers.
 
 Shared by trainer ranks and engine ranks, which both may send.
 """

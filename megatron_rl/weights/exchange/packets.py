@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.slices import as_matrix
 
 TRAILER_BYTES = 8 * (WORDS + 1)
 ALONE_BYTES = 256 << 10
-"""Moves from this size on are packets of their own: that costs less than copying them."""
+"""Moves from this size on are separate packets: that costs less than copying them."""
 _ALIGNMENT = 8
 
 

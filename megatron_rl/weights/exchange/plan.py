@@ -18,7 +18,7 @@ PARCEL_OVERHEAD_BYTES = 32
 """At most so much of a parcel's buffer is not payload: digest and version are 24 bytes, padding in
 front of them less than 8."""
 _PIECES = 8
-"""A bucket holds at least so many pieces, so that loads and rounds come out even."""
+"""A bucket holds at least this number of pieces, so that loads and rounds come out even."""
 
 
 class Move(NamedTuple):

@@ -346,7 +346,7 @@ class Channel:
             try:
                 connect_group(group, own, ends_at)
             except RuntimeError:
-                # What it has begun must not go on beside the training.
+                # A begun transfer must not continue during training.
                 close_group(group)
                 raise
             self._group = group

@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Done:
-    """What a conversion did."""
+    """Result of a conversion."""
 
     kind: str
     """Of the source: hf, mistral or megatron."""

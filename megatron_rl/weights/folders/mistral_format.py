@@ -44,12 +44,12 @@ _NAMES = {
 
 
 def is_mistral_folder(folder: Path) -> bool:
-    """Whether the weights are in mistral format only; many folders have HF's beside it."""
+    """Whether the weights are in mistral format only; many folders have HF's too."""
     return (folder / PARAMS).is_file() and not any(folder.glob("model*.safetensors*"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What HF's config.json would hold. Raises InputError for what is not understood."""
+    """The equivalent of HF's config.json. Raises InputError for unknown parameters."""
     path = folder / PARAMS
     try:
         params = json.loads(path.read_text())

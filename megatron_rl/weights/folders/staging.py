@@ -27,9 +27,9 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP)
 
 @contextmanager
 def staged(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """An empty folder beside `folder` that takes its name when the block ends, or else vanishes.
+    """An empty folder next to `folder` that takes its name when the block ends, or else vanishes.
 
-    What a killed process left there before is removed. replaces: an older `folder` stays until
+    A killed process's remains there are removed first. replaces: an older `folder` stays until
     then, and is removed afterwards; without it one is a FileExistsError.
     """
     if replaces:

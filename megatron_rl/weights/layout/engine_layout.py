@@ -52,7 +52,7 @@ def engine_slices(
     check_engine_tensor(tensor.size, shape.heads)
     check_engine_experts(tensor.size, expert_parallel, counts_of(shape))
     if shape.experts and shape.is_tied:
-        # SGLang 0.5.23 gives them an output matrix of its own and leaves it unset.
+        # SGLang 0.5.23 gives them a separate output matrix and leaves it unset.
         raise ValueError("SGLang has no tied embeddings for models with experts")
     slices = list(_vocabulary(shape, tensor))
     slices.append(_whole("model.norm.weight", shape.hidden))
