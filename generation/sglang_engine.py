@@ -253,7 +253,7 @@ class SGLangEngine:
             for name in names:
                 await self._post("/abort_request", {"rid": name}, ABORT_S)
         except EngineError as error:
-            log.warning("SGLang may go on with what was given up: %s", error)
+            log.warning("SGLang may continue with requests that were given up: %s", error)
 
     async def pause(self) -> None:
         """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""

@@ -141,7 +141,7 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
     """What engines and trainer ranks need, where they would run on GPUs."""
     gpus = listed_gpus()
     if not gpus:
-        return [(True, "GPUs", "none: runs go on the CPU")]
+        return [(True, "GPUs", "none: runs use the CPU")]
     device = device_of_host(gpus, _version("torch") or "")
     if not uses_gpus(device):
         idle = f"{len(gpus)}, left idle: torch is for the CPU. Use them: bash tools/install.sh gpu"

@@ -57,7 +57,7 @@ class RunOptions:
 
 
 @command(
-    app, "run", "Train, evaluate, export, summarize; the same command goes on with a run.",
+    app, "run", "Train, evaluate, export, summarize; the same command resumes a run.",
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
 def run(options: RunOptions, console: Console) -> int:

@@ -79,7 +79,7 @@ def run_here(plan: Plan, console: Console, command_of: CommandOf = run_command) 
                 plan, console, lock=lock, command_of=command_of, after_each=lambda: _write(plan)
             )
         except Interrupted:
-            say(console, "Interrupted. The same command goes on; complete runs are not repeated.")
+            say(console, "Interrupted. The same command resumes; complete runs are not repeated.")
             _write(plan)
             raise
         _report(plan, console)

@@ -63,7 +63,7 @@ def left_behind_text(config: Config, steps: int) -> str:
     """What of an earlier attempt is not done again."""
     if steps == config.sft.steps:
         return "but for its cold start, which is there"
-    return f"but for its cold start, which goes on after step {steps} of {config.sft.steps}"
+    return f"but for its cold start, which resumes after step {steps} of {config.sft.steps}"
 
 
 def is_of_cold_start(name: str) -> bool:

@@ -211,9 +211,7 @@ def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
 
 
 def _second_text(run_dir: Path) -> str:
-    return (
-        f"a run is going on in {run_dir}: end it first, or name another folder with --run-dir DIR"
-    )
+    return f"a run is running in {run_dir}: end it first, or name another folder with --run-dir DIR"
 
 
 def is_running(run_dir: Path) -> bool:

@@ -224,7 +224,7 @@ class Supervisor:
         rule = role.restarts
         if role.is_expendable:
             role.is_death_answered = True
-            log.warning("%s; the run goes on without it", self._explain(role))
+            log.warning("%s; the run continues without it", self._explain(role))
             clear_failures(self.log_dir / _FAILURES, role.name)
             return
         if rule is None:

@@ -49,7 +49,9 @@ class Awaited:
             verb = "starts its engine" if len(starting) == 1 else "start their engines"
             engines = [f"{', '.join(starting)} {verb} (at most {limit_s:.0f} s)"]
         if any(name.startswith("sft") for name in running):
-            tuned = "supervised steps go on" if self._is_tuned else "trainer ranks load the model"
+            tuned = (
+                "supervised steps continue" if self._is_tuned else "trainer ranks load the model"
+            )
             return [tuned, *engines]
         if engines:
             return engines
@@ -59,4 +61,4 @@ class Awaited:
             return ["the first weights travel to the generators"]
         if not self._has_rollouts:
             return ["the first completions are generated"]
-        return [f"no news, {self._phase} goes on"]
+        return [f"no news, {self._phase} continues"]

@@ -254,7 +254,7 @@ AREAS: dict[str, tuple[Known, ...]] = {
     "Rollout queue": QUEUE,
     "Trainer": TRAINER,
     "Syncing and generators": WEIGHT_SYNC,
-    "What goes on, every few seconds": ACTIVITY,
+    "Activity, every few seconds": ACTIVITY,
     "Evaluations": EVALUATION,
 }
 _PAGE = """\

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 Interval = tuple[float, float]
 
 SFT_BASELINE_TEXT = (
-    "instead of RL, the cold start goes on, on the same SFT examples, for as much compute as RL "
+    "instead of RL, the cold start continues, on the same SFT examples, for as much compute as RL "
     "took (counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
 )
 

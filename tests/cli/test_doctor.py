@@ -63,7 +63,7 @@ def test_a_machine_that_lacks_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(doctor, name, list)
     monkeypatch.setattr(doctor, "listed_gpus", tuple)
     count, text = told()
-    assert count == 0 and "none: runs go on the CPU" in text
+    assert count == 0 and "none: runs use the CPU" in text
     assert text.strip().endswith("Nothing is missing.")
 
 

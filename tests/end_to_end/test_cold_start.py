@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
         wait_until((run_dir / "hf" / "cold_start").exists, run)
         run.kill()
         first, _ = run.communicate(timeout=60)
-    text = f"but for its cold start, which goes on after step {newest} of 60"
+    text = f"but for its cold start, which resumes after step {newest} of 60"
     assert text in first
     assert sft_steps(run_dir) == list(range(1, 61))
     exported = (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino

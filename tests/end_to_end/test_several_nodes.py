@@ -117,7 +117,7 @@ def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
             time.sleep(0.1)
     assert second is not None
     refusal, _ = second.communicate(timeout=60)
-    assert second.returncode == 2 and f"a run is going on in {run_dir}: end it" in refusal
+    assert second.returncode == 2 and f"a run is running in {run_dir}: end it" in refusal
     text = (tmp_path / "job.log").read_text()
     assert run.returncode == 0, text
     # What `status` says of a healthy run, from the first process of it to the last.

@@ -102,7 +102,7 @@ def test_a_cold_start_that_was_cut_off_goes_on_at_its_newest_checkpoint(run_dir:
     cfg = config(run_dir)
     assert steps_left_behind(cfg) == 6 and steps_left_behind(config(run_dir, "sft.steps=0")) == 0
     assert check_run_folder(config(run_dir / "new")).checkpoint is None
-    assert "its cold start, which goes on after step 6 of 9" in begin_anew(cfg)
+    assert "its cold start, which resumes after step 6 of 9" in begin_anew(cfg)
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows if row["source"] == "sft"] == list(range(1, 7))
     assert is_due(cfg, is_resumed=False) and steps_left_behind(cfg) == 6

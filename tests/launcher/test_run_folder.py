@@ -172,10 +172,10 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         child = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=(lock.descriptor,)
         )
-        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+        with pytest.raises(InputError, match="a run is running in"), locked(tmp_path):
             pass
     try:
-        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+        with pytest.raises(InputError, match="a run is running in"), locked(tmp_path):
             pass
     finally:
         child.communicate(timeout=10)

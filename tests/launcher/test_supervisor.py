@@ -274,4 +274,4 @@ def test_the_death_of_an_expendable_role_is_told_and_ends_nothing(tmp_path: Path
         capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "spare" in done.stderr and "the run goes on without it" in done.stderr
+    assert "spare" in done.stderr and "the run continues without it" in done.stderr

@@ -15,7 +15,9 @@ def test_engine_that_starts_beside_the_cold_start_is_counted_from_its_start() ->
         "generator-0 starts its engine (at most 900 s): 0 s so far"
     )
     awaited.note({"source": "sft", "step": 1, "train/loss": 1.0})
-    assert awaited.text(engine, [*SERVING, "sft"], 130.0).startswith("supervised steps go on: 0 s")
+    assert awaited.text(engine, [*SERVING, "sft"], 130.0).startswith(
+        "supervised steps continue: 0 s"
+    )
     awaited.enter_phase("reinforcement learning")
     text = awaited.text(engine, [*SERVING, "trainer"], 140.0)
     assert text == "generator-0 starts its engine (at most 900 s): 40 s so far"

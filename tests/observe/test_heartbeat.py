@@ -72,7 +72,7 @@ def test_a_launcher_of_this_machine_is_found_dead_at_once(tmp_path: Path) -> Non
         assert beat is not None and (beat.pid, beat.phase) == (holder.pid, "waiting")
         assert is_running(tmp_path)
         started = time.monotonic()
-        said = f"a run is going on in {tmp_path}: end it first, .* .it is pid {holder.pid} on "
+        said = f"a run is running in {tmp_path}: end it first, .* .it is pid {holder.pid} on "
         with pytest.raises(InputError, match=said), locked(tmp_path):
             pass
         holder.send_signal(signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_without_locks_the_heartbeat_keeps_a_second_run_out(
     with locked(tmp_path):
         assert "has no locks" in caplog.text and "-o flock" in caplog.text
         assert is_running(tmp_path)
-        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+        with pytest.raises(InputError, match="a run is running in"), locked(tmp_path):
             pass
     assert not is_running(tmp_path)
 

@@ -80,7 +80,7 @@ def _grade(options: GradeOptions, console: Console) -> None:
 def _check(config: Config, rows: list[Row], console: Console) -> None:
     """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
     if (config.run.dir / CONFIG).exists():
-        say([f"{config.run.dir} holds an earlier call: it would go on"], console)
+        say([f"{config.run.dir} holds an earlier call: it would resume"], console)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
         path = Path(name) / PROBLEMS
         path.write_text(encode_lines([problem_line(row) for row in rows]))

@@ -227,7 +227,7 @@ def _check_summary(
 ) -> None:
     path = run_dir / "summary.json"
     if not path.exists():
-        findings.skipped.append("summary.json is not there: the run goes on, or stopped")
+        findings.skipped.append("summary.json is not there: the run continues, or stopped")
         return
     summary = json.loads(path.read_text())
     evaluations = {row["label"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
