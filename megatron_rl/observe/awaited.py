@@ -49,9 +49,7 @@ class Awaited:
             verb = "starts its engine" if len(starting) == 1 else "start their engines"
             engines = [f"{', '.join(starting)} {verb} (at most {limit_s:.0f} s)"]
         if any(name.startswith("sft") for name in running):
-            tuned = (
-                "supervised steps continue" if self._is_tuned else "trainer ranks load the model"
-            )
+            tuned = "supervised training runs" if self._is_tuned else "trainer ranks load the model"
             return [tuned, *engines]
         if engines:
             return engines

@@ -16,7 +16,7 @@ def test_engine_that_starts_beside_the_cold_start_is_counted_from_its_start() ->
     )
     awaited.note({"source": "sft", "step": 1, "train/loss": 1.0})
     assert awaited.text(engine, [*SERVING, "sft"], 130.0).startswith(
-        "supervised steps continue: 0 s"
+        "supervised training runs: 0 s"
     )
     awaited.enter_phase("reinforcement learning")
     text = awaited.text(engine, [*SERVING, "trainer"], 140.0)

@@ -112,7 +112,7 @@ def test_interrupted_sweep_ends_its_run_in_good_order_and_goes_on(
     sweep.send_signal(number)
     output, _ = sweep.communicate(timeout=WAIT_S)
     assert sweep.returncode == 128 + number, output
-    assert "Interrupted. The same command goes on" in output
+    assert "Interrupted. The same command resumes" in output
     assert len(children) == 1 and not children[0].is_running()
     assert calls(tmp_path)[-1] == "ended high"
     assert states(tmp_path)["high", 0] == ("interrupted", "")
