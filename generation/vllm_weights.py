@@ -101,7 +101,7 @@ class Weights:
     def receive_bucket(self, bucket: Bucket) -> None:
         """Take part in the broadcast of a bucket and load it. Raises OrderFailed."""
         if self._group is None:
-            raise OrderFailed("a bucket arrived without a group: join first")
+            raise OrderFailed("received a bucket before JoinGroup: join the group first")
         flat = torch.empty(bucket_bytes(bucket.dtypes, bucket.shapes), dtype=torch.uint8)
         with _order_errors("the bucket could not be received"):
             work = dist.broadcast(flat, src=0, group=self._group, async_op=True)

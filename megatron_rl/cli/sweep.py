@@ -130,8 +130,8 @@ def _sweep_locked(folder: Path) -> Iterator[int]:
             lock = stack.enter_context(locked(folder))
         except InputError as error:
             raise InputError(
-                f"a sweep is running in {folder}: end it first, or name another folder with "
-                "--sweep-dir DIR"
+                f"a sweep is already running in {folder}: stop it first, or name another folder "
+                "with --sweep-dir DIR"
             ) from error
         yield lock.descriptor
 

@@ -107,9 +107,9 @@ class QueueConfig(Section):
     def _check_breaker(self) -> Self:
         if self.breaker_window_groups < self.breaker_min_prompts:
             raise ValueError(
-                f"expert.queue.breaker_window_groups={self.breaker_window_groups} groups never "
-                f"hold expert.queue.breaker_min_prompts={self.breaker_min_prompts} different "
-                "prompts: raise breaker_window_groups, or lower breaker_min_prompts"
+                f"expert.queue.breaker_window_groups={self.breaker_window_groups} is below "
+                f"expert.queue.breaker_min_prompts={self.breaker_min_prompts}, so the window never "
+                "has enough prompts: raise breaker_window_groups or lower breaker_min_prompts"
             )
         return self
 

@@ -152,8 +152,8 @@ def place_scorer(config: Config, first: int, *, gpus_per_node: int) -> range:
     width = config.scorer.tensor_parallel
     if first + width > gpus_per_node:
         raise InputError(
-            f"the scorer needs {width} more GPUs (scorer.tensor_parallel) than the {first} "
-            f"of trainer and generators, and the node has {gpus_per_node}: lower parallel.data, "
+            f"scorer.tensor_parallel={width} needs as many free GPUs; trainer and generators take "
+            f"{first} of the {gpus_per_node} GPUs of the node: lower parallel.data, "
             "generator.replicas or scorer.tensor_parallel, or set algorithm.reference.source="
             "'trainer'"
         )

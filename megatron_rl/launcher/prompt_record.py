@@ -130,9 +130,7 @@ def _check_same(path: Path, record: PromptRecord) -> None:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=PromptRecord)
     except msgspec.DecodeError as error:
-        raise InputError(
-            f"{path}: {error}; the launcher writes it: remove it to continue"
-        ) from error
+        raise InputError(f"{path} is damaged: {error}; delete it, and start again") from error
     now = {file.path: file for file in record.files}
     for file in earlier.files:
         found = now.get(file.path)
@@ -140,8 +138,8 @@ def _check_same(path: Path, record: PromptRecord) -> None:
         if found is not None and found != file:
             raise InputError(
                 f"{file.path} has changed since the run began (digest {file.xxh3_128[:12]}, now "
-                f"{found.xxh3_128[:12]}): prompts that were drawn are kept by their numbers. Put "
-                f"the old file back; or remove {path} to take the new one"
+                f"{found.xxh3_128[:12]}), and the run finds prompts by line number. Put the old "
+                f"file back, or delete {path} to use the new one"
             )
 
 

@@ -28,9 +28,9 @@ def check_scorer(
     longest = config.generator.context_tokens
     if shape.max_positions < longest:
         raise InputError(
-            f"algorithm.reference.policy: {folder} was made for sequences of {shape.max_positions} "
-            f"tokens, and generator.context_tokens = {longest}: lower it, or take another "
-            "reference"
+            f"generator.context_tokens = {longest} is above the {shape.max_positions} positions of "
+            f"algorithm.reference.policy = {folder}: lower generator.context_tokens, or choose "
+            "another reference"
         )
     if shape.vocab - own.vocab > MAX_FOREIGN_IDS:
         raise InputError(

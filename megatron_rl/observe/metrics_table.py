@@ -235,7 +235,7 @@ EVALUATION = (
     Known("eval/accuracy_se", "its standard error, by problem"),
     Known("eval/pass_at_*", "pass@k, and its standard error (_se)"),
     Known("eval/maj_at_*", "maj@k, and its standard error (_se)"),
-    Known("eval/completions_done", "of a running evaluation: completions that are scored, or "
+    Known("eval/completions_done", "of the current evaluation: completions that are scored, or "
           "cannot be"),
     Known("eval/completions_wanted", "all of them, those of its further sets included"),
     Known("eval/running", "label of that evaluation; a text, so no gauge"),

@@ -117,9 +117,9 @@ def find_resume(
         )
     if SFT_STATE in mark.files:
         raise InputError(
-            f"checkpoint.resume = {cfg.resume}: that is a checkpoint of a cold start, at which no "
-            "reinforcement learning begins. Its own run resumes there by the command that began "
-            "it; else give the folder of an exported model as model.path"
+            f"checkpoint.resume = {cfg.resume} is a checkpoint of a cold start, from which "
+            "reinforcement learning cannot start. Repeat the command of its run to resume that "
+            "run, or set model.path to the folder of an exported model"
         )
     return folder
 

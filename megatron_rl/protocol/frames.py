@@ -96,9 +96,7 @@ def _decode_array(kind: type, obj: Any) -> Any:
     if isinstance(data, int):
         # In order, so that each belongs to one array.
         if data != _apart.used + 1 or data > len(_apart.frames):
-            raise ValueError(
-                f"an array in frame {data} of the {len(_apart.frames)} after the message"
-            )
+            raise ValueError(f"an array names frame {data}, of {len(_apart.frames)} array frames")
         _apart.used, data = data, _apart.frames[data - 1]
     return np.frombuffer(data, dtype=_ARRAY_DTYPES[code])
 
@@ -121,7 +119,9 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
     try:
         message = _decoder(kind).decode(head)
         if _apart.used != len(_apart.frames):
-            raise ValueError(f"{len(_apart.frames)} arrays after it, of which it has {_apart.used}")
+            raise ValueError(
+                f"{len(_apart.frames)} array frames came, and the message names {_apart.used}"
+            )
         return message
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         raise WireError(

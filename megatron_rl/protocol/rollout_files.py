@@ -343,8 +343,8 @@ def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
     prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens
     if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > words:
         raise InputError(
-            f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of the file "
-            f"{WORDS} next to it, which has {words}: one of the two files was cut or replaced"
+            f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of its "
+            f"{WORDS} file, which has {words}: one of the two files was cut or replaced"
         )
 
 

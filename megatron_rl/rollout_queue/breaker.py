@@ -120,16 +120,16 @@ class CircuitBreaker:
         if not (is_widespread and is_known and share >= config.breaker_share):
             return
         raise TooManyFailures(
-            f"next to nothing of {kind} can be graded: "
-            f"{sum(counts.ungradable for counts in groups)} of {judged} completions of the last "
-            f"{len(groups)} groups could not, of {prompts} different prompts, {share:.0%} of a "
-            f"group on average (expert.queue.breaker_share = {config.breaker_share:g}, of the last "
-            f"expert.queue.breaker_window_groups = {config.breaker_window_groups}, of at least "
-            f"expert.queue.breaker_min_prompts = {least}). The last one, of prompt "
-            f"{failure.group.prompt.id!r}: {_shown(failure)}. All are in {record}, with text and "
-            "detail. Look into the log of the verifier, and for what is missing with `megatron-rl "
-            f"doctor`; `megatron-rl verify {record}` grades them again. Then start the run again: "
-            "it resumes from its newest checkpoint"
+            f"almost no completion of {kind} can be graded: "
+            f"{sum(counts.ungradable for counts in groups)} of {judged} failed in the last "
+            f"{len(groups)} groups, of {prompts} different prompts; {share:.0%} of a group on "
+            f"average (limits: expert.queue.breaker_share = {config.breaker_share:g}, "
+            f"breaker_window_groups = {config.breaker_window_groups}, "
+            f"breaker_min_prompts = {least}). The last one, of prompt "
+            f"{failure.group.prompt.id!r}: {_shown(failure)}. {record} has the text and detail of "
+            "each. Read the verifier's log and run `megatron-rl doctor` to find what is missing; "
+            f"`megatron-rl verify {record}` grades them again. Then repeat the run's command: it "
+            "resumes from its newest checkpoint"
         )
 
     def find_trouble(self) -> Finding | None:

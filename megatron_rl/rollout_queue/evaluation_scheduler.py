@@ -78,8 +78,8 @@ class EvaluationScheduler:
         """only: label of the one evaluation to run; empty for training. Raises InputError."""
         if only and not config.eval.is_wanted:
             raise InputError(
-                "an evaluation is asked for, but eval.prompts = 0 and there are no eval.sets: "
-                "raise eval.prompts, or add [[eval.sets]]"
+                "there is nothing to evaluate on: eval.prompts = 0 and eval.sets is empty; raise "
+                "eval.prompts or add an [[eval.sets]] table"
             )
         self._config = config.eval
         self._sets = evaluation_sets(config, prompts)

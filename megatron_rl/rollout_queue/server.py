@@ -265,7 +265,7 @@ def start() -> int:
     parser.add_argument(
         "--keep-evaluated",
         action="store_true",
-        help="with --evaluate-only: resume that evaluation from what the run folder holds",
+        help="with --evaluate-only: resume that evaluation from the run folder",
     )
     parser.add_argument(
         "--after",

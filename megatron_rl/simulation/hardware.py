@@ -98,8 +98,9 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
     if config.generator.colocate and not config.generator.release_memory:
         raise InputError(
-            "generator.colocate: trainer and engines that compute on a GPU at the same time are "
-            "not simulated; give each its own GPUs, or generator.release_memory=true: turns"
+            "generator.colocate=true needs generator.release_memory=true in a simulation: trainer "
+            "and engines that compute on a GPU at the same time are not simulated. Set one or the "
+            "other key"
         )
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
@@ -192,7 +193,9 @@ def read_lanes(text: str) -> Lanes:
     if text == "all" or text == "copies":
         return text
     if not text.isdigit() or int(text) < 1:
-        raise InputError(f"--lanes {text}: give a number above 0, all, or copies")
+        raise InputError(
+            f"--lanes {text} is not allowed: give a whole number above 0, all, or copies"
+        )
     return int(text)
 
 

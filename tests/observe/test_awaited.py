@@ -29,5 +29,5 @@ def test_after_the_first_rollouts_the_phase_is_named() -> None:
     assert "first completions" in awaited.text([], SERVING, 5.0)
     awaited.note({"source": "queue", "step": 0, "activity/rollouts_scored": 1})
     text = awaited.text([], SERVING, 9.0)
-    assert text == "no news, evaluation after the last step goes on: 0 s so far"
+    assert text == "no news, evaluation after the last step continues: 0 s so far"
     assert awaited.text([], SERVING, 12.0).endswith("3 s so far")

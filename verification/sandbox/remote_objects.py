@@ -258,7 +258,7 @@ def _define_operators() -> None:
             if issubclass(type(made), RemoteObject):
                 made._remote.has_met_value |= has_met_value
             elif has_met_value or len(records) < len(other):
-                raise TypeError(f"{method} of {self._remote.name!r} makes no new object")
+                raise TypeError(f"{method} of {self._remote.name!r} does not return a new object")
             return made
 
         return operate

@@ -41,7 +41,7 @@ class GradeOptions:
 
     prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
     model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
-    out: Annotated[Path, typer.Option(help="folder; an existing one resumes")]
+    out: Annotated[Path, typer.Option(help="folder of the results; an existing one is resumed")]
     overrides: Overrides = field(default_factory=list)
     samples: Annotated[int, typer.Option(help="a problem")] = 16
     config: OneConfig = None

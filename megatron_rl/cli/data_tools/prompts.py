@@ -99,7 +99,7 @@ class ShowOptions:
     config: Configs = field(default_factory=list)
     model: Model = None
     rows: Annotated[int, typer.Option(help="prompts to print")] = 3
-    start: Annotated[int, typer.Option(help="skip the first N prompts")] = 0
+    start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0
     split: Annotated[str, typer.Option(help="train, held_out or a set's name")] = "train"
     chars: Annotated[int, typer.Option(help="of each prompt")] = 4000
 

@@ -85,8 +85,8 @@ def read_report(run_dir: Path) -> Report:
         report: Report = json.loads(path.read_text())
     except OSError as error:
         raise InputError(
-            f"{run_dir} holds no results of `megatron-rl eval`: {path}: {error.strerror}. An "
-            "evaluation that was interrupted resumes with the command that began it"
+            f"{run_dir} holds no results of `megatron-rl eval`: {path}: {error.strerror}. To "
+            "resume an interrupted evaluation, repeat its command"
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is no JSON: {error}; evaluate again") from error
