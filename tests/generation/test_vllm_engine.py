@@ -44,7 +44,7 @@ def test_what_it_cannot_do_is_refused(
     ("changes", "said"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"head_dim": 16}, "of 16"),
+        ({"head_dim": 16}, "head_dim = 16"),
     ],
 )
 def test_a_model_that_vllm_cannot_run_is_refused(

@@ -251,7 +251,7 @@ def test_tests_of_no_known_form_are_bad_tests(tmp_path: Path) -> None:
     told: list[RowFault] = []
     assert len(read_files(PromptSource(path=path), told.append).prompts) == 1
     assert [fault.reason for fault in told] == ["bad_tests", "bad_tests"]
-    assert "1 inputs and 0 outputs" in told[0].text
+    assert "1 inputs but 0 outputs" in told[0].text
 
 
 def test_a_column_named_as_ours_with_other_values_is_not_taken(tmp_path: Path) -> None:
