@@ -120,7 +120,7 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
         (("--sweep", "tp=3"), "does not divide"),
         (("--sweep", "dead=few"), "dead='few'"),
         (("--sweep", "mfu=0"), "mfu='0'"),
-        (("generator.colocate=true", "weights.method=disk"), "release_memory=true: turns"),
+        (("generator.colocate=true", "weights.method=disk"), "release_memory=true in a simulation"),
         ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
         (("--zero-variance-share", "1"), "zero-variance-share"),

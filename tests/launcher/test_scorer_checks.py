@@ -57,7 +57,11 @@ def test_a_teacher_that_the_trainer_could_not_divide_passes(overrides: list[str]
     ("shape", "given", "words"),
     [
         ({}, ["scorer.tensor_parallel=4"], "scorer.tensor_parallel = 4 does not divide"),
-        ({"max_position_embeddings": 1024}, [], "context_tokens = 2048 is above the 1024 positions of"),
+        (
+            {"max_position_embeddings": 1024},
+            [],
+            "context_tokens = 2048 is above the 1024 positions of",
+        ),
         ({"vocab_size": 200}, [], "take a reference with the policy's tokenizer"),
     ],
 )

@@ -66,12 +66,9 @@ def test_message_tells_how_many_of_how_many_and_what_to_do() -> None:
     text = str(caught.value)
     assert (
         "task 'code'" in text
-        and "13 of 13 completions of the last 3 groups could not, of 3 different prompts" in text
+        and "13 of 13 failed in the last 3 groups, of 3 different prompts" in text
     )
-    assert (
-        "expert.queue.breaker_share = 0.75" in text
-        and "expert.queue.breaker_min_prompts = 3" in text
-    )
+    assert "expert.queue.breaker_share = 0.75" in text and "breaker_min_prompts = 3" in text
     assert "run/rollouts/dropped_000007.jsonl" in text and "'p2'" in text
     assert "boom" in text and "\x1b" not in text and "megatron-rl doctor" in text
 
@@ -185,7 +182,7 @@ def test_broken_compiler_stops_a_run_whose_math_is_graded_well(
         play(queue, 2000)
     text = str(caught.value)
     assert "task 'code'" in text and "v failed" in text
-    told = re.search(r"(\d+) of (\d+) completions of the last (\d+) groups", text)
+    told = re.search(r"(\d+) of (\d+) failed in the last (\d+) groups", text)
     assert told is not None
     failed, judged, groups = map(int, told.groups())
     assert failed == judged and 16 <= groups <= 32

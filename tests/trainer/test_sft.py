@@ -105,7 +105,7 @@ def test_a_killed_cold_start_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, s
     assert complete_checkpoints(cfg.run.dir / CHECKPOINTS) == {}
     assert find_resume(cfg.checkpoint, cfg.run.dir) is None
     named = cfg.checkpoint.model_copy(update={"resume": str(folder / "step_000004")})
-    with pytest.raises(InputError, match="that is a checkpoint of a cold start"):
+    with pytest.raises(InputError, match="is a checkpoint of a cold start"):
         find_resume(named, cfg.run.dir)
 
 
