@@ -27,7 +27,7 @@ LINKS = {
 
 
 def kind_of(message: AnyMessage) -> str:
-    """Type of a message, with its value where each value is an order of its own."""
+    """Type of a message, with its value where each value is a separate order."""
     name = type(message).__name__
     return f"{name}({message.is_held})" if isinstance(message, Hold) else name
 

@@ -59,9 +59,7 @@ class PlaneOptions:
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="default: that of the first checkpoint"),
     ] = None
-    at_most: Annotated[int | None, typer.Option(help="largest number of points to write now")] = (
-        None
-    )
+    at_most: Annotated[int | None, typer.Option(help="write at most N points now")] = None
     set_name: Annotated[
         str | None,
         typer.Option("--set", metavar="NAME",

@@ -165,7 +165,7 @@ def _plan(
     except ValueError as error:
         raise InputError(
             f"expert.weights.bucket_bytes = {bucket_bytes} is not possible: {error}"
-        ) from (error)
+        ) from error
 
 
 def _range(sizes: Sequence[int]) -> str:

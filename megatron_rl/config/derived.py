@@ -57,7 +57,7 @@ _SLOWEST_TOKEN_S = 0.12
 
 
 def _request_timeout_s(tree: _Tree) -> float:
-    return max(300.0 * _patience(tree), _SLOWEST_TOKEN_S * _patience(tree) * _longest(tree))
+    return max(300.0 * patience_of(tree), _SLOWEST_TOKEN_S * patience_of(tree) * _longest(tree))
 
 
 def _lease_timeout_s(tree: _Tree) -> float:
@@ -67,11 +67,11 @@ def _lease_timeout_s(tree: _Tree) -> float:
 
 
 def _batch_timeout_s(tree: _Tree) -> float:
-    return max(1200.0 * _patience(tree), 1.5 * _lease_s(tree))
+    return max(1200.0 * patience_of(tree), 1.5 * _lease_s(tree))
 
 
 def _eval_timeout_s(tree: _Tree) -> float:
-    return max(600.0 * _patience(tree), 2.0 * _lease_s(tree))
+    return max(600.0 * patience_of(tree), 2.0 * _lease_s(tree))
 
 
 def _lease_s(tree: _Tree) -> float:
@@ -79,7 +79,8 @@ def _lease_s(tree: _Tree) -> float:
     return given if isinstance(given, int | float) else _lease_timeout_s(tree)
 
 
-def _patience(tree: _Tree) -> float:
+def patience_of(tree: _Tree) -> float:
+    """`run.patience`; 1 without a number, which the check of the tree refuses if given."""
     given = _section(tree, "run").get("patience", 1.0)
     return given if isinstance(given, int | float) else 1.0
 
@@ -115,7 +116,7 @@ DERIVED: dict[str, Callable[[_Tree], Any]] = {
 def fill_in(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree with the value of each derived key that it does not give; `tree` is not changed.
 
-    Sections that are no tables stay: the check of the tree refuses these sections.
+    A section that is not a table stays: the check of the tree refuses it.
     """
     filled = tree
     for key, derive in DERIVED.items():

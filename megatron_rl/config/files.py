@@ -12,7 +12,7 @@ import pydantic
 import tomli_w
 
 from megatron_rl.config.aliases import nearest
-from megatron_rl.config.derived import fill_in
+from megatron_rl.config.derived import fill_in, patience_of
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.expert import public_key, scaled_waits, with_expert
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
@@ -81,9 +81,8 @@ def resolve(layers: Layers) -> Config:
 
 def _with_patience(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree with the deadlines that nobody gave, by `run.patience`."""
-    run = tree.get("run")
-    patience = run.get("patience", 1.0) if isinstance(run, dict) else 1.0
-    if patience == 1.0 or not isinstance(patience, int | float):
+    patience = patience_of(tree)
+    if patience == 1.0:
         return tree
     filled = copy.deepcopy(tree)
     for key, seconds in scaled_waits(patience, Config().model_dump()):

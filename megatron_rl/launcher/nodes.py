@@ -85,7 +85,7 @@ def run_node(
     node: its place among `nodes`, from 0; gpus_per_node: None: as many as this node lists. Raises
     InputError, RoleDied, NodeLost, DeadlineExceeded.
     """
-    config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
+    config, roles, _ = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     logs = config.run.dir / "logs"
     if node:
         log_into(logs / f"launch-node-{node}.log")

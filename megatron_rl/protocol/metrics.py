@@ -145,7 +145,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
-    """The complete lines of a file, one at a time; none where there is no file.
+    """The complete lines of a file, one at a time; nothing if the file does not exist.
 
     A torn last line is left out. holding: only rows with this text. Raises InputError for a file
     that may not be read, and for a line that is damaged.

@@ -43,7 +43,7 @@ class RecordFiles:
     """Writes at once."""
 
     def __init__(self, folder: Path, *, keeps_tokens: bool, thinner: Thinner | None = None) -> None:
-        """keeps_tokens: write arrays too. thinner: removes those of old steps."""
+        """keeps_tokens: write arrays too. thinner: removes the arrays of old steps."""
         self.folder = folder
         self._thinner = thinner
         self._keeps_tokens = keeps_tokens

@@ -142,7 +142,7 @@ def main() -> int:
 
 
 def measure(bench: Bench, name: str) -> Speeds:
-    """Speeds of an engine in a process of its own. Raises ChildFailed."""
+    """Speeds of an engine in a separate process. Raises ChildFailed."""
     job = Job(
         engine=ENGINES[name],
         model=str(endless_model(smollm2(), bench.folder / f"{name}-model")),

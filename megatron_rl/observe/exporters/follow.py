@@ -39,7 +39,7 @@ class Follower:
         return rows
 
     def read_all(self) -> Iterator[list[Row]]:
-        """All rows until now, some at a time, without those of steps that were taken again."""
+        """All rows until now, in parts, without rows of steps that a resumed run took again."""
         if not self._path.exists():
             return
         self._position, self._torn = end_of_lines(self._path), b""

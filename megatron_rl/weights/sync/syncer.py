@@ -300,8 +300,7 @@ class WeightSyncer(Closing):
                 self._backoff.note_served(member.name, member.hello.session)
                 continue
             self._drop(member.name, reason)
-        # Late weight syncs have no row of metrics of their own: they count in the next weight
-        # sync's.
+        # A late weight sync has no row of metrics: it counts in the row of the next one.
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s
         outcome.wire_bytes += found.wire_bytes
