@@ -138,6 +138,8 @@ def own_key(key: str) -> str:
             f"{key!r} is named {public_key(plain)!r}: rename it, or run `megatron-rl config "
             "migrate FILE`"
         )
+    if plain.startswith(f"{EXPERT}.") and is_expert(inner := plain.removeprefix(f"{EXPERT}.")):
+        raise ConfigError(f"{key!r} says '{EXPERT}' twice: name it {public_key(inner)!r}")
     if key != plain and not is_expert(plain):
         near = difflib.get_close_matches(plain, [*_WAITS, *_OTHERS], n=1)
         hint = f"; did you mean {public_key(near[0])!r}?" if near else ""

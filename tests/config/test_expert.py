@@ -48,6 +48,7 @@ def test_a_saved_tree_holds_expert_keys_in_their_tables(tmp_path: Path) -> None:
         ("queue.max_attempts=7", "'queue.max_attempts' is named 'expert.queue.max_attempts'"),
         ("expert.train.steps=3", "has no key 'train.steps'"),
         ("expert.queue.max_attempt=7", "did you mean 'expert.queue.max_attempts'"),
+        ("expert.expert.queue.max_attempts=7", "twice: name it 'expert.queue.max_attempts'"),
         ("expert.queue.max_attempts=x", "expert.queue.max_attempts: .* valid integer"),
     ],
 )

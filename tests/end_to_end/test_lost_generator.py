@@ -48,9 +48,9 @@ length_margin_tokens = 24
 format_check = "none"
 compare = "exact"
 [expert]
-expert.train.batch_timeout_s = 60
-expert.weights.deadline_s = 20
-expert.eval.timeout_s = 30
+train.batch_timeout_s = 60
+weights.deadline_s = 20
+eval.timeout_s = 30
 [[prompts]]
 path = "FOLDER/prompts.jsonl"
 """

@@ -46,9 +46,9 @@ length_margin_tokens = 16
 format_check = "none"
 compare = "exact"
 [expert]
-expert.train.batch_timeout_s = 60
-expert.generator.max_restarts = 0
-expert.weights.deadline_s = 20
+train.batch_timeout_s = 60
+generator.max_restarts = 0
+weights.deadline_s = 20
 [[prompts]]
 path = "FOLDER/prompts.jsonl"
 """
