@@ -12,7 +12,7 @@
 #
 #   sbatch examples/magistral_medium_like.sh --model DIR --prompts FILE --run-dir DIR [section.key=value ...]
 #
-# Nodes 0 to 31 train, nodes 32 to 63 run 32 engines of 8 GPUs each; docs/clusters.md.
+# Nodes 0 to 31 train, nodes 32 to 63 run 32 engines of 8 GPUs each; docs/nodes.md.
 set -euo pipefail
 # Slurm runs a copy of this file from a folder of its own.
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"

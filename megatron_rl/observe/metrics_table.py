@@ -165,7 +165,7 @@ WEIGHT_SYNC = (
           "near weight_sync/transfer_s", "the engine answers slowly: its log"),
     Known("weight_sync/release_s", "seconds until engines had given their memory back "
           "(generator.release_memory)", "far below train/update_s",
-          "an engine answers slowly: its log; docs/clusters.md"),
+          "an engine answers slowly: its log; docs/nodes.md"),
     Known("weight_sync/reclaim_s", "seconds until they had taken it again, before a weight sync",
           "far below train/update_s", "an engine answers slowly: its log"),
     Known("weight_sync/transfer_s", "longest transfer, in seconds"),

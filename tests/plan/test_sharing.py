@@ -76,7 +76,7 @@ def test_each_turn_must_fit(config_path: Path, given: str, words: str) -> None: 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((1536, 8960, 28, 12), "whose 1.5B model needs {beside} GiB at once"),
+        ((1536, 8960, 28, 12), "its 1.5B model needs {beside} GiB at once"),
         (
             (2048, 11008, 36, 16),
             "it says {beside} GiB at once, and in turns {trainers} GiB while the trainer computes "
@@ -105,7 +105,7 @@ def test_the_page_on_turns_says_what_the_plan_finds(
         "beside": beside.peak, "trainers": turns.trainers_turn, "engines": turns.engines_turn
     }  # fmt: skip
     text = words.format(**{name: f"{value / GIB:.1f}" for name, value in figures.items()})
-    assert text in " ".join((ROOT / "docs/clusters.md").read_text().split())
+    assert text in " ".join((ROOT / "docs/nodes.md").read_text().split())
 
 
 def test_requests_that_would_time_out_in_the_trainers_turn_are_noted(
