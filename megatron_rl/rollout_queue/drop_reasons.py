@@ -1,77 +1,63 @@
-"""Groups that are given up, under which reason, and when that is too much.
+"""Why groups and completions are dropped: the one table of reasons, and the failures with them.
 
-Used by the rollout queue. A failed group is ours to answer for: it is dropped and counted, never
-trained on with an invented reward.
+Used by the rollout queue. A failed group is our own fault: the queue drops and counts it, and never
+trains on an invented reward. `group_end.py` drops.
 """
 
 from typing import NamedTuple
 
-from megatron_rl.protocol.types import Rollout
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
+from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Rollout
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.groups import Group
 
-EVALUATOR_LOST = "evaluator_lost"
-"""The generators that held the version of an evaluation are gone."""
-EVALUATION_LATE = "evaluation_late"
-"""The time of an evaluation was over before all completions of a prompt were there."""
+ZERO_VARIANCE = "zero_variance"
+NOT_NEEDED = "not_needed"
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
-"""A completion failed as often as expert.queue.max_attempts allows."""
 LOSSES_EXHAUSTED = "losses_exhausted"
-"""Generators lost a completion as often as expert.queue.max_lost_attempts allows."""
 CLASSES_UNGRADABLE = "classes_ungradable"
-"""By our own fault it is not known which answers of a group are the same."""
 CLASSES_NOT_GRADED = "classes_not_graded"
-"""The host had no time to tell which answers of a group are the same."""
+EVALUATOR_LOST = "evaluator_lost"
+EVALUATION_LATE = "evaluation_late"
+
+GROUP_REASONS = {
+    ZERO_VARIANCE: "all rewards (or verdicts) of the group are equal",
+    ATTEMPTS_EXHAUSTED: "a completion failed expert.queue.max_attempts times",
+    LOSSES_EXHAUSTED: "generators lost a completion expert.queue.max_lost_attempts times",
+    PROMPT_UNRENDERABLE: "the prompt has no tokens, or leaves no room for a completion",
+    UNGRADABLE: "too few completions could be graded, by our own fault",
+    NOT_GRADED: "too few completions could be graded in time",
+    CLASSES_UNGRADABLE: "no verifier could tell which answers are the same, by our own fault",
+    CLASSES_NOT_GRADED: "no verifier had the time to tell which answers are the same",
+    NOT_NEEDED: "training ended before a batch took the group",
+    EVALUATOR_LOST: "the generators that held the version of the evaluation are gone",
+    EVALUATION_LATE: "expert.eval.timeout_s was over before the group was complete",
+}
+"""Reason -> meaning, of groups. Completions are dropped alone as UNGRADABLE or NOT_GRADED, or for
+the reason that they have no place for the reference answer (`GoldAnswer.fault`)."""
 
 
 class GroupFailure(NamedTuple):
-    """Why a group is given up."""
+    """A group that is to be dropped."""
 
     group: Group
     reason: str
-    """ATTEMPTS_EXHAUSTED, LOSSES_EXHAUSTED, CLASSES_UNGRADABLE, CLASSES_NOT_GRADED, what a
-    generator wants it dropped as, or why too few of its completions are graded."""
+    """One of GROUP_REASONS."""
     detail: str
 
 
 class ScoreFailure(NamedTuple):
-    """Why a completion is given up that cannot be graded."""
+    """A completion that cannot be graded."""
 
     group: Group
     rollout: Rollout
     reason: str
     """UNGRADABLE or NOT_GRADED."""
     detail: str
-    """How often it was tried, and what was said last: perhaps text that the completion made."""
+    """The number of tries, and the last error, which may quote the completion."""
     is_late: bool = False
-    """It has taken so long that nobody should wait for another one."""
+    """It took so long that nobody should wait for another completion."""
 
 
 class TooManyFailures(DeadlineExceeded):
-    """So much failed that something is broken; the text says what failed last."""
-
-
-class FailureCount:
-    """Failed groups beyond completed ones: a few hard prompts are outweighed, a fault is not."""
-
-    def __init__(self, max_failed_groups: int) -> None:
-        self._limit = max_failed_groups
-        self._excess = 0
-
-    def note_completed(self) -> None:
-        """A group is complete."""
-        self._excess = max(0, self._excess - 1)
-
-    def note_failed(self, failure: GroupFailure) -> None:
-        """A group failed, other than for want of time to grade. Raises TooManyFailures."""
-        if failure.reason == CLASSES_NOT_GRADED:
-            return
-        self._excess += 1
-        if self._excess >= self._limit:
-            raise TooManyFailures(
-                f"{self._excess} groups failed beyond those completed "
-                f"(expert.queue.max_failed_groups = {self._limit}); the last one, "
-                f"{failure.group.prompt.id!r}, as {failure.reason}: {failure.detail!r}. Look into "
-                "the logs of generators, and of verifiers where classes of answers are missing "
-                f"({CLASSES_UNGRADABLE})"
-            )
+    """So much failed that something is broken; the text names the last failure."""

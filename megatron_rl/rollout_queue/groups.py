@@ -1,25 +1,71 @@
-"""Groups of scored rollouts: open, waiting to be trained on, in training, or dropped.
+"""Groups of scored rollouts, and the book of training groups: open, in a batch, or dropped.
 
-Used by the rollout queue, whose coordinator decides what is dropped.
+Used by the rollout queue. `group_end.py` decides which groups are dropped.
 """
 
+import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
-from megatron_rl.rollout_queue.tally import RolloutTally
 
-ZERO_VARIANCE = "zero_variance"
-"""Why a group is dropped whose rewards, or verdicts, are all equal (zero variance)."""
-NOT_NEEDED = "not_needed"
-"""Why the groups are dropped that are left when training is over."""
+
+class RolloutTally:
+    """What the metrics of a batch need to know of its rollouts."""
+
+    def __init__(self, rollouts: Iterable[ScoredRollout] = ()) -> None:
+        self.count = 0
+        self._sums: collections.Counter[str] = collections.Counter()
+        self._parts: dict[str, float] = {}
+        self._reasons: collections.Counter[str] = collections.Counter()
+        self.add(rollouts)
+
+    def add(self, rollouts: Iterable[ScoredRollout]) -> None:
+        """Count rollouts in."""
+        for scored in rollouts:
+            rollout, score = scored.rollout, scored.score
+            self.count += 1
+            self._reasons[score.reason] += 1
+            for part, value in score.parts.items():
+                self._parts[part] = self._parts.get(part, 0.0) + value
+            self._sums["reward"] += score.reward
+            self._sums["correct"] += score.is_correct
+            self._sums["format"] += score.is_well_formed
+            self._sums["length_tokens"] += len(rollout.token_ids)
+            self._sums["truncated"] += rollout.finish_reason == "length"
+
+    def fold(self, other: "RolloutTally") -> None:
+        """Count in what another tally has counted."""
+        self.count += other.count
+        self._sums.update(other._sums)
+        self._reasons.update(other._reasons)
+        for part, value in other._parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
+
+    def metrics(self) -> list[Metric]:
+        """Means over all rollouts (0 for a part of the reward that one lacks), and reasons."""
+        means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
+        names = ("reward", "correct", "format", "length_tokens", "truncated")
+        means |= {f"rollout/{name}": self._sums[name] for name in names}
+        return [
+            *(Metric(name, float(total), "mean", self.count) for name, total in means.items()),
+            *(
+                Metric(f"reason/{reason}", count, "sum", count)
+                for reason, count in self._reasons.items()
+            ),
+        ]
+
+
+NO_VERSION = -1
+"""Of tokens that no policy of the run sampled."""
 _EQUAL_REWARDS = 1e-9
 _FINISH_REASONS = ("stop", "length")
 
@@ -283,3 +329,9 @@ def _find_bad_numbers(rollout: Rollout) -> str:
         position = int(np.argmin(is_sound))
         return f"logprob {rollout.logprobs[position]} of token {position}"
     return ""
+
+
+def has_gold(scored: ScoredRollout) -> bool:
+    """Whether a completion can be trained on with the reference answer in the place of its own."""
+    gold = scored.rollout.gold
+    return gold is not None and len(gold.token_ids) > 0 and scored.score.is_well_formed

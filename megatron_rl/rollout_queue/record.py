@@ -11,7 +11,7 @@
 |                          | completions that cannot be graded; none: no file |                |
 | the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
 |                          | none without queue.record_tokens; old ones go by | lines          |
-|                          | queue.keep_tokens_of_steps (`thinning.py`)       |                |
+|                          | queue.keep_tokens_of_steps (`record_files.py`)       |                |
 | trained_NNNNNN.RANK.npz  | what the trainer found of the tokens of a step   | by the trainer |
 | superseded_N/            | what was written of steps that a resumed run     | when it        |
 |                          | takes again                                      | resumes        |
@@ -39,7 +39,7 @@ from megatron_rl.protocol.rollout_files import (
 )
 from megatron_rl.protocol.trained_tokens import trained_files
 from megatron_rl.protocol.types import Rollout, ScoredRollout
-from megatron_rl.rollout_queue.failures import ScoreFailure
+from megatron_rl.rollout_queue.drop_reasons import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles
 

@@ -26,7 +26,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import Router, WireError
-from megatron_rl.rollout_queue.batch_desk import BatchDesk
+from megatron_rl.rollout_queue.trainer_requests import BatchRequests
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.guard import read_skipped
@@ -185,7 +185,7 @@ class WeightSyncLog:
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
     """The queue's desk on the trainer's socket: one batch of one minibatch a step."""
-    desk = BatchDesk(len(advantages))
+    desk = BatchRequests(len(advantages))
     while not desk.is_dismissed:
         received = router.receive(20)
         assert received is not None
