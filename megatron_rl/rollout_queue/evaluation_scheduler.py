@@ -1,9 +1,9 @@
-"""Which evaluations are due, which one runs, and what it found.
+"""Which evaluations are due, which one runs, and its results.
 
 Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version.
-With evaluators (`running_evaluation.py`) these keep that version, and training goes on with the others.
-Without, no later version comes out while it runs, because `allows_batch` holds back the batch that
-would make it; training groups are leased meanwhile, to slots that the evaluation does not need.
+Evaluators (`running_evaluation.py`), if there are any, hold that version, and the other generators
+train. Without evaluators `allows_batch` delays the batch that would make a later version; training
+groups are leased meanwhile, to slots that the evaluation does not need.
 """
 
 import collections
