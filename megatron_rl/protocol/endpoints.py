@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple, get_args
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.node_messages import NodeState, RunPhase
 
 
 class Endpoint(NamedTuple):
@@ -28,7 +29,7 @@ BATCHES = Endpoint("batches", types.FromLeader, types.ToLeader)
 """Queue <-> data-parallel leaders of the trainer."""
 WEIGHTS = Endpoint("weights", types.FromMember, types.ToMember)
 """Trainer rank 0 <-> generators."""
-NODES = Endpoint("nodes", types.NodeState, types.RunPhase)
+NODES = Endpoint("nodes", NodeState, RunPhase)
 """Launcher of the first node <-> launchers of the other nodes."""
 SCORER = Endpoint("scorer", types.FromScored, types.ToScored)
 """Scorer <-> the first rank of each data-parallel replica of the trainer."""

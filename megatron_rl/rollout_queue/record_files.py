@@ -155,7 +155,7 @@ class RecordFiles:
         self.put += 1
         lines, words = (self.folder / (job.stem + suffix) for suffix in (LINES, WORDS))
         if job.is_first:
-            # Lines first, as words alone are read by nobody.
+            # Lines first: no reader looks for words alone.
             lines.unlink(missing_ok=True)
             words.unlink(missing_ok=True)
         records = [entry.record for entry in job.entries]
