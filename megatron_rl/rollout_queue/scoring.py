@@ -88,8 +88,6 @@ class Scoring:
         self._next_position = 0
         self._failures: list[ScoreFailure] = []
         self._class_failures: list[GroupFailure] = []
-        self.late_scores = 0
-        """Answers that came after another verifier was asked."""
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> None:
         """Take in a verifier's state, and ask again what it never got."""
@@ -192,11 +190,10 @@ class Scoring:
         return request.group
 
     def _take(self, name: str, done: ScoreDone | ClassDone, now: float) -> _Request | None:
-        """The request that is answered; None, and counted, when another verifier was asked."""
-        if self._return(name, done.request_id, now):
-            return self._requests.pop(done.request_id)
-        self.late_scores += 1
-        return None
+        """The request that is answered; None when another verifier was asked meanwhile."""
+        if not self._return(name, done.request_id, now):
+            return None
+        return self._requests.pop(done.request_id)
 
     def take_failure(self, name: str, failure: ScoreFailed, now: float) -> bool:
         """Queue a rollout that a verifier failed to grade once more, up to the limits.

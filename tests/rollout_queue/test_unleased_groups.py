@@ -53,12 +53,13 @@ class SlowLeases(Leases):
 
     def _find(self, pending: PendingGroup, rules: LeaseRules, *, anywhere: bool) -> Peer | None:
         is_evaluation = bool(pending.group.evaluation)
-        anywhere |= rules.is_urgent(pending.group.opened_version, is_evaluation=is_evaluation)
+        # Batches wait for evaluations, and a group of an earlier version nears its deadline.
+        anywhere |= is_evaluation or pending.group.opened_version < rules.synced
         eligible = [
             peer
             for peer in self.peers
             if peer.version >= rules.oldest_version(is_evaluation=is_evaluation)
-            and rules.may_take(peer.name, is_evaluation=is_evaluation)
+            and (not rules.evaluators or (peer.name in rules.evaluators) == is_evaluation)
         ]
         eligible = [peer for peer in eligible if peer.name not in pending.avoided] or eligible
         home = next((peer for peer in eligible if peer.name == pending.home), None)
