@@ -6,6 +6,7 @@ Used by the generator process for its two sockets.
 import zmq
 import zmq.asyncio
 
+from megatron_rl.protocol.endpoints import ANY, Endpoint
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import (
@@ -14,7 +15,6 @@ from megatron_rl.protocol.wire import (
     Dealer,
     WireError,
     check_welcome,
-    decode_frames,
     encode_frames,
 )
 
@@ -23,9 +23,10 @@ class AsyncDealer(Dealer):
     """`wire.Dealer` with an awaitable receive."""
 
     def __init__(
-        self, address: str, identity: str, keys: Keys | None = None, *, label: str = ""
-    ) -> None:
-        super().__init__(address, identity, keys, label=label)
+        self, address: str, identity: str, keys: Keys | None = None, *,
+        endpoint: Endpoint = ANY, label: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(address, identity, keys, endpoint=endpoint, label=label)
         self._awaitable = zmq.asyncio.Socket.shadow(self.socket)
 
     def send(self, message: AnyMessage) -> None:
@@ -64,7 +65,7 @@ class AsyncDealer(Dealer):
             return None
         frames = [frame.buffer for frame in await self._awaitable.recv_multipart(copy=False)]
         check_welcome(frames, self.address, self.label)
-        return decode_frames(frames)
+        return self.decode(frames)
 
     def close(self) -> None:
         """Close the socket and its context."""

@@ -6,6 +6,7 @@ Used by the scorer process.
 import zmq
 import zmq.asyncio
 
+from megatron_rl.protocol.endpoints import ANY, Endpoint
 from megatron_rl.protocol.frames import Frame
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
@@ -15,8 +16,11 @@ from megatron_rl.protocol.wire import Router
 class AsyncRouter(Router):
     """`wire.Router` with an awaitable receive."""
 
-    def __init__(self, host: str, port: int, keys: Keys | None = None, *, label: str = "") -> None:
-        super().__init__(host, port, keys, label=label)
+    def __init__(
+        self, host: str, port: int, keys: Keys | None = None, *,
+        endpoint: Endpoint = ANY, label: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(host, port, keys, endpoint=endpoint, label=label)
         self._awaitable = zmq.asyncio.Socket.shadow(self.socket)
 
     async def next_message(self) -> tuple[str, AnyMessage]:

@@ -39,6 +39,7 @@ from generation.scoring_engine import (
 from generation.tasks import end_with_first, interrupted
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.endpoints import SCORER
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
     EXIT_FAILED,
@@ -160,7 +161,9 @@ async def score_for(config: Config) -> None:
         await engine.start()
         log.info("%s %s is ready", engine.name, engine.engine_version)
         keys = load_keys(ports.keys_dir)
-        with AsyncRouter(ports.host, ports.scorer, keys, label=ports.label) as router:
+        with AsyncRouter(
+            ports.host, ports.scorer, keys, endpoint=SCORER, label=ports.label
+        ) as router:
             note_ready()
             await Scorer(engine, router, config.scorer.max_running).run()
     finally:

@@ -46,6 +46,7 @@ from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.endpoints import PROMPTS, WEIGHTS
 from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
@@ -310,9 +311,9 @@ async def generate_for(
     )
     try:
         # Early, as an engine that shares the trainer's memory asks there before it starts.
-        with connect(f"{host}:{ports.weights}") as weights:
+        with connect(f"{host}:{ports.weights}", endpoint=WEIGHTS) as weights:
             await start_engine(config, engine, weights)
-            with connect(f"{host}:{ports.prompts}") as queue:
+            with connect(f"{host}:{ports.prompts}", endpoint=PROMPTS) as queue:
                 worker = GeneratorWorker(
                     engine,
                     renderer,

@@ -3,27 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.protocol.endpoints import BATCHES, ENDPOINTS, Endpoint, names_of
 from megatron_rl.protocol.types import AnyMessage, Hold
 from megatron_rl.protocol.wire import Router
 
-LINKS = {
-    "prompts": (
-        "GeneratorReady", "Lease", "Cancel", "Hold(True)", "Hold(False)", "RolloutDone",
-        "RolloutFailed",
-    ),
-    "verify": (
-        "VerifierReady", "ScoreRequest", "ScoreDone", "ScoreFailed", "ClassRequest", "ClassDone",
-    ),
-    "batches": ("NextBatch", "RankBatch", "WeightsSynced", "SaveState", "QueueState", "Stop"),
-    "weights": (
-        "Hello", "Receive", "PassOn", "Load", "Fence", "Ping", "JoinGroup", "StartRequest",
-        "MayStart", "Pause", "Release", "Reclaim", "Bucket", "Resume", "LeaveGroup", "Ack",
-        "Failed",
-    ),
-    "nodes": ("NodeState", "RunPhase"),
-    "scorer": ("LogprobRequest", "LogprobsDone", "LogprobsFailed"),
-}  # fmt: skip
-"""What may be lost. Stop of prompts, verify and scorer: the launcher ends what outlives it."""
+_ORDERS = {"Hold": ["Hold(True)", "Hold(False)"]}
+"""Each value is a separate order."""
+
+
+def _kinds(endpoint: Endpoint) -> list[str]:
+    names = [*names_of(endpoint.router_hears), *names_of(endpoint.dealer_hears)]
+    # The launcher ends a process that outlives the loss of its Stop.
+    left_out = () if endpoint is BATCHES else ("Stop",)
+    return [kind for name in names if name not in left_out for kind in _ORDERS.get(name, [name])]
+
+
+LINKS = {endpoint.name: _kinds(endpoint) for endpoint in ENDPOINTS}
+"""What may be lost, by endpoint."""
 
 
 def kind_of(message: AnyMessage) -> str:

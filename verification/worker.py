@@ -30,6 +30,7 @@ import zmq
 from megatron_rl.config.files import load_config
 from megatron_rl.config.reward import WORKER_POOLS
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.endpoints import VERIFY
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
     note_ready,
@@ -180,7 +181,7 @@ def serve(config: Config, role: str) -> None:
     address = f"{config.ports.host}:{config.ports.verify}"
     keys = load_keys(config.ports.keys_dir)
     with (
-        Dealer(address, role, keys, label=config.ports.label) as dealer,
+        Dealer(address, role, keys, endpoint=VERIFY, label=config.ports.label) as dealer,
         Pool(config.verifier, rules) as pool,
     ):
         capacity = {name: config.verifier.pool(name).max_pending for name in WORKER_POOLS}

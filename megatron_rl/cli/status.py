@@ -29,7 +29,7 @@ from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warn
 from megatron_rl.observe.heartbeat import PREPARED, read_beat
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
-from megatron_rl.rollout_queue.generator_rows import generators_text
+from megatron_rl.rollout_queue.peer_rows import generators_text
 
 app = plain_app()
 Row = dict[str, Any]

@@ -22,6 +22,7 @@ from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.endpoints import NODES
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
@@ -164,7 +165,7 @@ class FirstNodeLink(NodeLink):
         self._router = None
         if nodes > 1:
             keys = load_keys(ports.keys_dir)
-            self._router = Router(ports.host, ports.nodes, keys, label=ports.label)
+            self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
         self._attendance = NodeRegistry(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
 
@@ -249,7 +250,7 @@ class OtherNodeLink(NodeLink):
         self._limits = config.nodes
         self._dealer = Dealer(
             f"{ports.host}:{ports.nodes}", f"node-{node}", load_keys(ports.keys_dir),
-            label=ports.label,
+            endpoint=NODES, label=ports.label,
         )  # fmt: skip
         self._state = NodeState(node, nodes, session=time.time_ns(), ended=0)
         self._heard_at = time.monotonic()

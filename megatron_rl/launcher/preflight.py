@@ -57,7 +57,7 @@ from megatron_rl.rollout_queue.evaluation import (
     describe_evaluation,
     evaluation_sets,
 )
-from megatron_rl.rollout_queue.replay.datasets import check_sources
+from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.sft_dataset import read_sft_dataset
 from megatron_rl.weights.layout.shape import (

@@ -1,7 +1,7 @@
 """Which engines and verifiers live, and which were restarted: rows of the metrics, and lines.
 
 Used by the launcher's views and `megatron-rl status`. The queue writes who is there
-(`rollout_queue/roll_call.py`), each launcher what it restarts.
+(`rollout_queue/peer_rows.py`), each launcher what it restarts.
 """
 
 from contextlib import closing
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.observe.deaths import how_it_ended
 from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, JsonlWriter
-from megatron_rl.rollout_queue.roll_call import GENERATORS, MISSING, VERIFIERS, WANTED
+from megatron_rl.rollout_queue.peer_rows import GENERATORS, MISSING, VERIFIERS, WANTED
 
 Row = dict[str, Any]
 _RESTARTS_OF = {

@@ -38,7 +38,7 @@ from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.whole_file import write_whole
-from megatron_rl.rollout_queue.replay.datasets import prepare_datasets
+from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
 
 log = logging.getLogger(__name__)

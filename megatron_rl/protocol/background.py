@@ -9,7 +9,7 @@ on Lustre or NFS may stand still for a minute, which must not look like the sile
 |                  | those beyond WAITING_LINES    |                     |                         |
 | writer, listener | take lines, write them        | the next line       | at `close`, or at exit  |
 
-The threads meet at SimpleQueues: see `record_thread.py` for why at nothing else.
+The threads meet at SimpleQueues: see `record_files.py` for why at nothing else.
 """
 
 import atexit

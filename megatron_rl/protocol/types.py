@@ -335,45 +335,21 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop"):
     reason: str = ""
 
 
+FromGenerator = GeneratorReady | RolloutDone | RolloutFailed
+ToGenerator = Lease | Cancel | Hold | Stop
+FromVerifier = VerifierReady | ScoreDone | ScoreFailed | ClassDone
+ToVerifier = ScoreRequest | ClassRequest | Stop
+FromLeader = NextBatch | WeightsSynced | SaveState
+ToLeader = RankBatch | QueueState | Stop
+FromMember = Hello | StartRequest | Ack | Failed
+ToMember = (
+    Receive | PassOn | Load | Fence | Ping | JoinGroup | MayStart | Pause | Release | Reclaim
+    | Bucket | Resume | LeaveGroup
+)  # fmt: skip
+FromScored = LogprobRequest | Stop
+ToScored = LogprobsDone | LogprobsFailed
 AnyMessage = (
-    RankBatch
-    | GeneratorReady
-    | Lease
-    | Cancel
-    | Hold
-    | RolloutDone
-    | RolloutFailed
-    | VerifierReady
-    | ScoreRequest
-    | ScoreDone
-    | ScoreFailed
-    | ClassRequest
-    | ClassDone
-    | NextBatch
-    | WeightsSynced
-    | SaveState
-    | QueueState
-    | Stop
-    | Hello
-    | Receive
-    | PassOn
-    | Load
-    | Fence
-    | Ping
-    | JoinGroup
-    | StartRequest
-    | MayStart
-    | Pause
-    | Release
-    | Reclaim
-    | Bucket
-    | Resume
-    | LeaveGroup
-    | Ack
-    | Failed
-    | NodeState
-    | RunPhase
-    | LogprobRequest
-    | LogprobsDone
-    | LogprobsFailed
-)
+    FromGenerator | ToGenerator | FromVerifier | ToVerifier | FromLeader | ToLeader | FromMember
+    | ToMember | NodeState | RunPhase | FromScored | ToScored
+)  # fmt: skip
+"""`endpoints.py` says which kinds go over which endpoint."""

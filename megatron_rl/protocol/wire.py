@@ -1,4 +1,4 @@
-"""ROUTER and DEALER sockets that carry `types.AnyMessage`.
+"""ROUTER and DEALER sockets that carry the messages of an endpoint (`endpoints.py`).
 
 Used by every process. `frames.py` says what a message is made of. Sockets bind to loopback unless
 CURVE keys are configured. Every receive has a deadline; every send fails at a full queue instead of
@@ -12,10 +12,12 @@ away, and its identity is not that of the peer whose name it shares.
 import logging
 import time
 from collections import Counter
+from typing import Any
 
 import zmq
 
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.endpoints import ANY, Endpoint, names_of
 from megatron_rl.protocol.frames import (
     Frame,
     WireError,
@@ -89,6 +91,18 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
         super().destroy(linger)
 
 
+def _decode(frames: list[Frame], endpoint: Endpoint, kinds: Any) -> Any:
+    """The message of these frames. Raises WireError, which names the endpoint and its kinds."""
+    try:
+        return decode_frames(frames, kinds)
+    except WireError as error:
+        if endpoint is ANY:
+            raise
+        raise WireError(
+            f"{endpoint.name} endpoint: {error}; allowed are {', '.join(names_of(kinds))}"
+        ) from error
+
+
 def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
     """Frames of the message that is there, as views of where they arrived."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
@@ -121,11 +135,14 @@ def labelled(name: str, label: str) -> bytes:
 class Router(Closing):
     """A bound ROUTER: many peers, each known by the identity that its DEALER chose."""
 
-    def __init__(self, host: str, port: int, keys: Keys | None = None, *, label: str = "") -> None:
-        """label: that of the peers that are heard; others are turned away."""
+    def __init__(
+        self, host: str, port: int, keys: Keys | None = None, *,
+        endpoint: Endpoint = ANY, label: str = "",
+    ) -> None:  # fmt: skip
+        """endpoint: whose messages it receives. label: of its peers; others are turned away."""
         if keys is None:
             check_loopback(host)
-        self._label = label
+        self._endpoint, self._label = endpoint, label
         self.turned_away: Counter[str] = Counter()
         """Messages that were not heard, by the identity of their sender."""
         self._context = _Context()
@@ -184,7 +201,7 @@ class Router(Closing):
         try:
             if not frames:
                 raise WireError(f"received no frame from {peer}, expected 1 or more")
-            return peer, decode_frames(frames)
+            return peer, _decode(frames, self._endpoint, self._endpoint.router_hears)
         except WireError as error:
             error.peer = peer
             raise
@@ -213,10 +230,11 @@ class Dealer(Closing):
     """A connected DEALER with a stable identity."""
 
     def __init__(
-        self, address: str, identity: str, keys: Keys | None = None, *, label: str = ""
-    ) -> None:
-        """label: that of the ROUTER's peers; one of another label makes `receive` raise."""
-        self.address = address
+        self, address: str, identity: str, keys: Keys | None = None, *,
+        endpoint: Endpoint = ANY, label: str = "",
+    ) -> None:  # fmt: skip
+        """endpoint: whose messages it receives. label: of the ROUTER, or `receive` raises."""
+        self._endpoint, self.address = endpoint, address
         self.label = label
         self._context = _Context()
         self.socket = self._context.open(zmq.DEALER)
@@ -243,7 +261,12 @@ class Dealer(Closing):
     def receive(self, timeout_s: float) -> AnyMessage | None:
         """Next message, or None when nothing came in time. Raises TurnedAway."""
         frames = self.receive_frames(timeout_s)
-        return None if frames is None else decode_frames(frames)
+        return None if frames is None else self.decode(frames)
+
+    def decode(self, frames: list[Frame]) -> AnyMessage:
+        """The message of frames that it received. Raises WireError."""
+        message: AnyMessage = _decode(frames, self._endpoint, self._endpoint.dealer_hears)
+        return message
 
     def receive_frames(self, timeout_s: float) -> list[Frame] | None:
         """Next message as it came, for who passes it on; None when nothing came in time.

@@ -182,16 +182,9 @@ class ActivityLog(Activity):
         self._recorder = recorder
         self._progress = progress
 
-    def write(self, version: int, now: float, *, in_flight: int) -> None:
-        """Write a row if one is due; arguments as in `take_row`."""
-        self._write(version, self.take_row(now, in_flight, records=self._recorder.dropped_file))
-
-    def write_rest(self, version: int, now: float) -> None:
-        """Write what is left at the end."""
-        records = self._recorder.dropped_file
-        self._write(version, self.take_row(now, 0, records=records, is_last=True))
-
-    def _write(self, version: int, row: Values | None) -> None:
+    def write(self, version: int, now: float, *, in_flight: int, is_last: bool = False) -> None:
+        """Write a row if one is due; is_last: in any case. Other arguments as in `take_row`."""
+        row = self.take_row(now, in_flight, records=self._recorder.dropped_file, is_last=is_last)
         if row is None:
             return
         self._metrics.write(version, row | self._progress())

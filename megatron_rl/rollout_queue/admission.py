@@ -66,7 +66,7 @@ def oldest_leasable_version(synced: int, *, max_staleness: int, is_strict: bool)
 
 
 class LeaseRules(NamedTuple):
-    """Which generators may take which groups, as things stand."""
+    """Which generators may take which groups now."""
 
     synced: int
     max_staleness: int
@@ -76,16 +76,12 @@ class LeaseRules(NamedTuple):
     evaluated: int = -1
     """Version that the evaluators hold."""
 
-    def may_take(self, generator: str, *, is_evaluation: bool) -> bool:
-        """Whether a generator may get completions of a group."""
-        return not self.evaluators or (generator in self.evaluators) == is_evaluation
-
     def oldest_version(self, *, is_evaluation: bool) -> int:
         """Policy version that a generator needs to get completions of a group.
 
-        It counts when the completion is leased. That may be long after its group was opened; then
-        the version is the newer one, so what was true of the group's first tokens remains true.
-        An evaluation measures the synced version and no older one, or what evaluators hold.
+        The rule holds when the completion is leased. If that is long after its group was opened,
+        the version is newer, so the bound of the group's first tokens still holds. An evaluation
+        measures exactly the synced version, or the version that evaluators hold.
         """
         if is_evaluation and self.evaluators:
             return self.evaluated
@@ -94,13 +90,6 @@ class LeaseRules(NamedTuple):
             max_staleness=self.max_staleness,
             is_strict=self.is_strict or is_evaluation,
         )
-
-    def is_urgent(self, opened_version: int, *, is_evaluation: bool) -> bool:
-        """Whether what remains of a group goes to any free slot, wherever its other parts are.
-
-        Batches wait for evaluations; and a group of an earlier version nears its deadline.
-        """
-        return is_evaluation or opened_version < self.synced
 
 
 def choose_batch(

@@ -10,7 +10,7 @@ Used by the rollout queue's server. Two threads:
 |                  | deals the order             |                        | error                |
 
 The loop never writes to the groups of an order. The threads meet at SimpleQueues alone:
-`record_thread.py` says why.
+`record_files.py` says why.
 """
 
 import logging

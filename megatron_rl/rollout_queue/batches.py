@@ -24,15 +24,21 @@ from megatron_rl.protocol.metrics import (
 from megatron_rl.protocol.packing import Microbatch, deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
+    GoldAnswer,
     MinibatchShare,
     RankBatch,
     ScoredRollout,
     TrainSequence,
-)  # fmt: skip
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, DroppedGroups, Group
-from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn
-from megatron_rl.rollout_queue.tally import RolloutTally
-from megatron_rl.rollout_queue.train_sequence import length_of, sequence_of
+)
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.groups import (
+    NO_VERSION,
+    DroppedGroups,
+    Group,
+    RolloutTally,
+    has_gold,
+)
+from megatron_rl.rollout_queue.replay import NOTHING, Drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,33 +186,84 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
     trained = [scored for group in groups for scored in group.ordered]
     generated = RolloutTally(trained)
     generated.fold(dropped.tally)
-    spanning = sum(map(_spans_versions, trained))
+    spanning = sum(
+        scored.rollout.oldest_version != scored.rollout.newest_version for scored in trained
+    )
     staleness = [step - scored.rollout.oldest_version for scored in trained]
     count = len(trained)
-    dropped_by_reason = {ZERO_VARIANCE: 0} | dropped.reasons
+    learning_gold = sum(group.learns_gold for group in groups)
+    dropped_groups = {ZERO_VARIANCE: 0} | dropped.reasons
+    counts = [
+        ("queue/rollouts_spanning_versions", spanning, count),
+        ("queue/rollouts_trained", count, count),
+        ("queue/groups_trained", len(groups), len(groups)),
+        *([("queue/groups_learning_gold", learning_gold, len(groups))] if learning_gold else []),
+        *((GROUPS_DROPPED + why, n, n) for why, n in dropped_groups.items()),
+        *((COMPLETIONS_DROPPED + why, n, n) for why, n in dropped.completions.items()),
+    ]
     return [
         *generated.metrics(),
         Metric("queue/staleness_versions_mean", sum(staleness), "mean", count),
         Metric("queue/staleness_versions_max", max(staleness, default=0), "max", count),
-        Metric("queue/rollouts_spanning_versions", spanning, "sum", count),
-        Metric("queue/rollouts_trained", count, "sum", count),
-        Metric("queue/groups_trained", len(groups), "sum", len(groups)),
-        *_gold_metrics(groups),
-        *(
-            Metric(f"{GROUPS_DROPPED}{reason}", number, "sum", number)
-            for reason, number in dropped_by_reason.items()
-        ),
-        *(
-            Metric(f"{COMPLETIONS_DROPPED}{reason}", number, "sum", number)
-            for reason, number in dropped.completions.items()
-        ),
+        *(Metric(name, value, "sum", of) for name, value, of in counts),
     ]
 
 
-def _gold_metrics(groups: list[Group]) -> list[Metric]:
-    count = sum(group.learns_gold for group in groups)
-    return [Metric("queue/groups_learning_gold", count, "sum", len(groups))] if count else []
+def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
+    """The sequence of a completion of a group, without its advantage, weight and place."""
+    sequence = _as_sampled(scored, _identity(group, scored))
+    gold = _gold_of(group, scored)
+    return sequence if gold is None else _with_gold(sequence, gold)
 
 
-def _spans_versions(scored: ScoredRollout) -> bool:
-    return scored.rollout.oldest_version != scored.rollout.newest_version
+def length_of(group: Group, scored: ScoredRollout) -> int:
+    """Tokens of that sequence, prompt included."""
+    gold = _gold_of(group, scored)
+    completion = len(scored.rollout.token_ids)
+    if gold is not None:
+        completion = gold.thought_tokens + len(gold.token_ids)
+    return len(scored.rollout.prompt_ids) + completion
+
+
+def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
+    """The reference answer that takes the place of the sampled one."""
+    return scored.rollout.gold if group.learns_gold and has_gold(scored) else None
+
+
+def _identity(group: Group, scored: ScoredRollout) -> tuple[int, int]:
+    """As the run records it."""
+    is_own = group.opened_version != NO_VERSION
+    return (group.number, scored.rollout.index) if is_own else (-1, 0)
+
+
+def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequence:
+    rollout = scored.rollout
+    lengths = [span.end - span.start for span in rollout.spans]
+    versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
+    return TrainSequence(
+        token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
+        prompt_length=len(rollout.prompt_ids),
+        generator_logprobs=rollout.logprobs,
+        token_versions=versions,
+        advantage=0.0,
+        weight=0.0,
+        reward=scored.score.reward,
+        expert_choices=rollout.expert_choices,
+        rollout=identity,
+    )
+
+
+def _with_gold(sequence: TrainSequence, gold: GoldAnswer) -> TrainSequence:
+    """The sampled answer and what follows it make room for the reference answer."""
+    kept, count = gold.thought_tokens, len(gold.token_ids)
+    nothing = np.zeros(count, np.float32)
+    unsampled = np.full(count, NO_VERSION, np.int32)
+    return msgspec.structs.replace(
+        sequence,
+        token_ids=np.concatenate(
+            [sequence.token_ids[: sequence.prompt_length + kept], gold.token_ids]
+        ),
+        generator_logprobs=np.concatenate([sequence.generator_logprobs[:kept], nothing]),
+        token_versions=np.concatenate([sequence.token_versions[:kept], unsampled]),
+        gold_tokens=count,
+    )

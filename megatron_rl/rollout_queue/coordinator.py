@@ -1,11 +1,12 @@
 """What the rollout queue does with each message, and what it sends when. No sockets, no clock.
 
 Used by the rollout queue's server, which calls `handle` for every message, then sends all that
-`outgoing` yields, and `tick` about once a second. Times are monotonic seconds.
+`outgoing` yields, and calls `tick` about once a second. Times are monotonic seconds.
 """
 
 import logging
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
@@ -24,32 +25,42 @@ from megatron_rl.protocol.types import (
     Stop,
     VerifierReady,
     WeightsSynced,
-)  # fmt: skip
+)
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
-from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
-from megatron_rl.rollout_queue.breaker import CircuitBreaker
+from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
-from megatron_rl.rollout_queue.formation import Formation, Formed
-from megatron_rl.rollout_queue.generator_rows import GeneratorRows
-from megatron_rl.rollout_queue.group_closer import Collecting, GroupCloser
-from megatron_rl.rollout_queue.group_opener import GroupOpener
+from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
-from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
+from megatron_rl.rollout_queue.peer_rows import GeneratorRows, RollCall
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.roll_call import RollCall
 from megatron_rl.rollout_queue.scoring import Scoring
-from megatron_rl.rollout_queue.stall_deadline import StallDeadline
-from megatron_rl.rollout_queue.state_desk import StateDesk
-from megatron_rl.rollout_queue.training_groups import TrainingGroups
-from megatron_rl.rollout_queue.ungraded import DropObservers
+from megatron_rl.rollout_queue.stall import StallDeadline
+from megatron_rl.rollout_queue.trainer_requests import (
+    BatchBuilder,
+    BatchRequests,
+    BuiltBatch,
+    StateRequests,
+)
+from megatron_rl.rollout_queue.training_groups import GroupOpener, TrainingGroups
 
 log = logging.getLogger(__name__)
 
+PROMPTS, VERIFY, BATCHES = "prompts", "verify", "batches"
+"""The endpoints of the queue: of generators, of verifiers, of trainer leaders."""
 _FENCE_WEIGHT_SYNCS = 1.5
-"""A fenced generator, which the next weight sync may serve again, keeps its leases for so many."""
+"""Weight syncs for which a generator without weights keeps its leases: the next one may serve it.
+"""
+
+
+class Outgoing(NamedTuple):
+    """A message for a peer of one of the endpoints."""
+
+    endpoint: str
+    peer: str
+    message: AnyMessage
 
 
 class Coordinator:
@@ -74,14 +85,21 @@ class Coordinator:
         self._recorder = recorder
         self._metrics = metrics
         self._evaluate_only = evaluate_only
-        self._open_collection(prompts)
-        self._formation = None
+        self._evaluations = EvaluationScheduler(
+            config, prompts, recorder=recorder, metrics=metrics, only=evaluate_only
+        )
+        self._groups = GroupBook()
+        self._training = None
+        if config.train.steps and not evaluate_only:
+            self._training = TrainingGroups(prompts, config, self._groups)
+        self._collect_groups(prompts)
+        self._builder = None
         if self._training is not None:
-            self._formation = Formation(config, self._training, self._groups, prompts.held_out)
-        self._desk = BatchDesk(config.train.steps)
+            self._builder = BatchBuilder(config, self._training, self._ends, prompts.held_out)
+        self._requests = BatchRequests(config.train.steps)
         self._maker = maker or BatchMaker()
-        self._states = StateDesk(recorder)
-        self._patience = StallDeadline(config, now)
+        self._states = StateRequests(recorder)
+        self._deadline = StallDeadline(config, now)
         self._judged_at = now
         self._roll_call = RollCall(config.generator.replicas)
         self._generator_rows = GeneratorRows()
@@ -91,50 +109,39 @@ class Coordinator:
         self.is_over = False
         """Training and all evaluations are done."""
 
-    def _open_collection(self, prompts: PromptSets) -> None:
-        """What opens groups, hands out and grades their completions, and ends them."""
-        config, recorder, metrics = self._config, self._recorder, self._metrics
-        self._evaluations = EvaluationScheduler(
-            config, prompts, recorder=recorder, metrics=metrics, only=self._evaluate_only
-        )
-        self._training = None
-        if config.train.steps and not self._evaluate_only:
-            self._training = TrainingGroups(prompts, config)
-        self._groups = GroupBook()
+    def _collect_groups(self, prompts: PromptSets) -> None:
+        """Create what opens groups, leases and grades their completions, and ends groups."""
+        config = self._config
         self._activity = ActivityLog(
             config,
             prompts,
-            metrics=metrics,
-            recorder=recorder,
+            metrics=self._metrics,
+            recorder=self._recorder,
             progress=self._evaluations.progress,
         )
         self._leases = Leases(config.queue)
-        self._openings = GroupOpener(
-            config.queue,
-            self._leases,
-            evaluations=self._evaluations,
-            training=self._training,
-            book=self._groups,
+        self._opener = GroupOpener(
+            config.queue, self._leases, evaluations=self._evaluations, training=self._training
         )
         self._scoring = Scoring(config.queue, config.reward)
         opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
-        self._ends = GroupCloser(
+        self._ends = GroupEnd(
             config,
             Collecting(self._leases, self._scoring, self._groups),
             evaluations=self._evaluations,
             training=self._training,
-            tellers=DropObservers(recorder, self._activity, self._breaker),
+            observers=DropObservers(self._recorder, self._activity, self._breaker),
         )
 
     def resume(self, state: QueueState) -> None:
-        """Go on after a saved step; call before any message. Raises InputError."""
-        assert self._training is not None and self._formation is not None
+        """Resume after a saved step; call before any message. Raises InputError."""
+        assert self._training is not None and self._builder is not None
         self._training.restore(state)
-        self._desk.resume_at(state.step)
+        self._requests.resume_at(state.step)
         self._recorder.resume_at(state.step)
-        self._formation.resume_at(state.step)
-        self._openings.count = state.groups_opened
+        self._builder.resume_at(state.step)
+        self._opener.count = state.groups_opened
         self._evaluations.resume(state)
         self._first_version = state.step
 
@@ -143,56 +150,56 @@ class Coordinator:
 
         Until `expect_trainer`, or the trainer's first message. Call before any message.
         """
-        self._patience.await_cold_start()
+        self._deadline.await_cold_start()
 
     def expect_trainer(self, now: float) -> None:
         """Supervised training is over: from here on the trainer's silence counts."""
-        self._patience.expect_trainer(now)
+        self._deadline.expect_trainer(now)
 
     # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
-        """Take in one message. Raises WireError for a message that has no place here."""
-        # Whatever a trainer rank says, the cold start before it is over.
+        """Take in one message of the endpoint. Raises WireError where it contradicts the state."""
+        # A trainer rank that sends anything has ended the cold start.
         if endpoint == BATCHES:
             self.expect_trainer(now)
-        match endpoint, message:
-            case "prompts", RolloutDone():
-                self._on_rollout(peer, message, now)
-            case "verify", ScoreDone():
-                self._on_score(peer, message, now)
-            case "verify", ClassDone():
-                if (group := self._scoring.take_classes(peer, message, now)) is not None:
-                    self._patience.note_progress(now)
-                    self._ends.close(group)
-            case "prompts", GeneratorReady():
+        match message:
+            case GeneratorReady():
                 self._leases.announce(peer, message, now)
                 self._evaluations.evaluators.correct(peer, is_held=message.is_held)
                 if message.activity is not None:
                     self._generator_rows.note(peer, message.session, message.activity, now)
-            case "verify", VerifierReady():
-                self._scoring.announce(peer, message, now)
-            case "prompts", RolloutFailed():
+            case RolloutDone():
+                self._on_rollout(peer, message, now)
+            case RolloutFailed():
                 self._leases.take_failure(peer, message, now)
-            case "verify", ScoreFailed():
+            case VerifierReady():
+                self._scoring.announce(peer, message, now)
+            case ScoreDone():
+                self._on_score(peer, message, now)
+            case ClassDone():
+                if (group := self._scoring.take_classes(peer, message, now)) is not None:
+                    self._deadline.note_progress(now)
+                    self._ends.close(group)
+            case ScoreFailed():
                 # Bounded by the attempts, so it is progress.
                 if self._scoring.take_failure(peer, message, now):
-                    self._patience.note_progress(now)
-            case "batches", NextBatch():
+                    self._deadline.note_progress(now)
+            case NextBatch():
                 self._on_synced(WeightsSynced(message.held_version, message.is_final), now)
-                self._desk.ask(peer, message)
-            case "batches", WeightsSynced():
+                self._requests.ask(peer, message)
+            case WeightsSynced():
                 self._on_synced(message, now)
-            case "batches", SaveState():
+            case SaveState():
                 self._on_save(peer, message, now)
             case _:
-                raise WireError(f"{peer} sent {type(message).__name__} to the {endpoint} endpoint")
+                raise AssertionError(f"no endpoint of the queue receives {type(message).__name__}")
 
     def _on_rollout(self, peer: str, done: RolloutDone, now: float) -> None:
         group = self._leases.take_rollout(peer, done.rollout, now)
         if group is None:
             return
-        self._patience.note_progress(now)
+        self._deadline.note_progress(now)
         self._activity.add_rollout(done.rollout)
         self._scoring.submit(group, done.rollout)
 
@@ -200,10 +207,10 @@ class Coordinator:
         found = self._scoring.take_score(peer, done, now)
         if found is None:
             return
-        self._patience.note_progress(now)
+        self._deadline.note_progress(now)
         group, scored = found
         self._breaker.note_scored(group)
-        # A score that was asked for before its group was dropped.
+        # The group may have been dropped after this score was asked for.
         if group.is_abandoned:
             return
         group.add(scored, now)
@@ -212,10 +219,10 @@ class Coordinator:
             self._ends.close(group)
 
     def _on_synced(self, synced: WeightsSynced, now: float) -> None:
-        # It is said again with each request, and messages of two sockets may overtake each other.
+        # Each request repeats it, and messages of two sockets may overtake each other.
         if synced.version <= self._synced:
             return
-        self._patience.note_progress(now)
+        self._deadline.note_progress(now)
         if self._synced < 0 and synced.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {synced.version}, the queue with "
@@ -224,7 +231,7 @@ class Coordinator:
         grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
         self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
         self._synced, self._synced_at = synced.version, now
-        # Only now, not when the batch was formed: until then its groups count against admission, as
+        # Only now, not when the batch was built: until then its groups count against admission, as
         # everything opened meanwhile will be one version older.
         self._groups.finish_training(synced.version)
         if synced.is_final:
@@ -234,17 +241,15 @@ class Coordinator:
         self._evaluations.ask(synced.version, is_final=synced.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
-        if self._states.is_repeated(peer, asked.step, formed_steps=self._desk.formed_steps):
+        built = self._requests.built_steps
+        if self._states.is_repeated(peer, asked.step, built_steps=built):
             return
-        self._patience.note_progress(now)
-        # With a later batch formed, its groups would be neither trained on nor unfinished: a run
+        self._deadline.note_progress(now)
+        # With a later batch built, its groups would be neither trained on nor unfinished: a run
         # that is resumed here would lose them.
-        if self._training is None or self._desk.formed_steps != asked.step:
-            raise WireError(
-                f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
-            )
-        opened = self._openings.count
-        state = self._training.state(asked.step, self._groups, groups_opened=opened)
+        if self._training is None or built != asked.step:
+            raise WireError(f"{peer} saves step {asked.step}, but {built} batches are built")
+        state = self._training.state(asked.step, groups_opened=self._opener.count)
         self._states.put(peer, self._evaluations.add_to(state))
 
     # --- outgoing -------------------------------------------------------------------------------
@@ -255,11 +260,12 @@ class Coordinator:
         self._ends.drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
-        # Before batches: an evaluation that ends here no longer holds back the next one.
-        self._evaluations.advance(self._synced, now, leases=self._leases)
+        # Before batches: an evaluation that ends here no longer delays the next batch.
+        self._ends.advance_evaluations(self._synced, now)
         yield from self._batch_answers(now)
-        yield from self._states.answers()
-        # Before leases: their slots are given out again, and the engine should be rid of the old.
+        for answer in self._states.answers():
+            yield Outgoing(BATCHES, *answer)
+        # Before leases: their slots are leased again, and the engine should be rid of the old.
         for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
             yield Outgoing(PROMPTS, *order)
         while (lease := self._next_lease(now)) is not None:
@@ -276,7 +282,7 @@ class Coordinator:
 
     def farewell(self, now: float) -> Iterator[Outgoing]:
         """Stop for every generator and verifier; call once, at the end."""
-        self._activity.write_rest(self._synced, now)
+        self._activity.write(self._synced, now, in_flight=0, is_last=True)
         self._write_generators(now, is_last=True)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
@@ -284,22 +290,22 @@ class Coordinator:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
-        formed = self._form_batch()
-        if formed is not None:
+        built = self._build_batch()
+        if built is not None:
             self._evaluations.note_batch()
-            self._desk.begin(formed.order.step)
-            self._maker.put(formed.order)
+            self._requests.begin(built.order.step)
+            self._maker.put(built.order)
         if (batch := self._maker.take()) is not None:
-            self._desk.put(batch)
-        for peer, answer in self._desk.answers():
-            self._patience.note_progress(now)
+            self._requests.put(batch)
+        for peer, answer in self._requests.answers():
+            self._deadline.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
-        if formed is not None:
-            self._recorder.write_step(formed.order.step, formed.groups, now)
+        if built is not None:
+            self._recorder.write_step(built.order.step, built.groups, now)
 
-    def _form_batch(self) -> Formed | None:
-        """The batch that is asked for, if it is due."""
-        asked = self._desk.next_to_form()
+    def _build_batch(self) -> BuiltBatch | None:
+        """The batch that a rank waits for, if it is due."""
+        asked = self._requests.next_to_build()
         if (
             asked is None
             or self.is_dealing
@@ -307,15 +313,15 @@ class Coordinator:
             or not self._evaluations.allows_batch(asked[0], self._synced)
         ):
             return None
-        assert self._formation is not None
-        formed = self._formation.form(*asked)
-        if formed is not None:
+        assert self._builder is not None
+        built = self._builder.build(*asked)
+        if built is not None:
             log.info(
                 "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts",
-                asked[0], len(formed.groups), dict(formed.dropped.reasons),
+                asked[0], len(built.groups), dict(built.dropped.reasons),
                 self._groups.untaken, self._leases.late_rollouts,
             )  # fmt: skip
-        return formed
+        return built
 
     @property
     def is_dealing(self) -> bool:
@@ -326,10 +332,10 @@ class Coordinator:
         if self._recorder.is_full:
             return None
         is_training = self._synced >= 0 and self._finished_at is None
-        next_step = max(self._desk.formed_steps, self._synced) if is_training else None
+        next_step = max(self._requests.built_steps, self._synced) if is_training else None
         issued = self._leases.issue(
-            self._openings.rules(self._synced, next_step),
-            lambda: self._openings.open(self._synced, next_step),
+            self._opener.rules(self._synced, next_step),
+            lambda: self._opener.open(self._synced, next_step),
             now,
         )
         return Outgoing(PROMPTS, *issued) if issued else None
@@ -337,34 +343,31 @@ class Coordinator:
     # --- deadlines and end ----------------------------------------------------------------------
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
-        """Re-issue what is overdue; DeadlineExceeded when nothing moves any more.
+        """Lease and ask again what is overdue; DeadlineExceeded when nothing moves any more.
 
-        has_heard_all: no message waits unread. Otherwise nobody is judged to be silent, but for
-        not longer than a peer may be silent.
+        has_heard_all: no message waits unread. Otherwise no peer counts as silent, for at most as
+        long as a peer may be silent.
         """
         self._recorder.check()
         if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
             self._judged_at = now
             self._leases.expire(now)
             self._scoring.expire(now)
-        if self._evaluations.is_overdue(now):
-            # One that waits for grades alone ends without them.
-            self._scoring.give_up_evaluation(self._evaluations.overdue_text)
-            self._ends.drop_failed()
+        self._ends.stop_grading_overdue(now)
         self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._synced, now, in_flight=self._leases.outstanding)
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
             self._metrics.write(self._synced, row)
         self._write_generators(now)
         state = self.describe(now)
-        self._evaluations.end_overdue(now, state, self._leases)
+        self._ends.end_overdue_evaluation(now, state)
         is_work_out = bool(
             self._leases.outstanding
             or self._scoring.outstanding
-            or self._evaluations.is_running
-            or self._desk.waiting_ranks
+            or self._evaluations.running
+            or self._requests.waiting_ranks
         )
-        self._patience.check(now, is_work_out=is_work_out, state=state)
+        self._deadline.check(now, is_work_out=is_work_out, state=state)
 
     def _write_generators(self, now: float, *, is_last: bool = False) -> None:
         row = self._generator_rows.take_row(self._leases.generators, now, is_last=is_last)
@@ -374,26 +377,22 @@ class Coordinator:
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:
             return
-        is_late = now - self._finished_at > self._patience.dismissal_s
-        self.is_over = self._desk.is_dismissed or is_late or bool(self._evaluate_only)
-
-    @property
-    def _wanted_groups(self) -> int:
-        """Sampled groups of the next batch."""
-        if self._training is None:
-            return self._config.sampled_groups
-        return self._training.schedule.at(self._desk.formed_steps).sampled_groups
+        is_late = now - self._finished_at > self._deadline.dismissal_s
+        self.is_over = self._requests.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
         """One line on what is open where."""
+        wanted = self._config.sampled_groups
+        if self._training is not None:
+            wanted = self._training.schedule.at(self._requests.built_steps).sampled_groups
         parts = [
             f"version {self._synced} synced",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "
-            f"complete of {self._wanted_groups} for a batch",
+            f"complete of {wanted} for a batch",
             self._leases.describe(now),
             self._scoring.describe(now),
-            f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",
+            f"batch asked for by data-parallel ranks {self._requests.waiting_ranks}",
             "a batch is being dealt to ranks" if self.is_dealing else "",
-            self._evaluations.describe(now),
+            evaluation.describe(now) if (evaluation := self._evaluations.running) else "",
         ]
         return "; ".join(part for part in parts if part)

@@ -57,7 +57,7 @@ class Curriculum:
         self._admitted = 1
         self._readmitted = 0
         self._counts = self._count_active()
-        self._settled = self._current()
+        self._committed = self._current()
         bands = self._band_of.values()
         if config.bands and bands and all(band == _ALWAYS for band in bands):
             raise InputError(
@@ -164,13 +164,13 @@ class Curriculum:
             counts["bands_admitted"] = self._admitted
         return [Metric(f"curriculum/{name}", count, "max") for name, count in counts.items()]
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """A batch counts all that was noted: from here on a resumed run does not see it again."""
-        self._settled = self._current()
+        self._committed = self._current()
 
     def state(self) -> CurriculumState:
-        """What was known when `settle` was called last."""
-        return self._settled
+        """What was known when `commit` was called last."""
+        return self._committed
 
     def _current(self) -> CurriculumState:
         return CurriculumState(
@@ -190,7 +190,7 @@ class Curriculum:
         self._admitted = min(state.admitted_bands, max(1, len(self._config.bands)))
         self._readmitted = state.readmitted
         self._counts = self._count_active()
-        self._settled = state
+        self._committed = state
 
 
 def _band(pass_rate: float | None, bands: Sequence[float]) -> int:

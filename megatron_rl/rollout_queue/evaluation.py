@@ -1,31 +1,36 @@
-"""Evaluation of one policy version on a set of prompts, by the generators.
+"""What is evaluated on and how, and what an interrupted run left of its evaluations.
 
-Used by the rollout queue.
+Used by the rollout queue, and by the launcher before a run.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import AUTO_PROMPTS
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, EvalConfig
 from megatron_rl.data.prompts import PromptSets
-from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
-from megatron_rl.evaluation.samples import ProblemSamples
-from megatron_rl.protocol.metrics import MAJ_AT, PASS_AT
+from megatron_rl.evaluation.samples import ProblemSamples, of_records
+from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.rollout_files import (
+    FOLDER,
+    LINES,
+    WORD_BYTES,
+    WORDS,
+    RolloutRecord,
+    read_records,
+    rollout_files,
+)
 from megatron_rl.protocol.types import Prompt, Sampling
-from megatron_rl.rollout_queue.groups import Group
 
 FINAL_LABEL = "after"
 _FEW_PROMPTS = 30
 """Of fewer, the standard error of an accuracy may exceed 0.09."""
-VOTED_SAMPLES = 128
-"""Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
 
 
 @dataclass(frozen=True)
@@ -150,160 +155,76 @@ def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
     return labels
 
 
-class Evaluation:
-    """A running evaluation: groups to lease, and what is known of those complete."""
+def read_ended(run_dir: Path, version: int) -> set[tuple[str, int]]:
+    """(label, version) of the evaluations, up to that version, whose results are written.
 
-    def __init__(
-        self,
-        label: str,
-        what: EvaluationSet,
-        *,
-        version: int,
-        now: float,
-        done: Mapping[str, ProblemSamples] | None = None,
-    ) -> None:
-        """label: of the whole, the set's name included. done: by id, prompts evaluated earlier."""
-        self.label = label
-        self.version = version
-        self.started_at = now
-        self._set = what
-        self.complete: list[ProblemSamples] = list((done or {}).values())
-        """Problems whose rollouts are all scored."""
-        left = [prompt for prompt in what.prompts if prompt.id not in (done or {})]
-        self._unopened = left[::-1]
-        self._left = len(left)
-        self._open: dict[int, Group] = {}
-        """By number: groups that are leased and neither complete nor lost."""
-        self.lost = 0
-        """Groups that failed: the evaluation ends without them."""
-        self.not_graded = 0
-        """Completions without a verdict, which count neither as right nor as wrong."""
-        self.is_late = False
-        """Its time is over: it ends with what there is."""
-        self.lost_ungraded = 0
-        """Lost groups of which no completion could be graded."""
-
-    @property
-    def has_unopened(self) -> bool:
-        """Whether prompts wait to be leased."""
-        return bool(self._unopened)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every group is complete or lost."""
-        return self._left == 0
-
-    @property
-    def completions(self) -> int:
-        """Completions of all prompts, those of an earlier start included."""
-        return self._set.completions
-
-    @property
-    def group_size(self) -> int:
-        """Completions of one prompt."""
-        return self._set.samples
-
-    def open_group(self, number: int) -> Group:
-        """The group of the next prompt."""
-        prompt = self._unopened.pop()
-        group = self._open[number] = Group(
-            number,
-            prompt,
-            msgspec.structs.replace(self._set.sampling, seed=_seed_of(prompt)),
-            self._set.samples,
-            self.version,
-            evaluation=self.label,
-            # The vote of one completion is its verdict.
-            needs_classes=self._set.samples > 1,
-        )
-        return group
-
-    @property
-    def completions_done(self) -> int:
-        """Completions that are scored or will not be; those of an earlier start count."""
-        in_open = sum(len(group.scored) + len(group.lost) for group in self._open.values())
-        settled = len(self._set.prompts) - len(self._open) - len(self._unopened)
-        return settled * self._set.samples + in_open
-
-    def close(self, group: Group) -> None:
-        """Note that a group is complete."""
-        self.complete.append(problem_of(group))
-        self._left -= 1
-        del self._open[group.number]
-
-    def lose(self, group: Group) -> None:
-        """Note that a group failed."""
-        self.lost += 1
-        self.lost_ungraded += bool(group.lost)
-        self._left -= 1
-        del self._open[group.number]
-
-    def lose_unopened(self) -> None:
-        """Note that nobody will open the other prompts."""
-        self.lost += len(self._unopened)
-        self._left -= len(self._unopened)
-        self._unopened.clear()
-
-    def describe(self, now: float) -> str:
-        """One line on what is missing."""
-        return (
-            f"evaluation {self.label!r} of version {self.version}: {self._left} prompts unfinished "
-            f"({len(self._unopened)} not leased) after {now - self.started_at:.0f} s"
-        )
+    Raises InputError for a damaged metrics file.
+    """
+    rows = stream_rows(run_dir / "metrics.jsonl", holding='"eval/n"')
+    return {(row["label"], row["step"]) for row in rows if row["step"] <= version}
 
 
-def problem_of(group: Group) -> ProblemSamples:
-    """What is known of a group whose rollouts are all scored, at least one."""
-    prompt, scored = group.prompt, group.ordered
-    # Of one completion nobody asks.
-    is_known = group.size > 1 and len(group.classes) == len(scored)
-    classes = [group.classes[index] for index in sorted(group.scored)] if is_known else None
-    return ProblemSamples(
-        prompt_id=prompt.id,
-        question=prompt.question,
-        answer=prompt.answer,
-        task=prompt.task,
-        language=prompt.language,
-        is_correct=np.array([one.score.is_correct for one in scored]),
-        is_well_formed=np.array([one.score.is_well_formed for one in scored]),
-        is_cut=np.array([one.rollout.finish_reason == "length" for one in scored]),
-        tokens=np.array([len(one.rollout.token_ids) for one in scored], np.int64),
-        rewards=np.array(group.rewards, np.float64),
-        classes=None if classes is None else np.array(classes, np.int64),
+def read_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
+    """Problems of the set with all their completions graded, by id.
+
+    Raises InputError for a file that is damaged elsewhere than at its end.
+    """
+    return {problem.prompt_id: problem for problem in of_records(_whole(run_dir, label, what))}
+
+
+def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
+    """The same; all other lines are taken out of the file.
+
+    So a problem that lost a completion, or was cut short with the file, is made again as a whole.
+    """
+    path = _path(run_dir, label)
+    if not path.exists():
+        return {}
+    kept = _whole(run_dir, label, what)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(msgspec.json.Encoder().encode_lines(kept))
+    partial.replace(path)
+    _cut_to_words(path.with_suffix(WORDS))
+    return {problem.prompt_id: problem for problem in of_records(kept)}
+
+
+def _path(run_dir: Path, label: str) -> Path:
+    return run_dir / FOLDER / f"eval_{label}{LINES}"
+
+
+def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord]:
+    """Records of the problems that have all their completions."""
+    path = _path(run_dir, label)
+    records = list(read_records(path)) if path.exists() else []
+    counts = Counter(record.prompt_id for record in records)
+    prompts = {prompt.id: prompt for prompt in what.prompts}
+    return [
+        record
+        for record in records
+        if counts[record.prompt_id] == what.samples and _is_of(record, prompts)
+    ]
+
+
+def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
+    """Whether a record answers a prompt as it is now."""
+    prompt = prompts.get(record.prompt_id)
+    return prompt is not None and (prompt.question, prompt.answer) == (
+        record.problem,
+        record.answer,
     )
 
 
-def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
-    """Results of an evaluation by metric name; its errors are over problems."""
-    accuracy = mean_figure([problem.accuracy for problem in problems])
-    votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
-    unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
-    return {
-        "eval/accuracy": accuracy.value,
-        "eval/accuracy_se": accuracy.se,
-        "eval/format": float(np.concatenate([p.is_well_formed for p in problems]).mean()),
-        "eval/length_tokens": float(np.concatenate([p.tokens for p in problems]).mean()),
-        "eval/reward": float(np.concatenate([p.rewards for p in problems]).mean()),
-        "eval/n": len(problems),
-        "eval/seconds": seconds,
-        **_named(PASS_AT, pass_figures(problems)),
-        **_named(MAJ_AT, votes),
-        **({"eval/without_classes": unknown} if unknown else {}),
-    }
+def _cut_to_words(path: Path) -> None:
+    """What is appended begins at a whole word, whatever a crash has left."""
+    if path.exists() and (rest := path.stat().st_size % WORD_BYTES):
+        with path.open("ab") as file:
+            file.truncate(path.stat().st_size - rest)
 
 
-def _named(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
-    named = {}
-    for k, figure in figures.items():
-        named |= {f"{prefix}{k}": figure.value, f"{prefix}{k}_se": figure.se}
-    return named
-
-
-def _seed_of(prompt: Prompt) -> int:
-    """Seed of a prompt's group, below 2**31: the same in every evaluation, in every run.
-
-    Tests of a program are drawn by it; by another, two evaluations would measure different things.
-    Of the question, as ids depend on the name and the place of a file.
-    """
-    digest = hashlib.sha256(prompt.normalized_question.encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+def first_free_number(run_dir: Path) -> int:
+    """A number above those of all groups that evaluations have recorded."""
+    if not (run_dir / FOLDER).is_dir():
+        return 0
+    files = [file for file in rollout_files(run_dir) if file.label]
+    numbers = (record.group for file in files for record in read_records(file.path))
+    return 1 + max(numbers, default=-1)

@@ -1,9 +1,9 @@
-"""Which evaluations are due, which one runs, and what it found.
+"""Which evaluations are due, which one runs, and its results.
 
 Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version.
-With evaluators (`evaluators.py`) these keep that version, and training goes on with the others.
-Without, no later version comes out while it runs, because `allows_batch` holds back the batch that
-would make it; training groups are leased meanwhile, to slots that the evaluation does not need.
+Evaluators (`running_evaluation.py`), if there are any, hold that version, and the other generators
+train. Without evaluators `allows_batch` delays the batch that would make a later version; training
+groups are leased meanwhile, to slots that the evaluation does not need.
 """
 
 import collections
@@ -24,31 +24,22 @@ from megatron_rl.protocol.metrics import (
 )
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedEvaluation
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.evaluated import (
-    first_free_number,
-    keep_evaluated,
-    read_ended,
+from megatron_rl.rollout_queue.drop_reasons import (
+    TooManyFailures,
 )
 from megatron_rl.rollout_queue.evaluation import (
-    Evaluation,
     EvaluationSet,
     evaluation_sets,
+    first_free_number,
+    keep_evaluated,
     label_at,
-    summarize,
-)
-from megatron_rl.rollout_queue.evaluators import Evaluators
-from megatron_rl.rollout_queue.failures import (
-    CLASSES_NOT_GRADED,
-    CLASSES_UNGRADABLE,
-    EVALUATION_LATE,
-    EVALUATOR_LOST,
-    GroupFailure,
-    TooManyFailures,
+    read_ended,
 )
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peers import Peer
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.running_evaluation import Evaluation, Evaluators, summarize
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +78,17 @@ class EvaluationScheduler:
         self._metrics = metrics
         self._only = only
         self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
-        """Of the groups that it opens."""
+        """Number of the first group that an evaluation opens."""
         self._due: collections.deque[_Due] = collections.deque()
         if only:
             self._due.extend(_Due(one.label(only), one, 0, False) for one in self._sets)
-        self._running: Evaluation | None = None
+        self.running: Evaluation | None = None
+        """Has begun and not ended."""
         self.evaluators = Evaluators(0 if only else config.evaluators)
         self._completions_before = 0
-        """Of the sets of the same version that have ended."""
-        self._let_go = False
-        """A later version than the one that is measured comes, or has come."""
+        """Completions of the sets of the same version that have ended."""
+        self._has_later_version = False
+        """A later version than the measured one is synced, or will be."""
         self.done: list[str] = []
         """Names of the evaluations that have ended."""
         self._ended_earlier: set[tuple[str, int]] = set()
@@ -105,21 +97,19 @@ class EvaluationScheduler:
     def add_to(self, state: QueueState) -> QueueState:
         """The state of the queue with the evaluations that are done, run or are due."""
         left = [UnfinishedEvaluation(due.label, due.version, has_begun=False) for due in self._due]
-        if self._running is not None:
-            running = UnfinishedEvaluation(
-                self._running.label, self._running.version, has_begun=True
-            )
-            left = [running, *left]
+        if self.running is not None:
+            label, version = self.running.label, self.running.version
+            left = [UnfinishedEvaluation(label, version, has_begun=True), *left]
         return msgspec.structs.replace(
             state, evaluated=list(self.done), unfinished_evaluations=left
         )
 
     def resume(self, state: QueueState) -> None:
-        """Go on after a saved step; call before any message. Raises InputError.
+        """Resume after a saved step; call before any message. Raises InputError.
 
-        The trainer syncs the version of the state once more, which asks for its evaluations;
-        those that ended after the state was saved are not made again. No generator will hold an
-        earlier version: its evaluation ends with what its file holds.
+        The trainer syncs the version of the state once more, which asks for its evaluations. An
+        evaluation that ended after the state was saved is not repeated. No generator will hold an
+        earlier version: its evaluation ends with the problems in its file.
         """
         self.done = list(state.evaluated)
         self._ended_earlier = read_ended(self._recorder.run_dir, state.step)
@@ -138,7 +128,7 @@ class EvaluationScheduler:
             return
         done = {}
         if left.has_begun:
-            # The file and the results must agree on the problems.
+            # File and results must agree on the problems.
             done = keep_evaluated(self._recorder.run_dir, left.label, what)
         evaluation = Evaluation(left.label, what, version=left.version, now=0.0, done=done)
         evaluation.lose_unopened()
@@ -146,18 +136,13 @@ class EvaluationScheduler:
         self._finish(evaluation, 0.0)
 
     @property
-    def is_running(self) -> bool:
-        """Whether an evaluation has begun and not ended."""
-        return self._running is not None
-
-    @property
     def is_idle(self) -> bool:
         """Whether none runs and none is due."""
-        return self._running is None and not self._due
+        return self.running is None and not self._due
 
     def progress(self) -> dict[str, float | str]:
         """Metrics about how far the evaluation is, its further sets included; {} when none runs."""
-        running = self._running
+        running = self.running
         if running is None:
             return {}
         further = [due for due in self._due if due.version == running.version]
@@ -186,41 +171,42 @@ class EvaluationScheduler:
         ]
 
     def allows_batch(self, step: int, synced: int) -> bool:
-        """Whether the batch of a step may be formed: also while version `step` is being synced.
+        """Whether the batch of a step may be built: also while version `step` is being synced.
 
-        Not before an evaluation, nor while one runs without evaluators: an update would change
-        what it measures.
+        No batch is built before an evaluation, or while an evaluation runs without evaluators: the
+        next update would change what it measures.
         """
         if step > synced + 1:
             return False
         held = self.evaluators.version if self.evaluators.hold_all else None
         if any(due.version != held for due in self._due):
             return False
-        if self._running is not None and self._running.version != held:
+        if self.running is not None and self.running.version != held:
             return False
         return step <= synced or not self._due_at(step, is_final=False)
 
     def note_batch(self) -> None:
-        """A batch is formed: a later version than the one that is measured will come."""
-        self._let_go = not self.is_idle
+        """A batch is built: a later version than the measured one will come."""
+        self._has_later_version = not self.is_idle
 
-    def advance(self, synced: int, now: float, *, leases: Leases) -> None:
-        """End an evaluation that is complete, and begin the next one that is due."""
+    def note_evaluators(self, leases: Leases) -> None:
+        """Take in the state of the generators that evaluate, if not all do."""
         # Called for every message: thousands of generators are looked at only where it matters.
         if self.evaluators.names:
             self.evaluators.note(leases.peers)
-        if self._is_orphaned:
-            self._give_up(leases.pop_evaluation())
-        if self._running is not None and self._running.is_complete:
-            self._finish(self._running, now)
-            ended, self._running = self._running, None
+
+    def advance(self, synced: int, now: float, *, leases: Leases) -> None:
+        """End an evaluation that is complete, and begin the next one that is due."""
+        if self.running is not None and self.running.is_complete:
+            self._finish(self.running, now)
+            ended, self.running = self.running, None
             before = self._completions_before + ended.completions
             has_further = any(due.version == ended.version for due in self._due)
             self._completions_before = before if has_further else 0
             if not any(due.version == self.evaluators.version for due in self._due):
                 self.evaluators.release()
         # Where evaluating is all there is to do, its clock starts with the first generator.
-        if self._running is None and self._due and (not self._only or leases.has_room):
+        if self.running is None and self._due and (not self._only or leases.has_room):
             self._begin(self._due.popleft(), leases.peers, now)
 
     def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
@@ -231,32 +217,23 @@ class EvaluationScheduler:
             done = keep_evaluated(self._recorder.run_dir, label, what)
             log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
         self._recorder.begin_evaluation(label, keeps_lines=bool(done))
-        self._running = Evaluation(label, what, version=due.version, now=now, done=done)
+        self.running = Evaluation(label, what, version=due.version, now=now, done=done)
         # The sets of a version share its evaluators. After the last step nobody else has work.
         if due.version != self.evaluators.version and not due.is_final:
-            self._let_go = False
+            self._has_later_version = False
             self.evaluators.choose(generators, due.version)
 
     @property
-    def _is_orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Whether the running evaluation measures a version that nobody holds any more."""
-        return self._running is not None and self._let_go and self.evaluators.are_lost
-
-    def _give_up(self, incomplete: list[Group], reason: str = EVALUATOR_LOST) -> None:
-        """End without what will not be generated any more; it is counted as lost."""
-        assert self._running is not None
-        for group in incomplete:
-            self.lose(group, reason)
-        self._running.lose_unopened()
+        return self.running is not None and self._has_later_version and self.evaluators.are_lost
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
         seconds = now - evaluation.started_at
         results = {"eval/n": 0, "eval/seconds": seconds}
         if evaluation.complete:
             results = summarize(evaluation.complete, seconds)
-        elif self._only or not (
-            evaluation.lost_ungraded or evaluation.is_late or self._is_orphaned
-        ):
+        elif self._only or not (evaluation.lost_ungraded or evaluation.is_late or self.is_orphaned):
             # Where evaluating is all there is to do, no result is a failure.
             raise TooManyFailures(
                 f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
@@ -271,88 +248,42 @@ class EvaluationScheduler:
     def _log_results(self, evaluation: Evaluation, results: dict[str, float]) -> None:
         if not evaluation.complete:
             log.error(
-                "evaluation %r: nothing is known of its %d prompts",
-                evaluation.label,
-                evaluation.lost,
-            )
+                "evaluation %r has no result: all %d prompts are lost",
+                evaluation.label, evaluation.lost,
+            )  # fmt: skip
             return
         log.info(
             "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts (%d lost; %d "
             "completions could not be graded), %.1f s",
-            evaluation.label,
-            results["eval/accuracy"],
-            results["eval/accuracy_se"],
-            results["eval/n"],
-            evaluation.lost,
-            evaluation.not_graded,
-            results["eval/seconds"],
-        )
+            evaluation.label, results["eval/accuracy"], results["eval/accuracy_se"],
+            results["eval/n"], evaluation.lost, evaluation.not_graded, results["eval/seconds"],
+        )  # fmt: skip
 
-    @property
-    def has_unopened(self) -> bool:
-        """Whether prompts of the running evaluation wait for their group to be opened."""
-        return self._running is not None and self._running.has_unopened
-
-    def open_group(self, number: int) -> Group:
-        """The group of the running evaluation's next prompt."""
-        assert self._running is not None
-        return self._running.open_group(number)
-
-    def close(self, group: Group) -> None:
-        """Note that a group is complete, and write it down: what is written is not lost."""
-        assert self._running is not None and self._running.label == group.evaluation
-        self._recorder.write_evaluation(group.evaluation, [group])
-        self._running.close(group)
-
-    def goes_on_without(self, failure: GroupFailure) -> bool:
-        """Whether a group is complete all the same: an evaluation needs classes for votes alone."""
-        group = failure.group
-        if group.is_abandoned or not group.evaluation:
-            return False
-        if failure.reason not in (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED):
-            return False
-        log.warning("no vote on prompt %r, %s: %r", group.prompt.id, failure.reason, failure.detail)
-        group.needs_classes = False
-        return True
-
-    def lose(self, group: Group, reason: str) -> None:
-        """Note that a group failed: the results are over the others, and say how many are lost."""
-        assert self._running is not None and self._running.label == group.evaluation
-        self._recorder.write_dropped(group, reason)
-        self._running.lose(group)
-
-    def count_ungraded(self, group: Group) -> None:
-        """Note that a completion could not be graded."""
-        assert self._running is not None and self._running.label == group.evaluation
-        self._running.not_graded += 1
+    def running_of(self, group: Group) -> Evaluation:
+        """The running evaluation, to which the group belongs."""
+        assert self.running is not None and self.running.label == group.evaluation
+        return self.running
 
     def is_overdue(self, now: float) -> bool:
-        """Whether one has run for too long and is not complete."""
-        running = self._running
+        """Whether the running evaluation took too long and is not complete."""
+        running = self.running
         if running is None or running.is_complete:
             return False
         return now - running.started_at > self._config.timeout_s
 
     @property
     def overdue_text(self) -> str:
-        """What is said of one that is overdue."""
+        """The reason why an overdue evaluation ends."""
         return f"expert.eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
-    def end_overdue(self, now: float, state: str, leases: Leases) -> None:
-        """End one that is overdue without what is missing: training goes on.
+    def note_late(self, state: str) -> None:
+        """The running evaluation is overdue, and ends without what is missing.
 
         Raises DeadlineExceeded, with the state of the queue, where evaluating is all there is.
         """
-        if not self.is_overdue(now):
-            return
         if self._only:
             raise DeadlineExceeded(f"{self.overdue_text}: {state}")
-        assert self._running is not None
-        if not self._running.is_late:
-            log.error("evaluation %r ends without what is missing: %s", self._running.label, state)
-        self._running.is_late = True
-        self._give_up(leases.pop_evaluation(), EVALUATION_LATE)
-
-    def describe(self, now: float) -> str:
-        """One line on what is missing; empty when none runs."""
-        return self._running.describe(now) if self._running is not None else ""
+        assert self.running is not None
+        if not self.running.is_late:
+            log.error("evaluation %r ends without what is missing: %s", self.running.label, state)
+        self.running.is_late = True

@@ -1,25 +1,71 @@
-"""Groups of scored rollouts: open, waiting to be trained on, in training, or dropped.
+"""Groups of scored rollouts, and the book of training groups: open, in a batch, or dropped.
 
-Used by the rollout queue, whose coordinator decides what is dropped.
+Used by the rollout queue. `group_end.py` decides which groups are dropped.
 """
 
+import collections
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
-from megatron_rl.rollout_queue.tally import RolloutTally
 
-ZERO_VARIANCE = "zero_variance"
-"""Why a group is dropped whose rewards, or verdicts, are all equal (zero variance)."""
-NOT_NEEDED = "not_needed"
-"""Why the groups are dropped that are left when training is over."""
+
+class RolloutTally:
+    """Counts and sums over scored rollouts: all that is kept of released rollouts."""
+
+    def __init__(self, rollouts: Iterable[ScoredRollout] = ()) -> None:
+        self.count = 0
+        self._sums: collections.Counter[str] = collections.Counter()
+        self._parts: dict[str, float] = {}
+        self._reasons: collections.Counter[str] = collections.Counter()
+        self.add(rollouts)
+
+    def add(self, rollouts: Iterable[ScoredRollout]) -> None:
+        """Count rollouts in."""
+        for scored in rollouts:
+            rollout, score = scored.rollout, scored.score
+            self.count += 1
+            self._reasons[score.reason] += 1
+            for part, value in score.parts.items():
+                self._parts[part] = self._parts.get(part, 0.0) + value
+            self._sums["reward"] += score.reward
+            self._sums["correct"] += score.is_correct
+            self._sums["format"] += score.is_well_formed
+            self._sums["length_tokens"] += len(rollout.token_ids)
+            self._sums["truncated"] += rollout.finish_reason == "length"
+
+    def fold(self, other: "RolloutTally") -> None:
+        """Add another tally."""
+        self.count += other.count
+        self._sums.update(other._sums)
+        self._reasons.update(other._reasons)
+        for part, value in other._parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
+
+    def metrics(self) -> list[Metric]:
+        """Means over all rollouts (0 for a part of the reward that one lacks), and reasons."""
+        means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
+        names = ("reward", "correct", "format", "length_tokens", "truncated")
+        means |= {f"rollout/{name}": self._sums[name] for name in names}
+        return [
+            *(Metric(name, float(total), "mean", self.count) for name, total in means.items()),
+            *(
+                Metric(f"reason/{reason}", count, "sum", count)
+                for reason, count in self._reasons.items()
+            ),
+        ]
+
+
+NO_VERSION = -1
+"""Of tokens that no policy of the run sampled."""
 _EQUAL_REWARDS = 1e-9
 _FINISH_REASONS = ("stop", "length")
 
@@ -40,7 +86,7 @@ class Origin:
 
 @dataclasses.dataclass
 class Group:
-    """The completions of one prompt, as far as they are scored."""
+    """The completions of one prompt, from opening until the group leaves the queue."""
 
     number: int
     prompt: Prompt
@@ -48,36 +94,34 @@ class Group:
     size: int
     opened_version: int
     stage: int = 0
-    """By whose rules it is sampled and judged, to its end."""
+    """The stage whose rules sample and judge it, to its end."""
     length_rule: LengthRule | None = None
-    """None: that of evaluations."""
+    """None: the rule of evaluations."""
     evaluation: str = ""
     """Label of the evaluation that it belongs to; empty for training."""
     needs_classes: bool = False
     """It is complete only once it is known which of its answers are the same."""
     zero_variance_on: Literal["reward", "verdict"] = "reward"
-    """What all completions have in common where it has zero variance."""
+    """What is equal for all completions of a zero-variance group."""
     is_abandoned: bool = False
-    """It was dropped, or the run ended before it was trained on: what still arrives of it is
-    ignored."""
+    """It was dropped, or the run ended before its batch: later messages about it are ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
     """By index inside the group."""
     origins: dict[int, Origin] = dataclasses.field(default_factory=dict)
-    """By index: of the completion that came last."""
+    """By index: of the latest completion."""
     scored_at: dict[int, float] = dataclasses.field(default_factory=dict)
-    """By index of a scored rollout: when its score came, in monotonic seconds."""
+    """By index of a scored rollout: when its score arrived, in monotonic seconds."""
     lost: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By index: why the group goes on without a completion of that place: it could not be graded,
-    or not be trained on."""
+    """By index: why the group lacks a completion there: it could not be graded or trained on."""
     learns_gold: bool = False
-    """Well-formed completions are trained on with the reference answer in the place of theirs."""
+    """Training replaces the answers of well-formed completions by the reference answer."""
     replacements: Counter[int] = dataclasses.field(default_factory=Counter)
-    """By index: completions that were generated in the place of one that could not be graded."""
+    """By index: completions that replaced one that could not be graded."""
     classes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By index of a scored rollout: answers that are the same; -1: no answer. Empty until asked."""
+    """By index of a scored rollout: number of its class of equal answers; -1: no answer."""
 
     def add(self, scored: ScoredRollout, now: float) -> None:
-        """Take in one rollout that is scored now; each index comes once."""
+        """Add a rollout that is scored now; each index comes once."""
         index = scored.rollout.index
         assert index not in self.scored and 0 <= index < self.size
         self.scored[index] = scored
@@ -85,7 +129,7 @@ class Group:
 
     @property
     def is_scored(self) -> bool:
-        """Whether all rollouts are scored, but for those that cannot be."""
+        """Whether every rollout is scored or lost."""
         return len(self.scored) + len(self.lost) == self.size
 
     @property
@@ -110,24 +154,19 @@ class Group:
         """Scored rollouts by index."""
         return [self.scored[index] for index in sorted(self.scored)]
 
-    @property
-    def completion_tokens(self) -> int:
-        """Completion tokens of the scored rollouts."""
-        return sum(len(scored.rollout.token_ids) for scored in self.scored.values())
-
 
 @dataclasses.dataclass
 class DroppedGroups:
-    """What is kept of the groups and completions dropped since the last batch; rollouts are not."""
+    """Counts of the groups and completions dropped since the last batch, without rollouts."""
 
     tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
-    """Over their scored rollouts."""
+    """Over the scored rollouts of the groups."""
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups by the reason."""
     completions: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Completions that groups go on without, by the reason."""
+    """Completions that their groups lack, by the reason."""
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
-    """For a checkpoint: no metrics have counted them yet."""
+    """For a checkpoint: no metrics have counted these groups yet."""
 
     def add(self, group: Group, reason: str) -> None:
         """Count a group in."""
@@ -144,7 +183,7 @@ class GroupBook:
         self._untaken_of: Counter[int] = Counter()
         """By stage."""
         self._ready: set[int] = set()
-        """Numbers of the untaken ones that wait for nothing but a batch."""
+        """Numbers of the groups that wait only for a batch."""
         self._ready_of: Counter[int] = Counter()
         """By stage."""
         self._in_training: Counter[tuple[int, int]] = Counter()
@@ -158,11 +197,11 @@ class GroupBook:
         return len(self._untaken)
 
     def untaken_of(self, stage: int) -> int:
-        """Those of a stage."""
+        """As above, of a stage."""
         return self._untaken_of[stage]
 
     def ready_of(self, stage: int) -> int:
-        """Groups of a stage of which `note_ready` was told."""
+        """Groups of a stage that wait only for a batch."""
         return self._ready_of[stage]
 
     def note_ready(self, group: Group) -> None:
@@ -173,11 +212,11 @@ class GroupBook:
 
     @property
     def untrained(self) -> int:
-        """Groups that hold a place of the admission bound."""
+        """Groups that count against the admission bound."""
         return len(self._untaken) + self._in_training.total()
 
     def untrained_of(self, stage: int) -> int:
-        """Those of a stage."""
+        """As above, of a stage."""
         taken = sum(count for (_, of), count in self._in_training.items() if of == stage)
         return self.untaken_of(stage) + taken
 
@@ -200,17 +239,17 @@ class GroupBook:
         return group
 
     def drop(self, group: Group, reason: str) -> None:
-        """Release a group that will not be trained on; what still arrives of it is ignored."""
+        """Release a group that will not be trained on; `group_end.py` alone calls this."""
         self._pop(group.number)
         group.is_abandoned = True
         self._dropped.add(group, reason)
 
     def count_left_out(self, reason: str) -> None:
-        """Count a completion that its group goes on without."""
+        """Count a completion that its group lacks."""
         self._dropped.completions[reason] += 1
 
     def candidates(self, stage: int = 0) -> list[UntrainedGroup]:
-        """What admission needs to know of the groups of a stage in no batch."""
+        """The groups of a stage in no batch, as admission needs them."""
         return [
             UntrainedGroup(group.opened_version, group.number, group.is_complete)
             for group in self._untaken.values()
@@ -220,7 +259,7 @@ class GroupBook:
     def take(self, numbers: list[int], step: int) -> tuple[list[Group], DroppedGroups]:
         """Move groups into the batch of a step.
 
-        Returns them, and what is known of the groups dropped since the last call.
+        Returns the groups, and counts of the groups dropped since the last call.
         """
         groups = [self._pop(number) for number in numbers]
         self._in_training.update((step, group.stage) for group in groups)
@@ -228,15 +267,15 @@ class GroupBook:
         return groups, dropped
 
     def finish_training(self, version: int) -> None:
-        """A version is out: the groups of the steps before it are trained."""
+        """A version is synced: the groups of the steps before it are trained."""
         for key in [key for key in self._in_training if key[0] < version]:
             del self._in_training[key]
 
     def unfinished(self) -> list[UnfinishedGroup]:
         """Groups that are neither trained on nor counted as dropped, by number.
 
-        Dropped groups are counted with the next batch only; abandoned ones count when a run that
-        has ended is resumed for more steps.
+        Dropped groups count with the next batch only; abandoned groups count when a run that has
+        ended is resumed for more steps.
         """
         open_groups = [unfinished_of(group) for group in self._untaken.values()]
         groups = [*open_groups, *self._dropped.unfinished, *self._abandoned]
@@ -252,12 +291,12 @@ class GroupBook:
 
 
 def unfinished_of(group: Group) -> UnfinishedGroup:
-    """What a checkpoint keeps of a group that is not trained on."""
+    """What a checkpoint saves of a group that is not trained on."""
     return UnfinishedGroup(group.number, group.prompt.id, group.stage)
 
 
 def find_fault(rollout: Rollout) -> str:
-    """Why a rollout contradicts itself or cannot be trained on; empty when it is sound."""
+    """Why a rollout is inconsistent or cannot be trained on; empty when it is sound."""
     tokens = len(rollout.token_ids)
     if not tokens or not len(rollout.prompt_ids):
         return f"{len(rollout.prompt_ids)} prompt tokens and {tokens} completion tokens"
@@ -283,3 +322,9 @@ def _find_bad_numbers(rollout: Rollout) -> str:
         position = int(np.argmin(is_sound))
         return f"logprob {rollout.logprobs[position]} of token {position}"
     return ""
+
+
+def has_gold(scored: ScoredRollout) -> bool:
+    """Whether the reference answer can replace the answer of a completion."""
+    gold = scored.rollout.gold
+    return gold is not None and len(gold.token_ids) > 0 and scored.score.is_well_formed

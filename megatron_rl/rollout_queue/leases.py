@@ -1,14 +1,14 @@
-"""Leases: which generator generates which completions of which group, and what is tried again.
+"""Leases: which generator generates which completions, and which completions are leased again.
 
-Used by the rollout queue. A lease holds completions of one group: as many as its generator has room
+Used by the rollout queue. A lease has completions of one group: as many as its generator has room
 for, down to a single one, so that no slot of an engine waits for the room of a whole group. The
-first generator that holds some of a group is its home and gets the others as its slots come free:
-there the prompt's keys and values are in the prefix cache.
+first generator that gets completions of a group is the group's home and gets the others as its
+slots come free: its prefix cache has the prompt's keys and values.
 
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
-for too long; after max_attempts tries its group fails. What a generator loses is no attempt: it
-restarts (changed session), falls silent, is fenced for long, or its heartbeats do not name the
-lease. Such losses have their own limit. Whoever generates what nobody waits for is told to stop.
+for too long; after max_attempts tries its group fails. A loss by the generator is no attempt: it
+restarts (another session), is silent, has no weights for long, or its heartbeats do not name the
+lease. Losses have their own limit. The queue cancels what nobody waits for.
 """
 
 import dataclasses
@@ -19,34 +19,30 @@ import msgspec
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.admission import LeaseRules
-from megatron_rl.rollout_queue.engine_breaker import EngineBreaker, Failed
-from megatron_rl.rollout_queue.failures import (
+from megatron_rl.rollout_queue.circuit_breakers import EngineBreaker, Failed
+from megatron_rl.rollout_queue.drop_reasons import (
     ATTEMPTS_EXHAUSTED,
+    GROUP_REASONS,
     LOSSES_EXHAUSTED,
     GroupFailure,
     TooManyFailures,
 )
 from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
-from megatron_rl.rollout_queue.peer_capacity import Selection
-from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.unleased_groups import Eligible, LeasedGroup, UnleasedGroups
+from megatron_rl.rollout_queue.peers import Peer, Peers, PeerSelection
+from megatron_rl.rollout_queue.unleased_groups import Eligible, PendingGroup, UnleasedGroups
 
 log = logging.getLogger(__name__)
-
-ABSENT_S = 5.0
-"""A lease that heartbeats of its generator do not name for this long was lost on the way."""
 
 
 @dataclasses.dataclass
 class _OpenLease:
-    holder: LeasedGroup
+    pending: PendingGroup
     missing: set[int]
     generator: str
     leased_at: float
     active_at: float
-    absent_since: float | None = None
-    """Since when heartbeats of its generator do not name it; None: they do."""
 
 
 class Leases:
@@ -60,16 +56,16 @@ class Leases:
         self._last_failure = ""
         self._generators = Peers("generator")
         self._open: dict[int, _OpenLease] = {}
-        self._groups: dict[int, LeasedGroup] = {}
+        self._groups: dict[int, PendingGroup] = {}
         self._waiting = UnleasedGroups()
         self._next_id = 0
         self._cancels: list[tuple[str, Cancel]] = []
         self._failures: list[GroupFailure] = []
         self.late_rollouts = 0
-        """Rollouts of leases that had been given up."""
+        """Rollouts that came after their lease was given up."""
 
     def announce(self, name: str, ready: GeneratorReady, now: float) -> None:
-        """Take in a generator's state, and correct what it and the queue do not agree about."""
+        """Take in a generator's state, and correct where it and the queue disagree on leases."""
         if name in self._generators and self._generators[name].session != ready.session:
             self._breaker.forget(name)
         lost = self._generators.announce(
@@ -81,88 +77,75 @@ class Leases:
             is_held=ready.is_held,
         )
         self._lose(lost, f"generator {name} restarted")
-        if ready.leases is not None:
-            self._reconcile(name, set(ready.leases), now)
-
-    def _reconcile(self, name: str, reported: set[int], now: float) -> None:
-        """Cancel what a generator works on in vain; lease again what it does not have."""
-        held = self._generators[name].held
-        self._cancels += [(name, Cancel(lease_id)) for lease_id in sorted(reported - held.keys())]
-        absent = []
-        for lease_id in held:
-            lease = self._open[lease_id]
-            if lease_id in reported:
-                lease.absent_since = None
-            elif lease.absent_since is None:
-                # Perhaps the lease is on its way still.
-                lease.absent_since = now
-            elif now - lease.absent_since >= ABSENT_S:
-                absent.append(lease_id)
-        self._take_back(absent)
-        self._lose(absent, f"a message of it was lost between {name} and the queue")
+        if ready.leases is None:
+            return
+        reported, known = set(ready.leases), self._generators[name].handed_out.keys()
+        self._cancels += [(name, Cancel(lease_id)) for lease_id in sorted(reported - known)]
+        lost = self._generators.find_lost(name, reported, now)
+        self._withdraw(lost, f"a message of it was lost between {name} and the queue")
 
     # --- handing out ----------------------------------------------------------------------------
 
     def add(self, group: Group) -> None:
         """Queue all completions of a group."""
-        held = LeasedGroup(group, list(range(group.size)), group.size)
-        self._groups[group.number] = held
-        self._waiting.add(held)
+        pending = PendingGroup(group, list(range(group.size)), group.size)
+        self._groups[group.number] = pending
+        self._waiting.add(pending)
 
     def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
         """Whether a generator that may take completions of such a group has room for one."""
-        return self._able(rules, is_evaluation=is_evaluation).has_room
+        return self._eligible(rules, is_evaluation=is_evaluation).has_room
 
-    def _able(self, rules: LeaseRules, *, is_evaluation: bool) -> Selection:
-        self._generators.set_apart(rules.evaluators)
+    def _eligible(self, rules: LeaseRules, *, is_evaluation: bool) -> PeerSelection:
+        self._generators.set_evaluators(rules.evaluators)
         return self._generators.select(
             rules.oldest_version(is_evaluation=is_evaluation),
-            is_apart=is_evaluation if rules.evaluators else None,
+            is_evaluator=is_evaluation if rules.evaluators else None,
         )
 
-    def _all_able(self, rules: LeaseRules) -> Eligible:
-        return Eligible(*(self._able(rules, is_evaluation=asked) for asked in (False, True)))
+    def _all_eligible(self, rules: LeaseRules) -> Eligible:
+        return Eligible(*(self._eligible(rules, is_evaluation=asked) for asked in (False, True)))
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
     ) -> tuple[str, Lease] | None:
         """Lease completions of one group to a generator with room; None when nothing can be leased.
 
-        A slot takes, in this order, what remains of a group whose home it is, or of an urgent one;
-        a group that `open_group` opens; what remains of any group. So a group stays with its home
-        where that costs nothing, and no slot idles while a completion waits. The groups that come
-        before an older one are those of its own version, and no more than admission lets be opened.
+        A slot takes, in this order, completions of an urgent group or of a group whose home it is;
+        of a group that `open_group` opens; of any group. So a group stays with its home where that
+        costs nothing, and no slot idles while a completion waits. Admission bounds the number of
+        groups that overtake an older one, and they are of the same version.
         """
         self._limit_engines(now)
         if not self._generators.select().has_room:
             return None
-        able = self._all_able(rules)
-        choice = self._waiting.choose(rules, able, anywhere=False)
+        eligible = self._all_eligible(rules)
+        choice = self._waiting.choose(rules, eligible, anywhere=False)
         if choice is None and (group := open_group()) is not None:
             self.add(group)
-            choice = self._waiting.choose(rules, able, anywhere=False)
-        choice = choice or self._waiting.choose(rules, able, anywhere=True)
+            choice = self._waiting.choose(rules, eligible, anywhere=False)
+        choice = choice or self._waiting.choose(rules, eligible, anywhere=True)
         return self._lease(*choice, now) if choice is not None else None
 
     def _limit_engines(self, now: float) -> None:
         for name, limit in self._breaker.limits(now).items():
             self._generators.limit(name, limit)
 
-    def _lease(self, held: LeasedGroup, name: str, now: float) -> tuple[str, Lease]:
-        count = min(len(held.unleased), self._generators[name].room)
-        indices, held.unleased = held.unleased[:count], held.unleased[count:]
-        if not held.unleased:
-            self._waiting.remove(held)
-        if held.home in held.shunned or held.home not in self._generators:
-            self._waiting.settle(held, name)
-        held.attempts.update(indices)
-        group = held.group
-        # Programs' tests, which only verifiers need, can be long, and a group has many leases.
+    def _lease(self, pending: PendingGroup, name: str, now: float) -> tuple[str, Lease]:
+        count = min(len(pending.unleased), self._generators[name].room)
+        indices, pending.unleased = pending.unleased[:count], pending.unleased[count:]
+        if not pending.unleased:
+            self._waiting.remove(pending)
+        if pending.home in pending.avoided or pending.home not in self._generators:
+            self._waiting.set_home(pending, name)
+        pending.attempts.update(indices)
+        group = pending.group
+        # Only verifiers need the tests of programs, which can be long.
         prompt = msgspec.structs.replace(group.prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling)
         self._next_id += 1
-        self._open[lease.lease_id] = _OpenLease(held, set(indices), name, now, now)
-        held.lease_ids.add(lease.lease_id)
+        self._open[lease.lease_id] = _OpenLease(pending, set(indices), name, now, now)
+        pending.lease_ids.add(lease.lease_id)
         self._generators.hand_out(name, lease.lease_id, count)
         return name, lease
 
@@ -185,38 +168,46 @@ class Leases:
             return None
         if self._breaker.note_success(name):
             self._generators.limit(name, None)
-        held = lease.holder
-        held.group.origins[rollout.index] = Origin(name, lease.leased_at, now)
-        held.unreturned -= 1
-        if not held.unreturned:
-            del self._groups[held.group.number]
-        return held.group
+        pending = lease.pending
+        pending.group.origins[rollout.index] = Origin(name, lease.leased_at, now)
+        pending.unreturned -= 1
+        if not pending.unreturned:
+            del self._groups[pending.group.number]
+        return pending.group
 
     def _is_mixed(self, rollout: Rollout) -> bool:
-        """Whether an evaluation would measure another version by it than its own."""
+        """Whether a rollout of an evaluation has tokens of another version than it measures."""
         lease = self._open.get(rollout.lease_id)
-        if lease is None or not lease.holder.group.evaluation:
+        if lease is None or not lease.pending.group.evaluation:
             return False
-        return any(span.version != lease.holder.group.opened_version for span in rollout.spans)
+        return any(span.version != lease.pending.group.opened_version for span in rollout.spans)
 
     def take_failure(
         self, name: str, failure: RolloutFailed, now: float, *, is_engine_fault: bool = True
     ) -> None:
-        """Queue a failed completion to be leased again, unless its group is to be dropped."""
+        """Queue a failed completion to be leased again, unless its group is to be dropped.
+
+        Raises WireError for a reason to drop that is not in the table.
+        """
+        if failure.drop_as and failure.drop_as not in GROUP_REASONS:
+            raise WireError(
+                f"{name} wants a group dropped as {failure.drop_as!r}; allowed are "
+                f"{sorted(GROUP_REASONS)}"
+            )
         lease = self._return(name, failure.lease_id, failure.index, now)
         if lease is None:
             return
-        held = lease.holder
+        pending = lease.pending
         if failure.drop_as:
-            self._fail(held, failure.drop_as, failure.reason)
+            self._fail(pending, failure.drop_as, failure.reason)
             return
-        self._waiting.shun(held, name)
+        self._waiting.avoid(pending, name)
         self._last_failure = f"{name} failed: {failure.reason}"
         if is_engine_fault:
-            failed = Failed(held, failure.index)
+            failed = Failed(pending, failure.index)
             for forgiven in self._breaker.note_failure(name, failed, lease.leased_at, now):
-                _count_as_lost(forgiven.holder, [forgiven.index])
-        self._repeat(held, [failure.index], self._last_failure, is_lost=False)
+                _count_as_lost(forgiven.pending, [forgiven.index])
+        self._repeat(pending, [failure.index], self._last_failure, is_lost=False)
 
     def expire(self, now: float) -> None:
         """Give up the leases of silent generators, and those that returned nothing for long.
@@ -228,16 +219,15 @@ class Leases:
                 f"no generator can generate any more, the last failure: {self._last_failure!r}. "
                 "Look into the logs of generators and of their engines"
             )
-        config = self._config
-        silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
-        # It may live on behind a slow network, and hears this when it is back.
-        self._take_back(silent)
-        self._lose(silent, "its generator fell silent")
-        for peer in self._generators.all:
+        config, generators = self._config, self._generators
+        # A silent generator may live on behind a slow network: it is told to stop.
+        self._withdraw(
+            generators.drop_silent(now, config.heartbeat_timeout_s), "its generator fell silent"
+        )
+        for peer in generators.all:
             if peer.fenced_at is not None and now - peer.fenced_at > self.fence_grace_s:
-                fenced = list(peer.held)
-                self._take_back(fenced)
-                self._lose(fenced, f"{peer.name} had no weights for {self.fence_grace_s:.0f} s")
+                why = f"{peer.name} had no weights for {self.fence_grace_s:.0f} s"
+                self._withdraw(list(peer.handed_out), why)
         stuck = [
             lease_id
             for lease_id, lease in self._open.items()
@@ -246,7 +236,7 @@ class Leases:
         self._take_back(stuck)
         for lease_id in stuck:
             lease = self._open[lease_id]
-            self._waiting.shun(lease.holder, lease.generator)
+            self._waiting.avoid(lease.pending, lease.generator)
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s", is_lost=False)
 
     def drop_generator(self, name: str) -> None:
@@ -267,83 +257,91 @@ class Leases:
 
     def _close(self, lease_id: int) -> None:
         lease = self._open.pop(lease_id)
-        lease.holder.lease_ids.remove(lease_id)
+        lease.pending.lease_ids.remove(lease_id)
+
+    def _withdraw(self, lease_ids: list[int], why: str) -> None:
+        """Cancel leases whose completions count as lost."""
+        self._take_back(lease_ids)
+        self._lose(lease_ids, why)
 
     def _lose(self, lease_ids: list[int], why: str, *, is_lost: bool = True) -> None:
+        """Lease completions again. is_lost: by no fault of the completions: it was no attempt."""
         for lease_id in lease_ids:
-            # A group that failed meanwhile took its other leases with it.
+            # A group that failed meanwhile lost its other leases, too.
             lease = self._open.get(lease_id)
             if lease is not None:
                 self._close(lease_id)
-                self._repeat(lease.holder, sorted(lease.missing), why, is_lost=is_lost)
+                self._repeat(lease.pending, sorted(lease.missing), why, is_lost=is_lost)
 
-    def _repeat(self, held: LeasedGroup, indices: list[int], why: str, *, is_lost: bool) -> None:
-        """Queue completions again; is_lost: by no fault of theirs, so that it was no attempt."""
-        prompt_id = held.group.prompt.id
+    def _repeat(
+        self, pending: PendingGroup, indices: list[int], why: str, *, is_lost: bool
+    ) -> None:
+        """Queue completions again, up to the limits of attempts and of losses."""
         if is_lost:
-            _count_as_lost(held, indices)
-        attempts = max(held.attempts[index] for index in indices)
-        losses = max(held.losses[index] for index in indices)
+            _count_as_lost(pending, indices)
+        attempts = max(pending.attempts[index] for index in indices)
+        losses = max(pending.losses[index] for index in indices)
         if attempts >= self._config.max_attempts:
             tried = f"completions {indices} were tried {attempts} times (expert.queue.max_attempts)"
-            self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
+            self._fail(pending, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
             return
         if losses >= self._config.max_lost_attempts:
             lost = f"completions {indices} got lost {losses} times (expert.queue.max_lost_attempts)"
-            self._fail(held, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
+            self._fail(pending, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
             return
+        prompt_id = pending.group.prompt.id
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
-        self._put_back(held, indices)
+        self._put_back(pending, indices)
 
-    def _put_back(self, held: LeasedGroup, indices: list[int]) -> None:
-        if not held.unleased:
-            self._waiting.add(held)
-        held.unleased = sorted([*held.unleased, *indices])
+    def _put_back(self, pending: PendingGroup, indices: list[int]) -> None:
+        if not pending.unleased:
+            self._waiting.add(pending)
+        pending.unleased = sorted([*pending.unleased, *indices])
 
     def replace(self, group: Group, index: int) -> None:
-        """Queue one more completion in the place of one that came back and is of no use."""
-        held = self._groups.get(group.number)
-        if held is None:
-            held = self._groups[group.number] = LeasedGroup(group, [], 0)
-        held.unreturned += 1
-        del held.attempts[index], held.losses[index]
-        self._put_back(held, [index])
+        """Queue one more completion in the place of one that came back but cannot be graded."""
+        pending = self._groups.get(group.number)
+        if pending is None:
+            pending = self._groups[group.number] = PendingGroup(group, [], 0)
+        pending.unreturned += 1
+        del pending.attempts[index], pending.losses[index]
+        self._put_back(pending, [index])
 
     # --- giving up ------------------------------------------------------------------------------
 
     def cancel(self, group: Group) -> None:
-        """Forget a group: take back what is leased of it; harmless when nothing is."""
-        held = self._groups.pop(group.number, None)
-        if held is None:
+        """Forget a group and cancel its leases, if it has any."""
+        pending = self._groups.pop(group.number, None)
+        if pending is None:
             return
-        if held.is_waiting:
-            self._waiting.remove(held)
-        lease_ids = sorted(held.lease_ids)
+        if pending.is_waiting:
+            self._waiting.remove(pending)
+        lease_ids = sorted(pending.lease_ids)
         self._take_back(lease_ids)
         for lease_id in lease_ids:
             self._close(lease_id)
 
     def pop_evaluation(self) -> list[Group]:
-        """Forget the groups of an evaluation that nobody can complete, and return them."""
-        groups = [held.group for held in self._groups.values() if held.group.evaluation]
+        """Forget the groups of an evaluation that ends early, and return them."""
+        groups = [pending.group for pending in self._groups.values() if pending.group.evaluation]
         for group in groups:
             self.cancel(group)
             group.is_abandoned = True
         return groups
 
-    def _fail(self, held: LeasedGroup, reason: str, detail: str) -> None:
-        self.cancel(held.group)
-        self._failures.append(GroupFailure(held.group, reason, detail))
+    def _fail(self, pending: PendingGroup, reason: str, detail: str) -> None:
+        self.cancel(pending.group)
+        self._failures.append(GroupFailure(pending.group, reason, detail))
 
     def _take_back(self, lease_ids: list[int]) -> None:
-        """Tell the holders to stop, and count their slots as free."""
+        """Tell generators to stop, and count their slots as free."""
         for lease_id in lease_ids:
             lease = self._open[lease_id]
             self._generators.give_back(lease.generator, lease_id, len(lease.missing))
             self._cancels.append((lease.generator, Cancel(lease_id)))
 
     def pop_cancels(self) -> list[tuple[str, Cancel]]:
-        """What to tell generators since the last call."""
+        """Cancels for generators since the last call."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
@@ -384,14 +382,14 @@ class Leases:
         return self._generators.select(0).has_room
 
     def describe(self, now: float) -> str:
-        """One line on what is open where."""
+        """One line: leases, waiting completions, generators."""
         return (
             f"{self._leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
             f"generators: {self._generators.describe(now)}"
         )
 
 
-def _count_as_lost(held: LeasedGroup, indices: list[int]) -> None:
-    """The latest attempts of these were none."""
-    held.attempts.subtract(indices)
-    held.losses.update(indices)
+def _count_as_lost(pending: PendingGroup, indices: list[int]) -> None:
+    """The latest attempts of these completions do not count as attempts."""
+    pending.attempts.subtract(indices)
+    pending.losses.update(indices)

@@ -1,55 +1,170 @@
-"""Who is there to take leases or requests, with how much room: generators, and likewise verifiers.
+"""Which generators and verifiers are alive, what each has, and how much room is left in it.
 
-Used by the rollout queue. Room is counted here: announced capacity less the items that were
-handed out and not returned.
+Used by the rollout queue. Room is counted here: announced capacity minus the items that the queue
+handed out and did not get back. An index finds the peer with most room among thousands.
 """
 
+import bisect
 import dataclasses
 import logging
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-from megatron_rl.rollout_queue.peer_capacity import PeerCapacity, Selection
+from megatron_rl.config.reward import WORKER_POOLS
+from megatron_rl.protocol.types import VerifierReady
+from megatron_rl.protocol.wire import WireError
 
 log = logging.getLogger(__name__)
+
+ABSENT_S = 5.0
+"""A lease or request that heartbeats of its peer do not name for this long was lost on the way."""
+
+
+class _Entry(NamedTuple):
+    """Sorts peers: most room first, then the earliest."""
+
+    minus_room: int
+    place: int
+    name: str
+
+
+@dataclasses.dataclass
+class _Class:
+    """Peers of one policy version that evaluate, or that do not."""
+
+    names: set[str] = dataclasses.field(default_factory=set)
+    roomy: set[str] = dataclasses.field(default_factory=set)
+    """Peers with room."""
+    entries: list[_Entry] = dataclasses.field(default_factory=list)
+    """Of the peers with room, sorted."""
+
+
+class PeerSelection:
+    """Peers that may take an item; it changes with them."""
+
+    def __init__(self, classes: Sequence[_Class]) -> None:
+        self._classes = classes
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in one.names for one in self._classes)
+
+    def __len__(self) -> int:
+        return sum(len(one.names) for one in self._classes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a selected peer can take an item."""
+        return any(one.entries for one in self._classes)
+
+    def has_other(self, avoided: Collection[str]) -> bool:
+        """Whether a selected peer is not avoided, full or not."""
+        return len(self) > sum(name in self for name in avoided)
+
+    def find_roomiest(self, avoided: Collection[str] = ()) -> str | None:
+        """The peer with most room, the earliest of equals; None when all are full.
+
+        avoided: none of these peers, unless all selected peers are avoided.
+        """
+        if avoided and not self.has_other(avoided):
+            avoided = ()
+        reach = len(avoided) + 1
+        firsts = (
+            next((entry for entry in one.entries[:reach] if entry.name not in avoided), None)
+            for one in self._classes
+        )
+        first = min(filter(None, firsts), default=None)
+        return None if first is None else first.name
+
+    def with_room(self, names: Iterable[str]) -> set[str]:
+        """The names of selected peers with room."""
+        wanted = set(names)
+        return set().union(*(wanted & one.roomy for one in self._classes))
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """The names that are not selected."""
+        return set(names).difference(*(one.names for one in self._classes))
+
+
+class _RoomIndex:
+    """Peers by class and room. There are as many classes as policy versions in use, times two."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[int, bool], _Class] = {}
+        self._known: dict[str, tuple[tuple[int, bool], _Entry]] = {}
+
+    def put(self, name: str, key: tuple[int, bool], *, room: int, place: int) -> None:
+        """Note the state of a peer. key: (version, evaluates). place: sorts peers of equal room."""
+        entry = _Entry(-room, place, name)
+        if self._known.get(name) == (key, entry):
+            return
+        self.remove(name)
+        self._known[name] = key, entry
+        mine = self._classes.setdefault(key, _Class())
+        mine.names.add(name)
+        if room:
+            mine.roomy.add(name)
+            bisect.insort(mine.entries, entry)
+
+    def remove(self, name: str) -> None:
+        """Forget a peer, if it is known."""
+        if name not in self._known:
+            return
+        key, entry = self._known.pop(name)
+        mine = self._classes[key]
+        mine.names.remove(name)
+        if entry.minus_room:
+            mine.roomy.remove(name)
+            del mine.entries[bisect.bisect_left(mine.entries, entry)]
+        if not mine.names:
+            del self._classes[key]
+
+    def select(self, min_version: int, is_evaluator: bool | None) -> PeerSelection:
+        return PeerSelection([
+            one
+            for (version, evaluates), one in self._classes.items()
+            if version >= min_version and is_evaluator in (None, evaluates)
+        ])  # fmt: skip
 
 
 @dataclasses.dataclass
 class Peer:
-    """One generator or verifier."""
+    """One generator or verifier. Times are monotonic seconds."""
 
     name: str
     capacity: int
     session: int
     version: int
     heard_at: float
-    """Monotonic seconds."""
     place: int = 0
-    """Grows in the order in which peers came; one that restarts keeps its place."""
+    """Grows in the order in which peers came; a peer that restarts keeps its place."""
     is_held: bool = False
-    """A generator that keeps its version."""
-    held: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Id of a lease or a request -> items of it still out."""
+    """The generator keeps its version."""
+    handed_out: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Id of a lease or request -> items of it that did not come back."""
+    absent_since: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By id: since when heartbeats do not name it."""
     outstanding: int = 0
-    """Items handed out and not returned: the sum of `held`."""
+    """The sum of `handed_out`."""
     limit: int | None = None
-    """Items it may hold where that is less than its capacity."""
+    """Items it may have, where that is less than its capacity."""
     fenced_at: float | None = None
-    """Since when a generator has no version; None: it has one."""
+    """Since when a generator has no weights; None: it has."""
 
     @property
     def room(self) -> int:
-        """Items it can take; 0 too where it announced less than it holds."""
+        """Items it can take; 0 too where it announced less capacity than it has items."""
         allowed = self.capacity if self.limit is None else min(self.limit, self.capacity)
         return max(0, allowed - self.outstanding)
 
 
 class Peers:
-    """Table of live peers of one kind."""
+    """Table of live peers of one kind. Methods accept names of peers that are gone."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._peers: dict[str, Peer] = {}
-        self._rooms = PeerCapacity()
-        self._apart: frozenset[str] = frozenset()
+        self._index = _RoomIndex()
+        self._evaluators: frozenset[str] = frozenset()
         self._next_place = 0
 
     def announce(
@@ -67,13 +182,8 @@ class Peers:
         known = self._peers.get(name)
         place = self._next_place if known is None else known.place
         if known is not None and known.session != session:
-            log.warning(
-                "%s %s restarted; what it held under %d ids is lost",
-                self._kind,
-                name,
-                len(known.held),
-            )
-            lost = list(known.held)
+            lost = list(known.handed_out)
+            log.warning("%s %s restarted and lost %d ids", self._kind, name, len(lost))
             known = None
         if known is None:
             log.info("%s %s is there: capacity %d", self._kind, name, capacity)
@@ -85,49 +195,50 @@ class Peers:
             known.fenced_at = None
         elif known.fenced_at is None:
             known.fenced_at = now
-        self._index(known)
+        self._update(known)
         return lost
 
-    def _index(self, peer: Peer) -> None:
-        """Find it by its room from now on; call after every change."""
-        self._rooms.put(
-            peer.name,
-            version=peer.version,
-            is_apart=peer.name in self._apart,
-            room=peer.room,
-            place=peer.place,
-        )
+    def find_lost(self, name: str, reported: Collection[int], now: float) -> list[int]:
+        """Ids of a peer that were lost on the way. reported: the ids that its heartbeat names."""
+        peer = self._peers[name]
+        absent = peer.handed_out.keys() - reported
+        # The first time, the lease or request may still be on its way.
+        peer.absent_since = {id_: peer.absent_since.get(id_, now) for id_ in sorted(absent)}
+        return [id_ for id_, since in peer.absent_since.items() if now - since >= ABSENT_S]
+
+    def _update(self, peer: Peer) -> None:
+        """Index a peer; call after every change."""
+        key = peer.version, peer.name in self._evaluators
+        self._index.put(peer.name, key, room=peer.room, place=peer.place)
 
     def limit(self, name: str, items: int | None) -> None:
-        """Let a peer hold at most so many items; None: its capacity. Harmless when it is gone."""
+        """Let a peer have at most that number of items; None: its capacity."""
         peer = self._peers.get(name)
         if peer is not None and peer.limit != items:
             peer.limit = items
-            self._index(peer)
+            self._update(peer)
 
     def hear(self, name: str, now: float) -> None:
-        """Note a sign of life."""
+        """Note that a peer sent something."""
         if name in self._peers:
             self._peers[name].heard_at = now
 
     def drop(self, name: str) -> list[int]:
-        """Forget a peer that is gone; returns the ids that it held."""
+        """Forget a peer that is gone; returns the ids that it had."""
         peer = self._peers.pop(name, None)
-        self._rooms.remove(name)
-        return list(peer.held) if peer else []
+        self._index.remove(name)
+        return list(peer.handed_out) if peer else []
 
     def drop_silent(self, now: float, timeout_s: float) -> list[int]:
-        """Forget the peers that were silent for too long; returns the ids that they held."""
+        """Forget the peers that were silent for too long; returns the ids that they had."""
         lost: list[int] = []
         for name, peer in list(self._peers.items()):
-            if now - peer.heard_at > timeout_s:
+            silent_s = now - peer.heard_at
+            if silent_s > timeout_s:
                 log.warning(
-                    "%s %s was silent for %.1f s; what it held under %d ids goes to others",
-                    self._kind,
-                    name,
-                    now - peer.heard_at,
-                    len(peer.held),
-                )
+                    "%s %s was silent for %.1f s: %d ids go to others",
+                    self._kind, name, silent_s, len(peer.handed_out),
+                )  # fmt: skip
                 lost += self.drop(name)
         return lost
 
@@ -142,21 +253,16 @@ class Peers:
         """The live peers, in the order in which they came."""
         return list(self._peers.values())
 
-    def set_apart(self, names: frozenset[str]) -> None:
-        """From now on `select` can tell these from the others, whether they are there or not."""
-        if names != self._apart:
-            changed, self._apart = names ^ self._apart, names
+    def set_evaluators(self, names: frozenset[str]) -> None:
+        """From now on `select` can tell these peers from the others, alive or not."""
+        if names != self._evaluators:
+            changed, self._evaluators = names ^ self._evaluators, names
             for name in changed & self._peers.keys():
-                self._index(self._peers[name])
+                self._update(self._peers[name])
 
-    def select(self, min_version: int = -1, *, is_apart: bool | None = None) -> Selection:
-        """Peers that hold that version or a later one. is_apart: those set apart, or the others."""
-        return self._rooms.select(min_version, is_apart=is_apart)
-
-    def find_room(self, min_version: int = -1) -> Peer | None:
-        """The peer with most room for further items; None when all are full."""
-        name = self.select(min_version).find_roomiest()
-        return None if name is None else self._peers[name]
+    def select(self, min_version: int = -1, *, is_evaluator: bool | None = None) -> PeerSelection:
+        """Peers that hold that version or a later one. is_evaluator: only these, or the others."""
+        return self._index.select(min_version, is_evaluator)
 
     @property
     def rooms(self) -> dict[str, int]:
@@ -166,21 +272,21 @@ class Peers:
     def hand_out(self, name: str, item_id: int, items: int) -> None:
         """Count items of a new id against a peer's room."""
         peer = self._peers[name]
-        peer.held[item_id] = items
+        peer.handed_out[item_id] = items
         peer.outstanding += items
-        self._index(peer)
+        self._update(peer)
 
     def give_back(self, name: str, item_id: int, items: int = 1) -> None:
-        """Free the room of items of one id; harmless when the peer is gone."""
+        """Free the room of items of one id."""
         peer = self._peers.get(name)
-        if peer is None or item_id not in peer.held:
+        if peer is None or item_id not in peer.handed_out:
             return
-        left = peer.held[item_id] - items
-        peer.outstanding -= peer.held[item_id] - max(0, left)
-        peer.held[item_id] = left
-        if left <= 0:
-            del peer.held[item_id]
-        self._index(peer)
+        before = peer.handed_out[item_id]
+        left = peer.handed_out[item_id] = max(0, before - items)
+        peer.outstanding -= before - left
+        if not left:
+            del peer.handed_out[item_id]
+        self._update(peer)
 
     @property
     def outstanding(self) -> int:
@@ -193,7 +299,7 @@ class Peers:
         return list(self._peers)
 
     def describe(self, now: float) -> str:
-        """One line: each peer with its load and the age of its last sign of life."""
+        """One line: each peer with its load and the age of its last message."""
         if not self._peers:
             return f"no {self._kind}"
         return ", ".join(
@@ -201,3 +307,90 @@ class Peers:
             f"heard {now - peer.heard_at:.1f} s ago)"
             for peer in self._peers.values()
         )
+
+
+class Verifiers:
+    """The live verifiers and the requests that each has.
+
+    A request takes room in every worker pool that its steps may need, as the verifier counts it.
+    So it is in several tables, but each method returns it once.
+    """
+
+    def __init__(self) -> None:
+        self._pools = {pool: Peers("verifier") for pool in WORKER_POOLS}
+
+    def announce(self, name: str, ready: VerifierReady, now: float) -> list[int]:
+        """Take in a verifier's state; returns the requests that an earlier session lost.
+
+        Raises WireError.
+        """
+        if unknown := sorted(ready.capacity.keys() - self._pools.keys()):
+            raise WireError(
+                f"{name} grades in worker pools {unknown}; there are {sorted(self._pools)}"
+            )
+        return _unique(
+            self._pools[pool].announce(
+                name, capacity=capacity, session=ready.session, version=-1, now=now
+            )
+            for pool, capacity in ready.capacity.items()
+        )
+
+    def find_lost(self, name: str, reported: Collection[int], now: float) -> list[int]:
+        """Requests to a verifier that were lost on the way, as `Peers.find_lost`."""
+        tables = (peers for peers in self._pools.values() if name in peers)
+        return _unique(peers.find_lost(name, reported, now) for peers in tables)
+
+    def find_room(self, pools: Iterable[str], failed: frozenset[str] = frozenset()) -> str | None:
+        """The verifier with most room for a request that needs these pools; None when all are full.
+
+        failed: verifiers that failed the request before. It waits for another verifier, if there
+        is one that has all of these worker pools.
+        """
+        rooms = [self._pools[pool].rooms for pool in pools]
+        everywhere = set.intersection(*map(set, rooms))
+        # A verifier has as much room as in the fullest of the worker pools.
+        by_name = {n: min(room[n] for room in rooms) for n in rooms[0] if n in everywhere}
+        by_name = {n: room for n, room in by_name.items() if n not in failed} or by_name
+        name = max(by_name, key=by_name.__getitem__, default=None)
+        return name if name is not None and by_name[name] > 0 else None
+
+    def hand_out(self, name: str, request_id: int, pools: Iterable[str]) -> None:
+        """Count a request against a verifier's room."""
+        for pool in pools:
+            self._pools[pool].hand_out(name, request_id, 1)
+
+    def give_back(self, name: str, request_id: int) -> None:
+        """Free the room of a request."""
+        for peers in self._pools.values():
+            peers.give_back(name, request_id)
+
+    def hear(self, name: str, now: float) -> None:
+        """Note that a verifier sent something."""
+        for peers in self._pools.values():
+            peers.hear(name, now)
+
+    def drop(self, name: str) -> list[int]:
+        """Forget a verifier that is gone; returns its requests."""
+        return _unique(peers.drop(name) for peers in self._pools.values())
+
+    def drop_silent(self, now: float, timeout_s: float) -> list[int]:
+        """Forget the verifiers that were silent for too long; returns their requests."""
+        return _unique(peers.drop_silent(now, timeout_s) for peers in self._pools.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the live verifiers."""
+        return list(dict.fromkeys(n for peers in self._pools.values() for n in peers.names))
+
+    def describe(self, now: float) -> str:
+        """The worker pools with work, each with its verifiers; if none has work, all verifiers."""
+        busy = ", ".join(
+            f"{pool}: {peers.describe(now)}"
+            for pool, peers in self._pools.items()
+            if peers.outstanding
+        )
+        return busy or ", ".join(self.names) or "no verifier"
+
+
+def _unique(ids: Iterable[list[int]]) -> list[int]:
+    return list(dict.fromkeys(id_ for some in ids for id_ in some))

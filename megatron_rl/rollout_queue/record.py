@@ -11,7 +11,7 @@
 |                          | completions that cannot be graded; none: no file |                |
 | the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
 |                          | none without queue.record_tokens; old ones go by | lines          |
-|                          | queue.keep_tokens_of_steps (`thinning.py`)       |                |
+|                          | queue.keep_tokens_of_steps (`record_files.py`)       |                |
 | trained_NNNNNN.RANK.npz  | what the trainer found of the tokens of a step   | by the trainer |
 | superseded_N/            | what was written of steps that a resumed run     | when it        |
 |                          | takes again                                      | resumes        |
@@ -24,7 +24,6 @@ completions whose group was dropped before they had a score.
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -39,31 +38,9 @@ from megatron_rl.protocol.rollout_files import (
 )
 from megatron_rl.protocol.trained_tokens import trained_files
 from megatron_rl.protocol.types import Rollout, ScoredRollout
-from megatron_rl.rollout_queue.failures import ScoreFailure
+from megatron_rl.rollout_queue.drop_reasons import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles
-
-
-class Writer(Protocol):
-    """Writes jobs in their order: `RecordFiles` at once, `RecordThread` beside the caller."""
-
-    def write(self, job: Job) -> None:
-        """Write a job, or let it be written; never waits."""
-
-    @property
-    def put(self) -> int:
-        """Jobs that `write` was called with."""
-
-    @property
-    def written(self) -> int:
-        """Jobs that are on the disk: the first so many."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so many jobs wait that no more should be made."""
-
-    def check(self) -> None:
-        """Raise InputError when something could not be written, DeadlineExceeded when too slow."""
+from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles, RecordThread
 
 
 class Recorder:
@@ -76,32 +53,32 @@ class Recorder:
         keeps_tokens: bool = True,
         keeps_evaluated: bool = False,
         to_unix_s: Callable[[float], float] = float,
-        writer: Writer | None = None,
+        writer: RecordFiles | RecordThread | None = None,
     ) -> None:
         """keeps_tokens: write arrays too. to_unix_s: unix seconds of the coordinator's time.
 
         writer: into the folder of the run's rollouts; None: write at once, with keeps_tokens.
-        keeps_evaluated: evaluations that the folder holds are gone on with, not made anew.
+        keeps_evaluated: resume the evaluations in the folder, rather than repeat them.
         """
         self.keeps_evaluated = keeps_evaluated
         self.run_dir = run_dir
         self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._writer: Writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
+        self._writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
         self._to_unix_s = to_unix_s
         self._next_step = 0
         self.dropped_file: Path | None = None
         """Rollouts dropped since the last batch."""
         self._evaluations: set[str] = set()
-        """Those of which rollouts were dropped."""
+        """Evaluations of which rollouts were dropped."""
         self._begun: set[str] = set()
-        """Evaluations whose files are ours, and not of an earlier part of the run."""
+        """Evaluations whose files are of this part of the run."""
 
     def resume_at(self, step: int) -> None:
         """The next batch is that of `step`; call before any write.
 
-        What an interrupted run wrote of this step and later ones goes aside, lines and arrays
-        together: these steps are taken again, and a group is in one file alone.
+        Files of this step and later ones, lines and arrays, move to superseded_N: the run repeats
+        these steps, and each group is in one file alone.
         """
         self._next_step = step
         stale = [
@@ -115,7 +92,7 @@ class Recorder:
         folders = (self._dir / f"superseded_{number}" for number in itertools.count(1))
         aside = next(folder for folder in folders if not folder.exists())
         aside.mkdir()
-        # Lines first: killed in between, this leaves words alone, which nobody reads.
+        # Lines first: a kill in between leaves words alone, which no reader looks for.
         for path in [*stale, *(path.with_suffix(WORDS) for path in stale), *trained]:
             if path.exists():
                 path.rename(aside / path.name)
@@ -160,12 +137,12 @@ class Recorder:
         return self._write_dropped(failure.group.evaluation, [entry])
 
     def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
-        """Put what an earlier part of the run wrote of an evaluation out of the way.
+        """Remove the records that an earlier part of the run wrote of an evaluation.
 
-        keeps_lines: of what it lost alone.
+        keeps_lines: only the records of what it lost.
         """
         if label not in self._evaluations:
-            # At once: none of our own jobs is of this file.
+            # At once: no job of this part of the run writes the file.
             self._remove(_dropped_stem(label))
         self._begun.add(label)
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
@@ -197,12 +174,12 @@ class Recorder:
         self._writer.check()
 
     def _remove(self, stem: str) -> None:
-        """Remove what an interrupted run left; lines first, as words alone are read by nobody."""
+        """Remove the two files of a name, lines first: no reader looks for words alone."""
         for suffix in (LINES, WORDS):
             (self._dir / (stem + suffix)).unlink(missing_ok=True)
 
     def _write(self, stem: str, entries: list[Entry], *, is_first: bool = False) -> Path:
-        """Append to the two files of a name, anew if is_first; returns that of lines."""
+        """Append to the two files of a name, or replace them; returns the file of lines."""
         self._writer.write(Job(stem, entries, is_first))
         return self._dir / (stem + LINES)
 
@@ -222,7 +199,7 @@ class Recorder:
         dropped: str = "",
         trained_at: float | None = None,
     ) -> Entry:
-        """Made here and now: a group goes on to change."""
+        """A copy: the group may still change."""
         rollout, score = scored.rollout, scored.score
         scored_at = group.scored_at.get(rollout.index)
         times = self._times(group, rollout, scored_at=scored_at, trained_at=trained_at)

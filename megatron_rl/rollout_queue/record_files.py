@@ -1,23 +1,121 @@
-"""Appends records of rollouts to the files that `record.py` names: arrays first, then lines.
+"""Appends records of rollouts to the files that `record.py` names, and removes old token files.
 
-Used by the rollout queue, in the thread of `record_thread.py`, and by tools without one.
+Used by the rollout queue, in a thread, so that its loop waits for no disk; and by tools without a
+thread. Two threads:
+
+| thread           | does                      | waits for, woken by | ends                        |
+|------------------|---------------------------|---------------------|-----------------------------|
+| the queue's loop | puts jobs: completions of | nothing             | after `close`               |
+|                  | one group                 |                     |                             |
+| `records`        | takes jobs in their       | the next job        | at `close` once all are     |
+|                  | order, writes them        |                     | written, or at an error     |
+
+The user bounds the line of jobs: while it `is_full`, the queue leases nothing and builds no batch,
+and only groups that are generated already are added. A job is not changed once it is put. An error
+of the disk stays with the thread until the loop calls `write`, `check` or `close`; from then on
+nothing more is written.
+
+The threads share only SimpleQueues. A signal's exception may interrupt the loop anywhere; inside
+Python's own locks (queue.Queue, threading.Event, Thread.is_alive) it can leave a lock taken, lose
+a wake-up, or make a running thread look ended.
 """
 
+import logging
+import queue
+import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, steps_by_name
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.rollout_files import (
+    FOLDER,
     LINES,
     WORD_BYTES,
     WORDS,
     RolloutRecord,
     WordBuffer,
+    write_thinned,
 )
 from megatron_rl.protocol.types import Rollout
-from megatron_rl.rollout_queue.thinning import Thinner
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+NOT_REMOVED = "queue/token_files_not_removed"
+_TOKEN_FILE = re.compile(r"(?:step|dropped|trained)_(\d{6,})\.(?:int32|\d+\.npz)")
+
+
+class Thinner:
+    """Removes the token files of old steps: queue.keep_tokens_of_steps.
+
+    A file that cannot be removed is logged and counted once, and tried again at each later step.
+    """
+
+    def __init__(self, config: Config, metrics: JsonlWriter) -> None:
+        """metrics: of a writer that may be called in any thread."""
+        self._run_dir = config.run.dir
+        self._keep_steps = config.queue.keep_tokens_of_steps
+        self._replayed_steps = config.replay.steps_in_buffer(config.sampled_groups)
+        self._metrics = metrics
+        self._failed: set[Path] = set()
+
+    def thin(self, step: int) -> None:
+        """Remove the token files that are too old once the batch of `step` is built."""
+        before = step - self._keep_steps
+        if not self._keep_steps or before <= 0:
+            return
+        folder = self._run_dir / FOLDER
+        try:
+            doomed = self._doomed(folder, before)
+            if doomed:
+                # First, so that no reader takes the files for lost.
+                write_thinned(folder, before)
+        except (OSError, InputError) as error:
+            self._note_failure(step, folder, error)
+            return
+        for path in doomed:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self._note_failure(step, path, error)
+
+    def _doomed(self, folder: Path, before: int) -> list[Path]:
+        kept = self._needed_to_resume()
+        return [
+            path
+            for place in (folder, *folder.glob("superseded_*"))
+            for step, path in _token_files(place)
+            if step < before and (step not in kept or place != folder)
+        ]
+
+    def _needed_to_resume(self) -> set[int]:
+        """Steps from which a resumed run fills its replay buffer."""
+        if not self._replayed_steps:
+            return set()
+        checkpoints = steps_by_name(self._run_dir / CHECKPOINTS)
+        return {s for at in checkpoints for s in range(at - self._replayed_steps, at)}
+
+    def _note_failure(self, step: int, path: Path, error: Exception) -> None:
+        if path in self._failed:
+            return
+        self._failed.add(path)
+        log.warning("token files of old steps stay (queue.keep_tokens_of_steps): %s", error)
+        self._metrics.write(step, {NOT_REMOVED: 1})
+
+
+def _token_files(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.iterdir():
+        if (match := _TOKEN_FILE.fullmatch(path.name)) is not None:
+            yield int(match[1]), path
 
 
 class Entry(NamedTuple):
@@ -57,7 +155,7 @@ class RecordFiles:
         self.put += 1
         lines, words = (self.folder / (job.stem + suffix) for suffix in (LINES, WORDS))
         if job.is_first:
-            # Lines first, as words alone are read by nobody.
+            # Lines first: no reader looks for words alone.
             lines.unlink(missing_ok=True)
             words.unlink(missing_ok=True)
         records = [entry.record for entry in job.entries]
@@ -89,3 +187,95 @@ def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecor
         words.write_to(file)
     for entry, place in zip(entries, places, strict=True):
         yield msgspec.structs.replace(entry.record, words=place)
+
+
+class RecordThread(Closing):
+    """A `RecordFiles` behind a line of jobs."""
+
+    def __init__(self, files: RecordFiles, *, jobs: int, limit_s: float) -> None:
+        """jobs: more that wait make it full. limit_s: for one job, and for all at the end."""
+        self._files = files
+        self._jobs, self._limit_s = jobs, limit_s
+        self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        """None ends the thread."""
+        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each job that is written."""
+        self.put = 0
+        """Jobs that `write` was called with."""
+        self._known_written = 0
+        """Jobs of which the loop knows that they are written."""
+        self._moved_at = time.monotonic()
+        """When the loop last saw a job written, or the line empty."""
+        self._error: OSError | None = None
+        self._has_ended = self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._line.get()) is not None:
+                self._files.write(job)
+                self._written.put(None)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._has_ended = True
+
+    def write(self, job: Job) -> None:
+        """Let a job be written after those before. Raises InputError, DeadlineExceeded."""
+        self.check()
+        self.put += 1
+        self._line.put(job)
+
+    @property
+    def written(self) -> int:
+        """Jobs that are on the disk: the first so many."""
+        while not self._written.empty():
+            self._written.get()
+            self._known_written += 1
+            self._moved_at = time.monotonic()
+        if self._known_written == self.put:
+            self._moved_at = time.monotonic()
+        return self._known_written
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more jobs wait than may."""
+        # One is being written, the others wait.
+        return self.put - self.written > self._jobs
+
+    def check(self) -> None:
+        """Raise InputError where the disk failed, DeadlineExceeded where it is too slow."""
+        self._check_error()
+        waiting = self.put - self.written
+        if waiting and time.monotonic() - self._moved_at > self._limit_s:
+            self._refuse_slow(waiting)
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise InputError(
+                f"rollouts could not be recorded in {self._files.folder}: {self._error}. Make room "
+                "or repair the disk, then start the run again: it resumes from its newest "
+                "checkpoint"
+            ) from self._error
+        if self._has_ended:
+            raise RuntimeError("the thread that records rollouts has ended; see its traceback")
+
+    def _refuse_slow(self, waiting: int) -> None:
+        raise DeadlineExceeded(
+            f"{waiting} groups wait to be recorded in {self._files.folder}, and the disk took "
+            f"none for {self._limit_s:.0f} s (expert.checkpoint.write_timeout_s)"
+        )
+
+    def close(self) -> None:
+        """Write the rest, and end the thread. Raises InputError, DeadlineExceeded."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._check_error()
+        self._line.put(None)
+        self._thread.join(self._limit_s)
+        if self._error is not None:
+            self._check_error()
+        if not self._has_ended:
+            self._refuse_slow(self.put - self.written)

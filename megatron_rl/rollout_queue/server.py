@@ -2,7 +2,7 @@
 
 One process without torch. Its one loop binds the endpoints "prompts" (generators), "verify"
 (verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
-Threads keep it awake: they write records (`record_thread.py`), metrics and logs
+Threads keep it awake: they write records (`record_files.py`), metrics and logs
 (`protocol/background.py`), and deal batches to ranks (`batch_thread.py`).
 """
 
@@ -19,11 +19,12 @@ import zmq
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.data.dropped_prompts import read_dropped
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
+from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY, Endpoint
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
@@ -31,12 +32,10 @@ from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
-from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
-from megatron_rl.rollout_queue.loop_clock import LoopClock
+from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.record_files import RecordFiles
-from megatron_rl.rollout_queue.record_thread import RecordThread
-from megatron_rl.rollout_queue.thinning import Thinner
+from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread, Thinner
+from megatron_rl.rollout_queue.stall import LoopClock
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ class _Inbox:
             self._coordinator.handle(endpoint, peer, message, self._clock.read())
         except WireError as error:
             # Where trainer and queue contradict each other, neither can go on.
-            if endpoint == BATCHES:
+            if endpoint == BATCHES.name:
                 raise
             self._refuse(endpoint, peer, error)
 
@@ -215,21 +214,18 @@ def main(
             coordinator.resume(state)
         if cold_start is not None:
             coordinator.await_cold_start()
-        ports = {
-            PROMPTS: config.ports.prompts,
-            VERIFY: config.ports.verify,
-            BATCHES: config.ports.batches,
-        }
-        keys = load_keys(config.ports.keys_dir)
         routers = {
-            endpoint: stack.enter_context(
-                Router(config.ports.host, port, keys, label=config.ports.label)
-            )
-            for endpoint, port in ports.items()
+            endpoint.name: stack.enter_context(_open_router(config.ports, endpoint))
+            for endpoint in (PROMPTS, VERIFY, BATCHES)
         }
-        log.info("serving on %s, ports %s", config.ports.host, ports)
         serve(coordinator, routers, clock, metrics=metrics, cold_start=cold_start)
         log.info("the run is over")
+
+
+def _open_router(ports: PortsConfig, endpoint: Endpoint) -> Router:
+    port, keys = getattr(ports, endpoint.name), load_keys(ports.keys_dir)
+    log.info("the %s endpoint is on %s:%d", endpoint.name, ports.host, port)
+    return Router(ports.host, port, keys, endpoint=endpoint, label=ports.label)
 
 
 def _open_recorder(

@@ -1,4 +1,4 @@
-"""Opens the groups that are trained on, and remembers where that stands for a checkpoint.
+"""Opens groups: to train on, or for an evaluation; and keeps the state of that for a checkpoint.
 
 Used by the rollout queue.
 """
@@ -10,14 +10,17 @@ from typing import NamedTuple
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import name_of
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, QueueConfig
 from megatron_rl.data.prompts import PromptSets, PromptStream
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, RankBatch, Sampling
 from megatron_rl.rollout_queue import admission
+from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.curriculum import Curriculum, Visit
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.schedule import Schedule, length_rule
 
 log = logging.getLogger(__name__)
@@ -34,8 +37,9 @@ class _Again(NamedTuple):
 class TrainingGroups:
     """Training groups in order: first those that a resumed run generates again, then new ones."""
 
-    def __init__(self, prompts: PromptSets, config: Config) -> None:
+    def __init__(self, prompts: PromptSets, config: Config, book: GroupBook) -> None:
         self._config = config
+        self.book = book
         self._prompts = prompts
         self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
@@ -93,7 +97,7 @@ class TrainingGroups:
                 return self._again.pop(place)
         return None
 
-    def due_stage(self, book: GroupBook, next_step: int, synced: int) -> int | None:
+    def due_stage(self, next_step: int, synced: int) -> int | None:
         """The stage of which one more group is needed from next_step on; None: of no stage.
 
         A group keeps the bound of staleness. First those of the batch that is formed next; of the
@@ -104,12 +108,12 @@ class TrainingGroups:
             first = self.schedule.first_step(stage)
             assert first is not None
             if admission.may_open_group(
-                book.untrained_of(stage),
+                self.book.untrained_of(stage),
                 # The batches before its first one have no room for it.
                 max_staleness=config.queue.max_staleness - max(0, first - synced),
                 prompts_per_batch=config.sampled_groups,
             ) and admission.is_group_needed(
-                book.untaken_of(stage),
+                self.book.untaken_of(stage),
                 next_step=max(next_step, first),
                 steps=self.schedule.end_step(stage),
                 prompts_per_batch=config.sampled_groups,
@@ -122,11 +126,11 @@ class TrainingGroups:
         stages = self.schedule.open_stages(next_step)
         return min(self.schedule.stages[stage].queue.max_staleness for stage in stages)
 
-    def choose_batch(self, book: GroupBook, step: int) -> list[int] | None:
+    def choose_batch(self, step: int) -> list[int] | None:
         """Numbers of the groups of batch `step`, all of its stage; None to wait."""
         config = self.schedule.at(step)
         return admission.choose_batch(
-            book.candidates(self.schedule.stage_at(step)),
+            self.book.candidates(self.schedule.stage_at(step)),
             step=step,
             prompts_per_batch=config.sampled_groups,
             max_staleness=config.queue.max_staleness,
@@ -143,18 +147,18 @@ class TrainingGroups:
         """Tell the curriculum of the groups of a batch, which counts those dropped before it."""
         if self._curriculum is not None:
             self._curriculum.note(map(_visit_of, groups))
-            self._curriculum.settle()
+            self._curriculum.commit()
 
     def metrics(self, step: int) -> list[Metric]:
         """Of a batch: its stage, and what the curriculum draws from after it."""
         of_curriculum = self._curriculum.metrics() if self._curriculum is not None else []
         return [*self.schedule.metrics(step), *of_curriculum]
 
-    def note_batch(self, batch: RankBatch, book: GroupBook) -> None:
-        """A batch is formed: a stage that waits for a plateau may be next."""
-        self.schedule.note_batch(batch, book.untaken_of(self.schedule.stage_at(batch.step)))
+    def note_batch(self, batch: RankBatch) -> None:
+        """A batch is built: a stage that waits for a plateau may be next."""
+        self.schedule.note_batch(batch, self.book.untaken_of(self.schedule.stage_at(batch.step)))
 
-    def state(self, step: int, book: GroupBook, *, groups_opened: int) -> QueueState:
+    def state(self, step: int, *, groups_opened: int) -> QueueState:
         """The state when batch number `step` is trained on and no later one formed.
 
         Without what the queue knows of evaluations.
@@ -164,7 +168,7 @@ class TrainingGroups:
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
-            unfinished=sorted(book.unfinished() + again, key=lambda group: group.number),
+            unfinished=sorted(self.book.unfinished() + again, key=lambda group: group.number),
             evaluated=[],
             stages=self.schedule.state(),
             curriculum=self._curriculum.state() if self._curriculum is not None else None,
@@ -193,7 +197,7 @@ def check_draws(prompts: PromptSets, config: Config) -> None:
     """Raise InputError for a stage that would find no prompt to draw."""
     for stage in range(len(config.stages) + 1):
         try:
-            TrainingGroups(prompts, config).open(0, version=0, stage=stage)
+            TrainingGroups(prompts, config, GroupBook()).open(0, version=0, stage=stage)
         except InputError as error:
             where = f"{name_of(config, stage)}: " if config.stages else ""
             raise InputError(f"{where}{error}") from error
@@ -207,3 +211,64 @@ def _visit_of(group: Group) -> Visit:
 def _group_seed(run_seed: int, number: int) -> int:
     """Sampling seed of a group: below 2**31, different for neighbouring runs and groups."""
     return (run_seed * 1_000_003 + number * 9_973) % 2**31
+
+
+class GroupOpener:
+    """Opens groups and numbers them."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        leases: Leases,
+        *,
+        evaluations: EvaluationScheduler,
+        training: TrainingGroups | None,
+    ) -> None:
+        self._config = config
+        self._leases = leases
+        self._evaluations = evaluations
+        self._training = training
+        self.count = evaluations.first_number
+        """Groups opened so far; new ones get numbers from here on."""
+
+    def rules(self, synced: int, next_step: int | None) -> LeaseRules:
+        """Which generators may take which groups while that version is the synced one."""
+        staleness = self._config.max_staleness
+        if self._training is not None and next_step is not None:
+            staleness = self._training.lowest_staleness(next_step)
+        evaluators = self._evaluations.evaluators
+        return LeaseRules(
+            synced,
+            staleness,
+            self._config.strict_staleness,
+            evaluators.names,
+            evaluators.version,
+        )
+
+    def open(self, synced: int, next_step: int | None) -> Group | None:
+        """A new group, if one is wanted and a generator has room for at least one completion.
+
+        Training groups are opened while an evaluation waits for its last completions, too.
+        next_step: the first step that a new group could be trained in; None when training is over.
+        """
+        rules = self.rules(synced, next_step)
+        running = self._evaluations.running
+        if (
+            running is not None
+            and running.has_unopened
+            and self._leases.can_take(rules, is_evaluation=True)
+        ):
+            group = running.open_group(self.count)
+        elif (
+            next_step is not None
+            and self._training is not None
+            and (stage := self._training.due_stage(next_step, synced)) is not None
+            and self._leases.can_take(rules, is_evaluation=False)
+        ):
+            group = self._training.open(self.count, synced, stage)
+            self._training.book.open(group)
+        else:
+            return None
+        # A group that is generated again keeps its number, which is below the count.
+        self.count = max(self.count, group.number + 1)
+        return group

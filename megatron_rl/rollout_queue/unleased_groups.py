@@ -1,8 +1,7 @@
-"""Groups with completions that no generator has, and which of them a free slot gets.
+"""Groups with completions that no generator has, and which of these groups a free slot gets.
 
-Used by the rollout queue's leases. The choice is that of a walk through all groups by turn; groups
-are also kept by home, so that it takes no such walk where many groups wait for their own home's
-slots and many generators are there.
+Used by the rollout queue's leases. The choice is the same as by a walk through all groups in order.
+An index by home saves that walk where many groups wait for slots of their own home.
 """
 
 import bisect
@@ -12,13 +11,13 @@ from typing import NamedTuple
 
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.peer_capacity import Selection
+from megatron_rl.rollout_queue.peers import PeerSelection
 
-_Turn = tuple[bool, int, int]
+_Position = tuple[bool, int, int]
 
 
 @dataclasses.dataclass(eq=False)
-class LeasedGroup:
+class PendingGroup:
     """A group whose completions are not all returned."""
 
     group: Group
@@ -26,165 +25,169 @@ class LeasedGroup:
     """Indices that no generator has."""
     unreturned: int
     attempts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """Times an index was leased, those not counted that its generator lost. By index."""
+    """By index: times it was leased, without the times that its generator lost it."""
     losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """Times a generator lost it by no fault of the completion: silence, restart. By index."""
+    """By index: times a generator lost it by no fault of the completion: silence, restart."""
     lease_ids: set[int] = dataclasses.field(default_factory=set)
     """Of its open leases."""
     home: str = ""
-    """The generator that got completions of it first; empty before. `UnleasedGroups` sets it."""
-    shunned: frozenset[str] = frozenset()
-    """The generators that failed one; others get it, if there are any. Likewise."""
+    """The generator that got its first completions; empty before. `UnleasedGroups` sets it."""
+    avoided: frozenset[str] = frozenset()
+    """Generators that failed a completion of it: others get it, if there are any. Likewise."""
     is_waiting: bool = False
     """`UnleasedGroups` has it."""
 
     @property
-    def turn(self) -> _Turn:
-        """Sorts groups by their turn: evaluations first, then as they are trained on."""
+    def position(self) -> _Position:
+        """Sorts groups: evaluations first, then in the order of training."""
         return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
 
 class Eligible(NamedTuple):
-    """Generators that may take completions as things stand."""
+    """Generators that may take completions now."""
 
-    training: Selection
-    evaluation: Selection
+    training: PeerSelection
+    evaluation: PeerSelection
 
-    def of(self, group: Group) -> Selection:
-        """Those that may take completions of a group."""
+    def of(self, group: Group) -> PeerSelection:
+        """Generators that may take completions of a group."""
         return self.evaluation if group.evaluation else self.training
 
 
-def _turn_of(held: LeasedGroup) -> _Turn:
-    return held.turn
+def _position_of(pending: PendingGroup) -> _Position:
+    return pending.position
 
 
 class UnleasedGroups:
-    """Those with unleased indices, by turn."""
+    """Groups with unleased indices, by position."""
 
     def __init__(self) -> None:
-        self._queue: list[LeasedGroup] = []
-        self._by_home: dict[str, list[LeasedGroup]] = {}
-        """Those to train on that shun nobody, by turn."""
-        self._shunning: list[LeasedGroup] = []
-        """The others to train on, by turn."""
+        self._queue: list[PendingGroup] = []
+        self._by_home: dict[str, list[PendingGroup]] = {}
+        """Training groups that avoid no generator, by position."""
+        self._avoiding: list[PendingGroup] = []
+        """The other training groups, by position."""
 
-    def add(self, held: LeasedGroup) -> None:
-        """Queue a group that is not there."""
-        bisect.insort(self._queue, held, key=_turn_of)
-        held.is_waiting = True
-        self._file(held)
+    def add(self, pending: PendingGroup) -> None:
+        """Queue a group that is not queued."""
+        bisect.insort(self._queue, pending, key=_position_of)
+        pending.is_waiting = True
+        self._file(pending)
 
-    def remove(self, held: LeasedGroup) -> None:
-        """Take a group out that is there."""
-        self._unfile(held)
-        held.is_waiting = False
-        _remove(self._queue, held)
+    def remove(self, pending: PendingGroup) -> None:
+        """Remove a group that is queued."""
+        self._unfile(pending)
+        pending.is_waiting = False
+        _remove(self._queue, pending)
 
-    def settle(self, held: LeasedGroup, home: str) -> None:
+    def set_home(self, pending: PendingGroup, home: str) -> None:
         """Set the home of a group, queued or not."""
-        self._unfile(held)
-        held.home = home
-        self._file(held)
+        self._unfile(pending)
+        pending.home = home
+        self._file(pending)
 
-    def shun(self, held: LeasedGroup, generator: str) -> None:
-        """Let a group shun one more generator, queued or not."""
-        self._unfile(held)
-        held.shunned |= {generator}
-        self._file(held)
+    def avoid(self, pending: PendingGroup, generator: str) -> None:
+        """Let a group avoid one more generator, queued or not."""
+        self._unfile(pending)
+        pending.avoided |= {generator}
+        self._file(pending)
 
     def choose(
-        self, rules: LeaseRules, able: Eligible, *, anywhere: bool
-    ) -> tuple[LeasedGroup, str] | None:
-        """The first group by turn that a generator has room for, and that generator; else None.
+        self, rules: LeaseRules, eligible: Eligible, *, anywhere: bool
+    ) -> tuple[PendingGroup, str] | None:
+        """The first group by position that a generator has room for, and that generator; else None.
 
-        anywhere: also for a group whose home is full, as for urgent ones (`find_generator`).
+        anywhere: ignore full homes, as for urgent groups (`find_generator`).
         """
-        first_training = bisect.bisect_left(self._queue, (True,), key=_turn_of)
-        evaluations = self._walk(0, first_training, able.evaluation)
-        if evaluations is not None or not able.training.has_room:
+        first_training = bisect.bisect_left(self._queue, (True,), key=_position_of)
+        evaluations = self._walk(0, first_training, eligible.evaluation)
+        if evaluations is not None or not eligible.training.has_room:
             return evaluations
         first_calm = len(self._queue)
         if not anywhere:
-            first_calm = bisect.bisect_left(self._queue, (True, rules.synced), key=_turn_of)
-        return self._walk(first_training, first_calm, able.training) or (
-            None if anywhere else self._choose_at_home(able.training, first_calm)
+            first_calm = bisect.bisect_left(self._queue, (True, rules.synced), key=_position_of)
+        return self._walk(first_training, first_calm, eligible.training) or (
+            None if anywhere else self._choose_at_home(eligible.training, first_calm)
         )
 
-    def _walk(self, begin: int, end: int, able: Selection) -> tuple[LeasedGroup, str] | None:
-        """The first of a part of the queue, anywhere."""
-        if not able.has_room:
+    def _walk(
+        self, begin: int, end: int, eligible: PeerSelection
+    ) -> tuple[PendingGroup, str] | None:
+        """The first group of a part of the queue, whatever its home."""
+        if not eligible.has_room:
             return None
-        # Only who shuns all generators with room is passed over.
+        # Only a group that avoids all generators with room is skipped.
         for place in range(begin, end):
-            held = self._queue[place]
-            generator = find_generator(held, able, anywhere=True)
+            pending = self._queue[place]
+            generator = find_generator(pending, eligible, anywhere=True)
             if generator is not None:
-                return held, generator
+                return pending, generator
         return None
 
-    def _choose_at_home(self, able: Selection, first_calm: int) -> tuple[LeasedGroup, str] | None:
-        """The first of the groups that are not urgent.
+    def _choose_at_home(
+        self, eligible: PeerSelection, first_calm: int
+    ) -> tuple[PendingGroup, str] | None:
+        """The first group that is not urgent.
 
-        Each urgent one in `_by_home` would have been chosen, as somebody has room.
+        `_by_home` has no urgent group: `_walk` would have chosen it, as a generator has room.
         """
         if first_calm == len(self._queue):
             return None
-        # The home of a group may be gone, or not be able: then anybody gets it.
-        homes = able.with_room(self._by_home) | able.missing(self._by_home)
+        # The home of a group may be gone or not eligible: then any generator gets the group.
+        homes = eligible.with_room(self._by_home) | eligible.missing(self._by_home)
         found = [self._by_home[home][0] for home in homes]
-        begin = self._queue[first_calm].turn
-        for held in self._shunning:
-            if held.turn >= begin and find_generator(held, able, anywhere=False) is not None:
-                found.append(held)
+        begin = self._queue[first_calm].position
+        for pending in self._avoiding:
+            if pending.position >= begin and find_generator(pending, eligible, anywhere=False):
+                found.append(pending)
                 break
-        first = min(found, key=_turn_of, default=None)
+        first = min(found, key=_position_of, default=None)
         if first is None:
             return None
-        generator = find_generator(first, able, anywhere=False)
+        generator = find_generator(first, eligible, anywhere=False)
         assert generator is not None
         return first, generator
 
-    def _file(self, held: LeasedGroup) -> None:
-        if held.is_waiting and not held.group.evaluation:
-            line = self._shunning if held.shunned else self._by_home.setdefault(held.home, [])
-            bisect.insort(line, held, key=_turn_of)
+    def _file(self, pending: PendingGroup) -> None:
+        if pending.is_waiting and not pending.group.evaluation:
+            line = self._avoiding if pending.avoided else self._by_home.setdefault(pending.home, [])
+            bisect.insort(line, pending, key=_position_of)
 
-    def _unfile(self, held: LeasedGroup) -> None:
-        if not held.is_waiting or held.group.evaluation:
+    def _unfile(self, pending: PendingGroup) -> None:
+        if not pending.is_waiting or pending.group.evaluation:
             return
-        if held.shunned:
-            _remove(self._shunning, held)
+        if pending.avoided:
+            _remove(self._avoiding, pending)
             return
-        line = self._by_home[held.home]
-        _remove(line, held)
+        line = self._by_home[pending.home]
+        _remove(line, pending)
         if not line:
-            del self._by_home[held.home]
+            del self._by_home[pending.home]
 
     @property
     def completions(self) -> int:
-        """That wait."""
-        return sum(len(held.unleased) for held in self._queue)
+        """Completions that no generator has."""
+        return sum(len(pending.unleased) for pending in self._queue)
 
 
-def _remove(line: list[LeasedGroup], held: LeasedGroup) -> None:
-    place = bisect.bisect_left(line, held.turn, key=_turn_of)
-    while line[place] is not held:
+def _remove(line: list[PendingGroup], pending: PendingGroup) -> None:
+    place = bisect.bisect_left(line, pending.position, key=_position_of)
+    while line[place] is not pending:
         place += 1
     del line[place]
 
 
-def find_generator(held: LeasedGroup, able: Selection, *, anywhere: bool) -> str | None:
-    """The generator that gets completions of a group now; None: it waits.
+def find_generator(pending: PendingGroup, eligible: PeerSelection, *, anywhere: bool) -> str | None:
+    """The generator that gets completions of a group now; None: the group waits.
 
-    Its home, if that has room; the roomiest, where it has no home any more, or anywhere is set.
-    None that it shuns, unless there is no other.
+    That is its home, if it has room; or the roomiest generator, if the group has no home any more
+    or anywhere is set. The group avoids generators only while there are others.
     """
-    home = held.home if held.home in able else ""
-    if home in held.shunned and able.has_other(held.shunned):
+    home = pending.home if pending.home in eligible else ""
+    if home in pending.avoided and eligible.has_other(pending.avoided):
         home = ""
-    if home and able.with_room((home,)):
+    if home and eligible.with_room((home,)):
         return home
     if home and not anywhere:
         return None
-    return able.find_roomiest(held.shunned)
+    return eligible.find_roomiest(pending.avoided)

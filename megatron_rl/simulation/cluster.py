@@ -18,7 +18,7 @@ from megatron_rl.protocol.types import (
     RankBatch,
     ScoreRequest,
 )  # fmt: skip
-from megatron_rl.rollout_queue.outgoing import Outgoing
+from megatron_rl.rollout_queue.coordinator import Outgoing
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.simulation.events import EventClock
 from megatron_rl.simulation.fleet import Fleet

@@ -20,7 +20,7 @@ from megatron_rl.protocol.types import MinibatchShare, Rollout, ScoredRollout, V
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.failures import ScoreFailure
+from megatron_rl.rollout_queue.drop_reasons import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record import Recorder
 

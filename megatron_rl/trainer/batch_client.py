@@ -16,6 +16,7 @@ from collections.abc import Callable
 from megatron_rl.backend.profiling import span
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.endpoints import BATCHES
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
@@ -67,7 +68,7 @@ class BatchClient(Closing):
         self.metrics: list[Metric] = []
 
     def _connect(self, name: str) -> wire.Dealer:
-        return wire.Dealer(self._address, name, self._keys, label=self._label)
+        return wire.Dealer(self._address, name, self._keys, endpoint=BATCHES, label=self._label)
 
     def request(self, step: int) -> None:
         """Ask for the batch of `step` before it is needed: it comes while others work."""
@@ -160,7 +161,7 @@ class BatchClient(Closing):
         frames = self._dealer.receive_frames(TURN_S)
         if frames is None:
             return bytearray()
-        answer = wire.decode_frames(frames)
+        answer = self._dealer.decode(frames)
         if isinstance(answer, Stop) or (isinstance(answer, RankBatch) and answer.step == step):
             return wire.join_frames(frames)
         self._note_dropped(answer)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.endpoints import SCORER
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
@@ -29,7 +30,7 @@ class ScoringClient(Closing):
         max_open: int, answer_within_s: float,
     ) -> None:  # fmt: skip
         """max_open: questions at once. answer_within_s: the longest wait for the next answer."""
-        self._dealer = Dealer(address, name, keys, label=label)
+        self._dealer = Dealer(address, name, keys, endpoint=SCORER, label=label)
         self._max_open = max_open
         self._answer_within_s = answer_within_s
         self._next_id = 0

@@ -25,6 +25,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.endpoints import WEIGHTS
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
     failures_noted,
@@ -165,7 +166,8 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
         link = None
         if int(os.environ["RANK"]) == 0:
             keys = load_keys(cfg.ports.keys_dir)
-            router = Router(cfg.ports.host, cfg.ports.weights, keys, label=cfg.ports.label)
+            ports = cfg.ports
+            router = Router(ports.host, ports.weights, keys, endpoint=WEIGHTS, label=ports.label)
             link = GeneratorLink(stack.enter_context(router))
         method = open_method(cfg, policy, control=control, link=link)
         syncer = WeightSyncer(

@@ -19,7 +19,7 @@ from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.protocol.metrics import drop_torn_line, iter_jsonl, stream_rows
 from megatron_rl.protocol.rollout_files import read_records
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.rollout_queue.evaluated import read_ended
+from megatron_rl.rollout_queue.evaluation import read_ended
 from megatron_rl.simulation.records import read_run
 from megatron_rl.sweep.measures import measure
 from megatron_rl.trainer.sft import baseline_steps

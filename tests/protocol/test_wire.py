@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.endpoints import ENDPOINTS, Endpoint, names_of
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart
 from megatron_rl.protocol.prompt import LengthRule
@@ -39,7 +40,6 @@ from megatron_rl.protocol.types import (
     Stop,
     TrainSequence,
     VersionSpan,
-    WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import (
     DeadlineExceeded,
@@ -155,9 +155,41 @@ def test_bad_frame_is_a_wire_error(frame: bytes) -> None:
         decode(frame)
 
 
-def test_unexpected_kind_is_a_wire_error() -> None:
-    with pytest.raises(WireError):
-        decode(encode(WeightsSynced(1)), RankBatch | Stop)
+def test_every_kind_of_message_goes_over_an_endpoint() -> None:
+    found = {
+        name
+        for endpoint in ENDPOINTS
+        for name in (*names_of(endpoint.router_hears), *names_of(endpoint.dealer_hears))
+    }
+    assert found == set(names_of(AnyMessage))
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+def test_a_message_of_another_endpoint_is_refused_by_name(endpoint: Endpoint) -> None:
+    port = free_port()
+    heard, said = names_of(endpoint.router_hears), names_of(endpoint.dealer_hears)
+    address = f"127.0.0.1:{port}"
+    with (
+        Router("127.0.0.1", port, endpoint=endpoint) as router,
+        Dealer(address, "a", endpoint=endpoint) as dealer,
+    ):
+        for message in examples():
+            name = type(message).__name__
+            expected = f"{endpoint.name} endpoint: .*{name}.*; allowed are"
+            dealer.send(message)
+            if name in heard:
+                received = router.receive(5)
+                assert received is not None and type(received[1]) is type(message)
+            else:
+                with pytest.raises(WireError, match=f"{expected} {', '.join(heard)}$") as error:
+                    router.receive(5)
+                assert error.value.peer == "a"
+            assert router.send("a", message)
+            if name in said:
+                assert type(dealer.receive(5)) is type(message)
+            else:
+                with pytest.raises(WireError, match=f"{expected} {', '.join(said)}$"):
+                    dealer.receive(5)
 
 
 def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:

@@ -16,12 +16,12 @@ from megatron_rl.protocol.rollout_files import read_arrays
 from megatron_rl.protocol.sequence_cost import TOKENS
 from megatron_rl.protocol.types import MinibatchShare, NextBatch, RankBatch, SaveState
 from megatron_rl.protocol.wire import WireError, encode_frames
+from megatron_rl.rollout_queue import replay
 from megatron_rl.rollout_queue.batch_thread import BatchMaker, BatchThread
 from megatron_rl.rollout_queue.batches import BatchOrder, fill_minibatch, order_batch
 from megatron_rl.rollout_queue.coordinator import BATCHES
 from megatron_rl.rollout_queue.groups import DroppedGroups
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.replay import stored_groups
 from tests.rollout_queue.makers import make_group, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -154,7 +154,7 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
     fill = format_check.fill
     if held_up == "reading":
         # The file system of the run that is replayed is slow.
-        monkeypatch.setattr(stored_groups, "read_arrays", format_check.read)
+        monkeypatch.setattr(replay, "read_arrays", format_check.read)
         fill = fill_minibatch
     with BatchThread(fill) as thread:
         queue = PlayedQueue(
@@ -176,7 +176,7 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
         queue.play(2)
         assert len(queue.graded) > answered and not queue.batches
         # A checkpoint of now would lose the groups of the batch.
-        with pytest.raises(WireError, match="saves step 0, but 1 batches are formed"):
+        with pytest.raises(WireError, match="saves step 0, but 1 batches are built"):
             coordinator.handle(BATCHES, "t", SaveState(0), queue.now)
         format_check.open.set()
         until = time.monotonic() + DEADLINE_S

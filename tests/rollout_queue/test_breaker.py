@@ -12,8 +12,8 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Sampling, Score
-from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.failures import ScoreFailure, TooManyFailures
+from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
+from megatron_rl.rollout_queue.drop_reasons import ScoreFailure, TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
 from tests.rollout_queue.makers import make_prompt, make_rollout
 from tests.rollout_queue.played_queue import PlayedQueue

@@ -23,8 +23,9 @@ from megatron_rl.protocol.types import (
     VerifierReady,
     WeightsSynced,
 )  # fmt: skip
+from megatron_rl.rollout_queue.circuit_breakers import FailureCount
 from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure, TooManyFailures
+from megatron_rl.rollout_queue.drop_reasons import GroupFailure, TooManyFailures
 from tests.rollout_queue.makers import make_group, make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 

@@ -51,7 +51,7 @@ def test_a_prompt_is_retired_after_so_many_solved_visits_in_a_row() -> None:
     curriculum.note([Visit("a", 0, 4, 4)])
     assert active(curriculum, prompts) == {"c"} and curriculum.count(0) == 1
     assert curriculum.state().prompts == {}
-    curriculum.settle()
+    curriculum.commit()
     assert curriculum.state().prompts["a"] == PromptVisits(visits=7, solved=0, is_retired=True)
     assert counts(curriculum) == {
         "prompts_active": 1, "prompts_retired": 2, "prompts_admitted": 3, "prompts_readmitted": 0,
@@ -114,7 +114,7 @@ def test_a_restored_curriculum_draws_the_same() -> None:
 
     stream, curriculum = PromptStream(sets(prompts), 1), Curriculum(config, sets(prompts))
     draw(stream, curriculum, 17)
-    curriculum.settle()
+    curriculum.commit()
     other, restored = PromptStream(sets(prompts), 1), Curriculum(config, sets(prompts))
     other.restore(stream.state())
     restored.restore(msgspec.json.decode(
@@ -122,7 +122,7 @@ def test_a_restored_curriculum_draws_the_same() -> None:
     ))  # fmt: skip
     assert draw(other, restored, 60) == draw(stream, curriculum, 60)
     for one in (restored, curriculum):
-        one.settle()
+        one.commit()
     assert restored.state() == curriculum.state()
     with pytest.raises(InputError, match="names the prompt 'p1.*lack"):
         Curriculum(config, sets([prompt("x", 0.5)])).restore(curriculum.state())

@@ -9,7 +9,7 @@ from megatron_rl.cli.verify import verify
 from megatron_rl.config.files import dump_toml
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Rollout, SaveState, Score
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_group
 from tests.rollout_queue.played_queue import PlayedQueue

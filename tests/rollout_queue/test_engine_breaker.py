@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import GeneratorReady, RolloutFailed
-from megatron_rl.rollout_queue.failures import TooManyFailures
+from megatron_rl.rollout_queue.drop_reasons import TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_rollout

@@ -10,15 +10,13 @@ from megatron_rl.config.tree import EvalConfig, QueueConfig
 from megatron_rl.protocol.types import Sampling, ScoreRequest, VerifierReady
 from megatron_rl.rollout_queue.evaluation import (
     AUTO_PROMPTS,
-    Evaluation,
     EvaluationSet,
     describe_evaluation,
     label_at,
-    problem_of,
     select_held_out,
-    summarize,
 )
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.running_evaluation import Evaluation, problem_of, summarize
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_group, make_prompt, make_rollout
 

@@ -21,7 +21,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.evaluators import Evaluators
+from megatron_rl.rollout_queue.running_evaluation import Evaluators
 from tests.rollout_queue.makers import make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 

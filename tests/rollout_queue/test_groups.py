@@ -12,14 +12,14 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import (
-    ZERO_VARIANCE,
     DroppedGroups,
     Group,
     GroupBook,
+    RolloutTally,
     find_fault,
 )
-from megatron_rl.rollout_queue.tally import RolloutTally
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
 

@@ -11,8 +11,9 @@ from megatron_rl.protocol.types import (
     RolloutFailed,
     Sampling,
 )
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.admission import LeaseRules
-from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
+from megatron_rl.rollout_queue.drop_reasons import ATTEMPTS_EXHAUSTED
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_prompt, make_rollout
@@ -254,6 +255,14 @@ def test_failure_that_must_repeat_itself_drops_the_group_at_once() -> None:
     [failed] = leases.pop_failures()
     assert (failed.reason, failed.detail) == ("prompt_unrenderable", "9 tokens")
     assert leases.outstanding == 0 and issue(leases) is None
+
+
+def test_a_reason_to_drop_that_is_not_in_the_table_is_refused() -> None:
+    leases, group = leases_with("g"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    with pytest.raises(WireError, match="dropped as 'bored'; allowed are .*'prompt_unrenderable'"):
+        leases.take_failure("g", RolloutFailed(lease_id, 0, "no", drop_as="bored"), 1.0)
+    assert leases.pop_failures() == [] and not group.is_abandoned
 
 
 def test_expired_lease_is_cancelled_in_its_engine() -> None:

@@ -23,8 +23,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
     WeightsSynced,
 )  # fmt: skip
-from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
-from megatron_rl.rollout_queue.groups import NOT_NEEDED, ZERO_VARIANCE
+from megatron_rl.rollout_queue.drop_reasons import ATTEMPTS_EXHAUSTED, NOT_NEEDED, ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_group, make_rollout
 from tests.rollout_queue.played_queue import PlayedQueue

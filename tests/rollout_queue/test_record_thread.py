@@ -13,10 +13,9 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import read_rollouts
 from megatron_rl.protocol.types import QueueState, SaveState
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.record_files import Job, RecordFiles
-from megatron_rl.rollout_queue.record_thread import RecordThread
+from megatron_rl.rollout_queue.record_files import Job, RecordFiles, RecordThread
 from tests.rollout_queue.makers import make_group, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 

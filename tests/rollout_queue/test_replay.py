@@ -12,11 +12,16 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch, TrainSequence
 from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, DroppedGroups, Group
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.replay.draw import Replay, open_replay
-from megatron_rl.rollout_queue.replay.drawn import Drawn
-from megatron_rl.rollout_queue.replay.stored_groups import StoredGroups
+from megatron_rl.rollout_queue.replay import (
+    BufferReplay,
+    Drawn,
+    StoredGroups,
+    StoredReplay,
+    open_replay,
+)
 from tests.rollout_queue.makers import form_batch, make_group, make_prompt, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -50,7 +55,8 @@ def config_of(folder: Path, *, share: float = 0.5, groups: int = 4, **replay: ob
     )
 
 
-def numbers(replay: Replay, step: int) -> list[int]:
+def numbers(replay: StoredReplay | BufferReplay | None, step: int) -> list[int]:
+    assert replay is not None
     return [group.number for group in replay.draw(step, []).load()]
 
 

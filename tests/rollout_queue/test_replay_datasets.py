@@ -14,8 +14,8 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.rollout_files import write_thinned
 from megatron_rl.protocol.types import ChatMessage
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.replay.datasets import check_sources, check_tokens, prepare_datasets
-from megatron_rl.rollout_queue.replay.draw import open_replay
+from megatron_rl.rollout_queue.replay import open_replay
+from megatron_rl.rollout_queue.replay_datasets import check_sources, check_tokens, prepare_datasets
 from tests.rollout_queue.makers import make_group
 
 SFT_EXAMPLES = [

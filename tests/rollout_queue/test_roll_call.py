@@ -1,6 +1,6 @@
 """Who is there and who is missing, as rows that come when that changes."""
 
-from megatron_rl.rollout_queue.roll_call import RollCall
+from megatron_rl.rollout_queue.peer_rows import RollCall
 
 
 def counts(row: dict | None) -> list[object]:

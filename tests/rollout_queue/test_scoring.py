@@ -112,7 +112,6 @@ def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> 
     request_id = asked[1].request_id
     lose_request(scoring, request_id, how)
     assert scoring.take_score("v", ScoreDone(request_id, make_score(1.0)), 17.0) is None
-    assert scoring.late_scores == 1
     scoring.announce("w", VerifierReady({"answers": 4}, session=1), 17.0)
     again = scoring.next_request(17.0)
     assert again is not None and again[1].request_id == request_id

@@ -16,18 +16,21 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import GoldAnswer, Score, ScoredRollout
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
+from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
+from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
+from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.selection import Selection
-from megatron_rl.rollout_queue.ungraded import DropObservers
+from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_group
 
 GOLD = np.array([7, 8], np.int32)
 
 
 @pytest.fixture
-def tellers(tmp_path: Path) -> Iterator[DropObservers]:
+def observers(tmp_path: Path) -> Iterator[DropObservers]:
     config, prompts = Config(), PromptSets([], [], [], 0)
     recorder = Recorder(tmp_path)
     with closing(JsonlWriter(tmp_path / "metrics.jsonl", "queue")) as metrics:
@@ -38,10 +41,17 @@ def tellers(tmp_path: Path) -> Iterator[DropObservers]:
         yield DropObservers(recorder, activity, breaker)
 
 
-def select(tellers: DropObservers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
-    book = GroupBook()
-    cfg = AlgorithmConfig.model_validate(algorithm)
-    return Selection(cfg, book, tellers).reason_to_drop(group), book
+def select(observers: DropObservers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
+    config = Config.model_validate({"algorithm": algorithm, "eval": {"prompts": 0}})
+    prompts, book = PromptSets([], [], [], 0), GroupBook()
+    recorder = observers.recorder
+    with closing(JsonlWriter(recorder.run_dir / "evaluations.jsonl", "queue")) as metrics:
+        evaluations = EvaluationScheduler(
+            config, prompts, recorder=recorder, metrics=metrics, only=""
+        )
+    collecting = Collecting(Leases(config.queue), Scoring(config.queue, config.reward), book)
+    ends = GroupEnd(config, collecting, evaluations=evaluations, training=None, observers=observers)
+    return ends.find_reason_to_drop(group), book
 
 
 def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:
@@ -54,29 +64,29 @@ def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:
     return group
 
 
-def test_a_flat_group_is_dropped(tellers: DropObservers) -> None:
-    assert select(tellers, make_group(0, [0.1, 0.1]))[0] == ZERO_VARIANCE
-    assert select(tellers, make_group(0, [0.1, 0.1]), zero_variance_groups="keep")[0] == ""
+def test_a_flat_group_is_dropped(observers: DropObservers) -> None:
+    assert select(observers, make_group(0, [0.1, 0.1]))[0] == ZERO_VARIANCE
+    assert select(observers, make_group(0, [0.1, 0.1]), zero_variance_groups="keep")[0] == ""
 
 
 def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_answer(
-    tellers: DropObservers,
+    observers: DropObservers,
 ) -> None:
     wrong, solved = with_gold(make_group(0, [0.1, 0.1])), with_gold(make_group(1, [1.0, 1.0]))
     mixed = with_gold(make_group(2, [1.0, 0.1]))
-    found = [select(tellers, g, preset="jepo_mixed")[0] for g in (wrong, solved, mixed)]
+    found = [select(observers, g, preset="jepo_mixed")[0] for g in (wrong, solved, mixed)]
     assert found == ["", ZERO_VARIANCE, ""]
     assert [group.learns_gold for group in (wrong, solved, mixed)] == [True, False, False]
 
 
 def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
-    tellers: DropObservers, tmp_path: Path
+    observers: DropObservers, tmp_path: Path
 ) -> None:
     group = with_gold(make_group(0, [0.1, 0.1, 0.1]), {1: "gold_retokenized"})
-    reason, book = select(tellers, group, preset="jepo")
+    reason, book = select(observers, group, preset="jepo")
     assert (reason, sorted(group.scored), group.lost) == ("", [0, 2], {1: "gold_retokenized"})
     assert group.is_complete
-    row = tellers.activity.take_row(now=10.0, in_flight=0, records=None)
+    row = observers.activity.take_row(now=10.0, in_flight=0, records=None)
     assert row is not None and row["activity/completions_dropped/gold_retokenized"] == 1
     book.open(make_group(5, [1.0, 0.0]))
     assert book.take([5], 0)[1].completions == {"gold_retokenized": 1}
@@ -84,11 +94,11 @@ def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
     assert msgspec.json.decode(line)["dropped"] == "gold_retokenized"
 
 
-def test_format_failure_completions_stay_as_they_were_sampled(tellers: DropObservers) -> None:
+def test_format_failure_completions_stay_as_they_were_sampled(observers: DropObservers) -> None:
     group = with_gold(make_group(0, [0.1, 0.1, 0.0]), {2: "gold_no_place"})
     rollout = group.scored[2].rollout
     group.scored[2] = ScoredRollout(rollout, Score(0.0, {"format": 0.0}, "no_boxed"))
-    assert select(tellers, group, preset="jepo")[0] == ""
+    assert select(observers, group, preset="jepo")[0] == ""
     cfg = AlgorithmConfig(preset="jepo")
     first, second, third = minibatch_sequences([group], find_advantage_functions(cfg))
     for sequence in (first, second):

@@ -7,7 +7,8 @@ from typing import Any
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
 
@@ -41,8 +42,8 @@ class Played:
         self.config = random_config(self.chance)
         self.slow_share = self.chance.choice([0.0, 0.2, 0.5])
         self.zero_variance_share = self.chance.choice([0.0, 0.4])
-        self.training = TrainingGroups(PROMPTS, self.config)
         self.book = GroupBook()
+        self.training = TrainingGroups(PROMPTS, self.config, self.book)
         self.running: list[Group] = []
         self.synced = self.formed = self.opened = 0
         self.stages: list[int] = []
@@ -65,7 +66,7 @@ class Played:
 
     def open(self) -> None:
         next_step = max(self.formed, self.synced)
-        stage = self.training.due_stage(self.book, next_step, self.synced)
+        stage = self.training.due_stage(next_step, self.synced)
         if stage is not None:
             group = self.training.open(self.opened, self.synced, stage)
             self.opened += 1
@@ -85,7 +86,7 @@ class Played:
 
     def form(self) -> None:
         step, schedule = self.formed, self.training.schedule
-        numbers = self.training.choose_batch(self.book, step)
+        numbers = self.training.choose_batch(step)
         if numbers is None:
             return
         stage = schedule.stage_at(step)
@@ -96,7 +97,7 @@ class Played:
         oldest = min(group.opened_version for group in groups)
         assert step - oldest <= config.queue.max_staleness
         batch = RankBatch(step, 0, [], {"rollout/reward": (0.5, 1.0, "mean")})
-        self.training.note_batch(batch, self.book)
+        self.training.note_batch(batch)
         self.stages.append(stage)
         self.formed += 1
 

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_rl.config.stages import StageConfig
+from megatron_rl.config.staging import resolve_stages
+from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Lease, RankBatch, ScoreRequest
 from megatron_rl.rollout_queue.groups import GroupBook
@@ -221,10 +224,11 @@ def keys_of_a_stage() -> set[str]:
     return found
 
 
-def room_of(training: TrainingGroups, stage: int, step: int) -> int:
+def room_of(config: Config, prompts: PromptSets, stage: int, step: int) -> int:
     """Groups of a stage that may be opened while none is trained on."""
     book = GroupBook()
-    while training.due_stage(book, step, step) == stage:
+    training = TrainingGroups(prompts, config, book)
+    while training.due_stage(step, step) == stage:
         book.open(training.open(book.untaken, step, stage))
     return book.untaken
 
@@ -243,12 +247,13 @@ def test_every_key_of_a_stage_reaches_all_that_read_it(tmp_path: Path) -> None:
     config = staged_config(tmp_path, stages=[stage], prompts=[source])
     run = StagedRun(config, seed=0)
     run.run(8)
-    training = TrainingGroups(run.prompt_sets, config)
     for number, step in enumerate((1, 6)):
-        resolved = training.schedule.stages[number]
+        resolved = resolve_stages(config)[number]
         limit = resolved.sampling.max_new_tokens
         sent = next(found for found in run.requests if found[0].sampling.max_new_tokens == limit)
         weights = run.prompt_sets.weights_of(resolved)
-        seen = Sent(*sent, run.batches[step], room_of(training, number, step), weights)
+        seen = Sent(
+            *sent, run.batches[step], room_of(config, run.prompt_sets, number, step), weights
+        )
         for key, (_, found, expected) in READERS.items():
             assert found(seen) == expected[number], key

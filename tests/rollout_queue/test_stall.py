@@ -21,10 +21,9 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router, decode_frames, encode_frames
-from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.loop_clock import STALL_S, LoopClock
-from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS
+from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, Coordinator
 from megatron_rl.rollout_queue.server import serve
+from megatron_rl.rollout_queue.stall import STALL_S, LoopClock
 from tests.ports import free_port
 from tests.rollout_queue.virtual import open_coordinator
 
@@ -143,7 +142,7 @@ def test_a_stall_of_the_queue_costs_no_generator(
     ):
         clock = LoopClock()
         now = clock.read()
-        coordinator._patience.note_progress(now)
+        coordinator._deadline.note_progress(now)
         coordinator._judged_at = now
         coordinator.handle(BATCHES, "t", WeightsSynced(0), now)
         coordinator.handle(BATCHES, "t", NextBatch(0, 0, 1), now)

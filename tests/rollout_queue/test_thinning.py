@@ -21,14 +21,12 @@ from megatron_rl.protocol.rollout_files import (
     rollout_files,
 )
 from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_files, write_trained
-from megatron_rl.rollout_queue.groups import ZERO_VARIANCE
-from megatron_rl.rollout_queue.loop_clock import LoopClock
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.record_files import RecordFiles
-from megatron_rl.rollout_queue.replay.draw import open_replay
-from megatron_rl.rollout_queue.replay.stored_groups import StoredGroups
+from megatron_rl.rollout_queue.record_files import NOT_REMOVED, RecordFiles, Thinner
+from megatron_rl.rollout_queue.replay import StoredGroups, open_replay
 from megatron_rl.rollout_queue.server import _open_recorder
-from megatron_rl.rollout_queue.thinning import NOT_REMOVED, Thinner
+from megatron_rl.rollout_queue.stall import LoopClock
 from tests.rollout_queue.makers import make_group
 
 MIXED = [1.0, 0.0]

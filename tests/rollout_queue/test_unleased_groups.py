@@ -11,7 +11,7 @@ from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peers import Peer, Peers
-from megatron_rl.rollout_queue.unleased_groups import LeasedGroup
+from megatron_rl.rollout_queue.unleased_groups import PendingGroup
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
 CONFIG = QueueConfig(heartbeat_timeout_s=20, lease_timeout_s=30, max_attempts=50)
@@ -24,46 +24,48 @@ class SlowLeases(Leases):
         super().__init__(CONFIG)
         self.chosen: collections.Counter[str] = collections.Counter()
 
-    def check_choice(self, rules: LeaseRules, may_open: bool) -> tuple[LeasedGroup, str] | None:
+    def check_choice(self, rules: LeaseRules, may_open: bool) -> tuple[PendingGroup, str] | None:
         """Raises AssertionError where index and walk differ; `issue` opens no group in between."""
         queue = sorted(
-            (held for held in self._groups.values() if held.unleased), key=lambda held: held.turn
+            (pending for pending in self._groups.values() if pending.unleased),
+            key=lambda pending: pending.position,
         )
         for anywhere in (False, True):
             walked = self._walk(queue, rules, anywhere=anywhere)
-            able = self._all_able(rules)
-            assert self._waiting.choose(rules, able, anywhere=anywhere) == walked
+            eligible = self._all_eligible(rules)
+            assert self._waiting.choose(rules, eligible, anywhere=anywhere) == walked
             if walked is not None or may_open:
                 return walked
         return None
 
     def _walk(
-        self, queue: list[LeasedGroup], rules: LeaseRules, *, anywhere: bool
-    ) -> tuple[LeasedGroup, str] | None:
-        for held in queue:
-            peer = self._find(held, rules, anywhere=anywhere)
+        self, queue: list[PendingGroup], rules: LeaseRules, *, anywhere: bool
+    ) -> tuple[PendingGroup, str] | None:
+        for pending in queue:
+            peer = self._find(pending, rules, anywhere=anywhere)
             if peer is not None:
                 self.chosen["anywhere" if anywhere else "at home or urgent"] += 1
-                self.chosen["shunning"] += bool(held.shunned)
-                self.chosen["evaluation"] += bool(held.group.evaluation)
-                self.chosen["homeless"] += held.home not in self._generators
-                return held, peer.name
+                self.chosen["avoiding"] += bool(pending.avoided)
+                self.chosen["evaluation"] += bool(pending.group.evaluation)
+                self.chosen["homeless"] += pending.home not in self._generators
+                return pending, peer.name
         return None
 
-    def _find(self, held: LeasedGroup, rules: LeaseRules, *, anywhere: bool) -> Peer | None:
-        is_evaluation = bool(held.group.evaluation)
-        anywhere |= rules.is_urgent(held.group.opened_version, is_evaluation=is_evaluation)
-        able = [
+    def _find(self, pending: PendingGroup, rules: LeaseRules, *, anywhere: bool) -> Peer | None:
+        is_evaluation = bool(pending.group.evaluation)
+        # Batches wait for evaluations, and a group of an earlier version nears its deadline.
+        anywhere |= is_evaluation or pending.group.opened_version < rules.synced
+        eligible = [
             peer
             for peer in self.peers
             if peer.version >= rules.oldest_version(is_evaluation=is_evaluation)
-            and rules.may_take(peer.name, is_evaluation=is_evaluation)
+            and (not rules.evaluators or (peer.name in rules.evaluators) == is_evaluation)
         ]
-        able = [peer for peer in able if peer.name not in held.shunned] or able
-        home = next((peer for peer in able if peer.name == held.home), None)
+        eligible = [peer for peer in eligible if peer.name not in pending.avoided] or eligible
+        home = next((peer for peer in eligible if peer.name == pending.home), None)
         if home is not None and (home.room or not anywhere):
             return home if home.room else None
-        return roomiest(able)
+        return roomiest(eligible)
 
 
 def roomiest(peers: list[Peer]) -> Peer | None:
@@ -159,8 +161,8 @@ class Play:
         issued = self.leases.issue(self.rules, open_group, self.now)
         if expected is not None:
             assert issued is not None
-            held, name = expected
-            assert (issued[0], issued[1].prompt.id) == (name, held.group.prompt.id)
+            pending, name = expected
+            assert (issued[0], issued[1].prompt.id) == (name, pending.group.prompt.id)
         elif not was_fresh:
             assert issued is None
         if issued is None:
@@ -180,7 +182,7 @@ def test_what_the_index_chooses_is_what_a_walk_through_everything_chooses() -> N
             play.step()
         chosen.update(play.leases.chosen)
     # Each kind of choice was made, and often.
-    kinds = ("anywhere", "at home or urgent", "shunning", "evaluation", "homeless")
+    kinds = ("anywhere", "at home or urgent", "avoiding", "evaluation", "homeless")
     assert min(chosen[kind] for kind in kinds) > 100, chosen
 
 
@@ -201,11 +203,13 @@ def test_the_roomiest_peer_is_the_first_of_those_with_most_room(seed: int) -> No
             peers.drop(name)
         elif event == "hand out" and name in live:
             peers.hand_out(name, now, chance.randint(1, 3))
-        elif event == "give back" and name in live and live[name].held:
-            peers.give_back(name, chance.choice(list(live[name].held)), chance.randint(1, 4))
+        elif event == "give back" and name in live and live[name].handed_out:
+            peers.give_back(name, chance.choice(list(live[name].handed_out)), chance.randint(1, 4))
         for peer in peers.all:
-            assert peer.outstanding == sum(peer.held.values())
+            assert peer.outstanding == sum(peer.handed_out.values())
         for version in (-1, 1, 2):
-            able = [peer for peer in peers.all if peer.version >= version]
-            assert peers.find_room(version) is roomiest(able)
-            assert len(peers.select(version)) == len(able)
+            eligible = [peer for peer in peers.all if peer.version >= version]
+            first = roomiest(eligible)
+            found = peers.select(version).find_roomiest()
+            assert found == (first.name if first is not None else None)
+            assert len(peers.select(version)) == len(eligible)

@@ -26,7 +26,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import Router, WireError
-from megatron_rl.rollout_queue.batch_desk import BatchDesk
+from megatron_rl.rollout_queue.trainer_requests import BatchRequests
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.guard import read_skipped
@@ -184,19 +184,19 @@ class WeightSyncLog:
 
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
-    """The queue's desk on the trainer's socket: one batch of one minibatch a step."""
-    desk = BatchDesk(len(advantages))
-    while not desk.is_dismissed:
+    """The queue on the trainer's socket: one batch of one minibatch a step."""
+    requests = BatchRequests(len(advantages))
+    while not requests.is_dismissed:
         received = router.receive(20)
         assert received is not None
         peer, message = received
         heard.append(message)
         if isinstance(message, NextBatch):
-            desk.ask(peer, message)
-            if (due := desk.next_to_form()) is not None:
+            requests.ask(peer, message)
+            if (due := requests.next_to_build()) is not None:
                 share = make_share(due[0], advantages[due[0]])
-                desk.put([RankBatch(due[0], 0, [share], {})])
-            for to, answer in desk.answers():
+                requests.put([RankBatch(due[0], 0, [share], {})])
+            for to, answer in requests.answers():
                 router.send(to, answer)
 
 
@@ -262,7 +262,7 @@ class OverlapLog(WeightSyncLog):
 def run_loop(
     cfg: Config, advantages: list[float], log: WeightSyncLog | None = None
 ) -> tuple[list, list[int]]:
-    """The trainer's loop against the queue's desk; what that heard, and what was synced."""
+    """The trainer's loop against the queue; what that heard, and what was synced."""
     heard: list = []
     log = log or WeightSyncLog()
     port = free_port()

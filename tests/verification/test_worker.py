@@ -34,7 +34,7 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router
-from megatron_rl.rollout_queue import scoring
+from megatron_rl.rollout_queue import peers
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.ports import free_port
@@ -233,7 +233,7 @@ def test_a_verifier_names_what_it_grades_and_a_lost_request_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verification.worker, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(scoring, "ABSENT_S", 0.4)
+    monkeypatch.setattr(peers, "ABSENT_S", 0.4)
     port = free_port()
     config = load_config(_write_config(tmp_path, port))
     queue = Scoring(config.queue, config.reward)

@@ -26,7 +26,7 @@ from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
-from megatron_rl.rollout_queue.evaluated import read_evaluated
+from megatron_rl.rollout_queue.evaluation import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
 from megatron_rl.data.prompts import prompts_of_run
 

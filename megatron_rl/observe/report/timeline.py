@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from megatron_rl.observe.report.figures import LEGEND, Plot
 from megatron_rl.observe.report.material import Run
-from megatron_rl.rollout_queue.generator_rows import REPORTING
+from megatron_rl.rollout_queue.peer_rows import REPORTING
 
 TRAINER, VERIFIER, EVALUATIONS = "trainer", "verifier", "evaluations"
 GENERATORS = "generators"

@@ -1,38 +1,64 @@
-"""A circuit breaker of grading: ends a run in which next to nothing of a kind can be graded. Pure.
+"""Circuit breakers: of grading, of a single engine, and of groups that fail. Pure.
 
-Used by the rollout queue. One completion that cannot be graded is dropped and counted, and a model
-may well learn to write such ones. It is our own fault, and the run's end, when they come of many
-unrelated prompts, and hardly any other comes. So it counts in *groups*, each with the same weight,
-however many attempts it burns, and apart for each task, and for the tasks that need the same worker
-pools: what is graded well elsewhere says nothing about a compiler that is broken.
+Used by the rollout queue.
 
-Of each kind the last expert.queue.breaker_window_groups groups count. The run ends when
+`CircuitBreaker` ends a run in which almost no completion of a kind can be graded. A single such
+completion is dropped and counted, and a model may learn to write some. The fault is our own when
+such completions come of many unrelated prompts, and hardly any other completion comes. So the
+breaker counts groups, each with the same weight, apart for each task and for the tasks that need
+the same worker pools: good grades elsewhere say nothing about a broken compiler. The last
+expert.queue.breaker_window_groups groups of each kind count. The run ends when
 
-- the completions that cannot be graded are expert.queue.breaker_share of a group on average, and
-- there are some in groups of expert.queue.breaker_min_prompts different prompts (of as many
-  groups, where a run has fewer prompts and all of them fail), and
-- twice as many completions as that have come, since the first few decide nothing.
+- on average expert.queue.breaker_share of the completions of a group cannot be graded, and
+- such groups are of expert.queue.breaker_min_prompts different prompts (if the run has fewer
+  prompts: all of them fail, in as many groups), and
+- there are twice as many completions as that: the first few decide nothing.
 
-Completions that the host had no time for (NOT_GRADED) count neither way: an overloaded host is no
-broken verifier, and may have time again. `find_trouble` says what is wrong and what to do.
+Completions that the node had no time for (NOT_GRADED) count neither way: an overloaded node is no
+broken verifier. `find_trouble` says what is wrong and what to do.
+
+`EngineBreaker` gives an engine that only fails one completion at a time. An engine that dies fails
+its leases at once, so it has most room, and would use up the attempts of every completion within
+milliseconds.
 """
 
 import collections
 import dataclasses
+import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import NOT_GRADED, Prompt
 from megatron_rl.rollout_queue.diagnosis import Finding
-from megatron_rl.rollout_queue.failures import ScoreFailure, TooManyFailures
+from megatron_rl.rollout_queue.drop_reasons import (
+    CLASSES_NOT_GRADED,
+    CLASSES_UNGRADABLE,
+    GroupFailure,
+    ScoreFailure,
+    TooManyFailures,
+)
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.unleased_groups import PendingGroup
+
+log = logging.getLogger(__name__)
 
 _COMPLETIONS_A_PROMPT = 2
-"""Of so many for each prompt of expert.queue.breaker_min_prompts a verdict is made."""
+"""Completions for each prompt of expert.queue.breaker_min_prompts that decide."""
 _TROUBLE_SHARE, _TROUBLE_MIN = 0.1, 8
-"""From here on completions without a grade are told of."""
+"""From this share and this number on, completions without a grade are reported."""
 _SHOWN_CHARS = 300
+FAILURES = 3
+"""Completions that failed in a row, without a success, and trip an engine's breaker. A single one
+that fails again and again does not: it may be at fault itself."""
+PAUSE_S = 1.0
+"""A tripped generator gets nothing for this long, then one completion: a probe."""
+MAX_PAUSE_S = 60.0
+"""Each failed probe doubles the pause, up to this."""
+HOPELESS_PROBES = 6
+"""The run ends when every generator failed this number of probes, which takes at least a minute."""
 
 
 @dataclasses.dataclass
@@ -153,7 +179,7 @@ class CircuitBreaker:
             return Finding(
                 NOT_GRADED,
                 f"{head} Cause: the host had no time to grade them. Fix: end other work on the "
-                f"verifier's host, give it one of its own or more cores, lower "
+                f"verifier's node, give it a node for itself or more cores, lower "
                 f"verifier.{pool}.workers, or raise verifier.{pool}.timeout_s; see {record}.",
             )
         return Finding(
@@ -191,3 +217,103 @@ def _share_lost(counts: _Counts) -> float:
 def _shown(failure: ScoreFailure) -> str:
     """What was said, in printable characters: a completion may have a hand in it."""
     return repr(failure.detail[:_SHOWN_CHARS])
+
+
+class Failed(NamedTuple):
+    """A completion that an engine failed."""
+
+    pending: PendingGroup
+    index: int
+
+
+@dataclasses.dataclass
+class _Streak:
+    """Failures of a generator since its last success."""
+
+    failures: list[Failed] = dataclasses.field(default_factory=list)
+    """Failures before the breaker tripped."""
+    tripped_at: float | None = None
+    pause_s: float = PAUSE_S
+    probes: int = 0
+    """Probes that failed."""
+    resumes_at: float = 0.0
+    """When the next probe may go out."""
+
+
+class EngineBreaker:
+    """The generators that failed last, by name."""
+
+    def __init__(self) -> None:
+        self._streaks: dict[str, _Streak] = {}
+
+    def note_success(self, name: str) -> bool:
+        """A completion came back; whether that ends a pause."""
+        streak = self._streaks.pop(name, None)
+        if streak is None or streak.tripped_at is None:
+            return False
+        log.warning("generator %s generates again", name)
+        return True
+
+    def note_failure(self, name: str, failed: Failed, leased_at: float, now: float) -> list[Failed]:
+        """The engine failed a completion; returns the failures that are the engine's own fault."""
+        streak = self._streaks.setdefault(name, _Streak())
+        if streak.tripped_at is None:
+            streak.failures.append(failed)
+            if len({(one.pending.group.number, one.index) for one in streak.failures}) < FAILURES:
+                return []
+            streak.tripped_at, streak.resumes_at = now, now + streak.pause_s
+            log.warning(
+                "generator %s failed %d completions in a row: it gets one at a time", name, FAILURES
+            )
+            return streak.failures
+        # What was leased before the breaker tripped fails in one burst: only probes tell more.
+        if leased_at > streak.tripped_at:
+            streak.probes += 1
+            streak.pause_s = min(2 * streak.pause_s, MAX_PAUSE_S)
+            streak.resumes_at = now + streak.pause_s
+        return [failed]
+
+    def forget(self, name: str) -> None:
+        """The generator is gone, or another one has its name."""
+        self._streaks.pop(name, None)
+
+    def are_hopeless(self, names: Iterable[str]) -> bool:
+        """Whether each of these generators fails whatever it gets."""
+        streaks = [self._streaks.get(name) for name in names]
+        return bool(streaks) and all(
+            streak is not None and streak.probes >= HOPELESS_PROBES for streak in streaks
+        )
+
+    def limits(self, now: float) -> dict[str, int]:
+        """Completions that each tripped generator may have now."""
+        return {
+            name: int(now >= streak.resumes_at)
+            for name, streak in self._streaks.items()
+            if streak.tripped_at is not None
+        }
+
+
+class FailureCount:
+    """Failed groups minus completed ones: a few hard prompts do not count, a fault does."""
+
+    def __init__(self, max_failed_groups: int) -> None:
+        self._limit = max_failed_groups
+        self._excess = 0
+
+    def note_completed(self) -> None:
+        """A group is complete."""
+        self._excess = max(0, self._excess - 1)
+
+    def note_failed(self, failure: GroupFailure) -> None:
+        """A group failed, other than for want of time to grade. Raises TooManyFailures."""
+        if failure.reason == CLASSES_NOT_GRADED:
+            return
+        self._excess += 1
+        if self._excess >= self._limit:
+            raise TooManyFailures(
+                f"{self._excess} groups failed beyond those completed "
+                f"(expert.queue.max_failed_groups = {self._limit}); the last one, "
+                f"{failure.group.prompt.id!r}, as {failure.reason}: {failure.detail!r}. Look into "
+                "the logs of generators, and of verifiers where classes of answers are missing "
+                f"({CLASSES_UNGRADABLE})"
+            )

@@ -29,9 +29,8 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     VersionSpan,
 )
-from megatron_rl.rollout_queue.groups import Group, Origin
+from megatron_rl.rollout_queue.groups import NO_VERSION, Group, Origin
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.train_sequence import NO_VERSION
 
 _FOLDER = "replay"
 _TOKENIZE_S = 3600.0

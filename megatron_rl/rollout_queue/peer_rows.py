@@ -1,7 +1,7 @@
-"""What generators do, as rows of the metrics: one row about all of them, however many there are.
+"""Rows of the metrics about generators and verifiers: who is alive, and what all generators do.
 
-Used by the rollout queue, which hears their figures with each heartbeat. The files that a run
-appends to for weeks thus grow with time alone.
+Used by the rollout queue, which hears their figures with each heartbeat. One row is about all
+generators, so the files of a run of weeks grow with time alone.
 
 | value                        | meaning                                                          |
 |------------------------------|------------------------------------------------------------------|
@@ -13,6 +13,11 @@ appends to for weeks thus grow with time alone.
 | `generator/busy_tokens_per_s_min` | tokens a busy second of the slowest one; `generator/slowest` |
 | `generator/unfinished_s_max` | seconds for which one has had work and finished nothing;         |
 |                              | `generator/longest_unfinished` names it                          |
+| `peers/generators`           | live generators; `_wanted`: generators that the run has          |
+| `peers/verifiers`            | live verifiers; `_wanted`: most that ever were alive             |
+| `peers/missing`              | names of peers that were alive and are not, separated by spaces  |
+
+A row of peers is written when something changes; the launcher and `status` read it.
 """
 
 from collections.abc import Iterable
@@ -22,6 +27,9 @@ from megatron_rl.protocol.generator_messages import EngineActivity
 
 REPORTING, TOKENS = "generator/reporting", "generator/tokens"
 SLOWEST, SLOWEST_TOKENS_PER_S = "generator/slowest", "generator/busy_tokens_per_s_min"
+GENERATORS, VERIFIERS = "peers/generators", "peers/verifiers"
+MISSING = "peers/missing"
+WANTED = "_wanted"
 UNFINISHED, UNFINISHED_S = "generator/longest_unfinished", "generator/unfinished_s_max"
 _ROW_S, _LATE_ROW_S = 5.0, 60.0
 _LATE_S = 600.0
@@ -59,7 +67,7 @@ class GeneratorRows:
         known.last = activity
 
     def take_row(self, alive: Iterable[str], now: float, *, is_last: bool = False) -> Row | None:
-        """What happened since the last row; None when none is due. alive: who is still there."""
+        """What happened since the last row; None when none is due. alive: live generators."""
         if self._began_at is None or not (is_last or now - self._row_at >= self._interval_s(now)):
             return None
         self._row_at = now
@@ -128,3 +136,32 @@ def generators_text(row: Row) -> str:
     if UNFINISHED in row:
         parts.append(f"{row[UNFINISHED]} has finished nothing for {row[UNFINISHED_S]:.0f} s")
     return ", ".join(parts)
+
+
+class RollCall:
+    """Remembers which peers were alive. Pure."""
+
+    def __init__(self, replicas: int) -> None:
+        """replicas: generators of the run."""
+        self._replicas = replicas
+        self._generators: set[str] = set()
+        self._verifiers: set[str] = set()
+        """All that ever were alive."""
+        self._told: Row = {}
+
+    def take_row(self, generators: Iterable[str], verifiers: Iterable[str]) -> Row | None:
+        """A row about the live peers; None when nothing has changed."""
+        now_generators, now_verifiers = set(generators), set(verifiers)
+        self._generators |= now_generators
+        self._verifiers |= now_verifiers
+        missing = (self._generators - now_generators) | (self._verifiers - now_verifiers)
+        row: Row = {
+            GENERATORS: len(now_generators),
+            GENERATORS + WANTED: max(self._replicas, len(self._generators)),
+            VERIFIERS: len(now_verifiers),
+            VERIFIERS + WANTED: len(self._verifiers),
+            MISSING: " ".join(sorted(missing)),
+        }
+        is_known = row == self._told or not (self._generators or self._verifiers)
+        self._told = row
+        return None if is_known else row

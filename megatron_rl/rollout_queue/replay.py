@@ -1,0 +1,318 @@
+"""Groups that are trained on without being sampled for the step: of other runs, or of this run.
+
+Used by the rollout queue. The draw of a step depends only on the seed, the step and the recorded
+groups, so a resumed run draws the same. Token ids and logprobs are read when a batch is dealt.
+"""
+
+import collections
+import dataclasses
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.data.epochs import ShuffledEpochs
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.rollout_files import (
+    WORDS,
+    RolloutFile,
+    RolloutRecord,
+    TokensThinned,
+    missing_words,
+    read_arrays,
+    read_records,
+    rollout_files,
+    without_texts,
+)
+from megatron_rl.protocol.types import (
+    Prompt,
+    Rollout,
+    Sampling,
+    Score,
+    ScoredRollout,
+    VersionSpan,
+)
+from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
+from megatron_rl.rollout_queue.groups import NO_VERSION, Group, are_equal
+from megatron_rl.rollout_queue.replay_datasets import folder_of_datasets
+
+log = logging.getLogger(__name__)
+
+
+TOO_LONG = "too_long"
+"""Why a group is left out of which a sequence has no place in the context."""
+HELD_OUT = "held_out"
+"""Why a group is left out whose question is an evaluation's."""
+THINNED = "tokens_thinned"
+"""Why a group is left out whose token ids were removed: queue.keep_tokens_of_steps."""
+UNSCORED = "unscored"
+"""Why a group is left out of which no completion has a reward."""
+
+
+class StoredGroup(NamedTuple):
+    """Where the rollouts of a group lie."""
+
+    lines: Path
+    """The file of lines; the words are beside."""
+    question: str
+    """Normalized."""
+    members: tuple[RolloutRecord, ...]
+    """Without their texts."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards by index."""
+        return [record.reward or 0.0 for record in self.members]
+
+    def load(self, *, keeps_versions: bool) -> Group:
+        """The group with its arrays. Raises InputError where the file of words was cut.
+
+        keeps_versions: of this run's own groups; another run's mean nothing here.
+        """
+        first = self.members[0]
+        spans = [span for record in self.members for span in record.spans]
+        opened = min(span.version for span in spans) if keeps_versions else NO_VERSION
+        group = Group(
+            first.group,
+            Prompt(first.prompt_id, first.task, [], ""),
+            Sampling(max(record.tokens for record in self.members), 1.0, seed=first.seed),
+            len(self.members),
+            opened,
+        )
+        for index, (record, reward) in enumerate(zip(self.members, self.rewards, strict=True)):
+            rollout = self._rollout(record, index, keeps_versions=keeps_versions)
+            score = Score(reward, record.parts, record.reason)
+            group.add(ScoredRollout(rollout, score), now=0.0)
+        return group
+
+    def _rollout(self, record: RolloutRecord, index: int, *, keeps_versions: bool) -> Rollout:
+        prompt_ids, token_ids, logprobs = read_arrays(record, self.lines)
+        spans = [VersionSpan(NO_VERSION, 0, record.tokens)]
+        if keeps_versions:
+            spans = [VersionSpan(*span) for span in record.spans]
+        return Rollout(
+            lease_id=0,
+            index=index,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=spans,
+            finish_reason=record.finish_reason,
+            text="",
+        )
+
+
+@dataclasses.dataclass
+class StoredGroups:
+    """What can be drawn of some run folders, and what cannot."""
+
+    groups: list[StoredGroup] = dataclasses.field(default_factory=list)
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Groups by the reason."""
+
+    def add_run(
+        self,
+        run_dir: Path,
+        *,
+        context_tokens: int,
+        drops_zero_variance: bool,
+        held_out: frozenset[str],
+    ) -> None:
+        """Index the training groups of a run, zero-variance ones too unless drops_zero_variance.
+
+        held_out: normalized questions that are not trained on. Raises InputError where there are no
+        rollouts, or their words are missing.
+        """
+        files = [file for file in rollout_files(run_dir) if file.step is not None]
+        if not files:
+            raise InputError(f"{run_dir} holds no rollouts of training steps to replay")
+        for file in files:
+            try:
+                groups = list(read_groups(file))
+            except TokensThinned:
+                groups = []
+                self.left_out[THINNED] += len({r.group for r in read_records(file.path)})
+            for group in groups:
+                reason = _reason_to_leave_out(
+                    group, context_tokens, drops_zero_variance=drops_zero_variance
+                )
+                if group.question in held_out:
+                    reason = HELD_OUT
+                if reason:
+                    self.left_out[reason] += 1
+                else:
+                    self.groups.append(group)
+
+
+def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
+    """The groups of one file; a completion that had no part in its group is left out.
+
+    Raises InputError where words are missing.
+    """
+    members: defaultdict[int, list[RolloutRecord]] = defaultdict(list)
+    questions: dict[int, str] = {}
+    has_words = file.path.with_suffix(WORDS).exists()
+    for line, record in enumerate(read_records(file.path), 1):
+        if record.words is None:
+            raise InputError(
+                f"{file.path}:{line} has no token ids: it was recorded with "
+                "queue.record_tokens = false, and cannot be replayed"
+            )
+        if not has_words:
+            raise missing_words(file.path, f"{file.path}:{line}")
+        members[record.group].append(without_texts(record))
+        questions[record.group] = normalized(record.problem)
+    for number, records in members.items():
+        # Its group went on without what was dropped alone.
+        kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
+        yield StoredGroup(file.path, questions[number], tuple(kept or records))
+
+
+def _reason_to_leave_out(
+    group: StoredGroup, context_tokens: int, *, drops_zero_variance: bool
+) -> str:
+    dropped = group.members[0].dropped
+    if dropped not in ("", ZERO_VARIANCE):
+        return dropped
+    rewards = [record.reward for record in group.members if record.reward is not None]
+    if len(rewards) < len(group.members):
+        return UNSCORED
+    if any(record.prompt_tokens + record.tokens > context_tokens for record in group.members):
+        return TOO_LONG
+    return ZERO_VARIANCE if drops_zero_variance and are_equal(rewards) else ""
+
+
+class Drawn(NamedTuple):
+    """What a step replays."""
+
+    groups: tuple[Group | StoredGroup, ...] = ()
+    of_source: tuple[Metric, ...] = ()
+    """Of what there is to draw from."""
+
+    def load(self) -> list[Group]:
+        """The groups with their arrays; reads files. Raises InputError where a file was cut."""
+        return [
+            group.load(keeps_versions=False) if isinstance(group, StoredGroup) else group
+            for group in self.groups
+        ]
+
+    def metrics(self, step: int) -> list[Metric]:
+        """queue/replayed_*: of the groups; ages are of this run's own ones."""
+        if not self.groups:
+            return list(self.of_source)
+        rewards = [reward for group in self.groups for reward in group.rewards]
+        count = len(rewards)
+        own = [group for group in self.groups if isinstance(group, Group)]
+        oldest = [scored.rollout.oldest_version for group in own for scored in group.ordered]
+        ages = [step - version for version in oldest if version != NO_VERSION]
+        return [
+            *self.of_source,
+            Metric("queue/replayed_groups", len(self.groups), "sum", len(self.groups)),
+            Metric("queue/replayed_rollouts", count, "sum", count),
+            Metric("queue/replayed_reward", sum(rewards), "mean", count),
+            Metric("queue/replayed_age_versions_mean", sum(ages), "mean", len(ages)),
+            *([Metric("queue/replayed_age_versions_max", max(ages), "max")] if ages else []),
+        ]
+
+
+NOTHING = Drawn()
+
+LEFT_OUT = "queue/replay_left_out_"
+"""Metrics of the queue, with the reason at the end: groups of files that are never drawn."""
+
+
+class StoredReplay:
+    """Groups of files: each once before any twice, in an order fixed by the seed."""
+
+    def __init__(self, stored: StoredGroups, count: int, seed: int) -> None:
+        """count: groups of a batch. Raises InputError where there is nothing to draw."""
+        if not stored.groups:
+            raise InputError(
+                "replay.runs and replay.datasets hold no group to train on; left out were "
+                f"{dict(stored.left_out)} groups (zero_variance: equal rewards, which "
+                "algorithm.zero_variance_groups='keep' trains on; tokens_thinned: removed by "
+                "queue.keep_tokens_of_steps of their run)"
+            )
+        self._groups, self._count = stored.groups, count
+        self._epochs = ShuffledEpochs(len(stored.groups), f"{seed}/replay")
+        left_out = [Metric(f"{LEFT_OUT}{name}", n, "max") for name, n in stored.left_out.items()]
+        self._metrics = (Metric("queue/replay_groups", len(self._groups), "max"), *left_out)
+
+    def draw(self, step: int, sampled: list[Group]) -> Drawn:
+        """The next groups, unread: this runs in the queue's loop, which must not wait for files."""
+        places = range(step * self._count, (step + 1) * self._count)
+        return Drawn(tuple(self._groups[self._epochs.at(place)] for place in places), self._metrics)
+
+    def resume_at(self, step: int) -> None:
+        """Where a step begins is known from its number."""
+
+
+class BufferReplay:
+    """The run's own latest groups: drawn at random, none twice for a step."""
+
+    def __init__(self, config: Config, count: int) -> None:
+        """count: groups of a batch, once there are as many."""
+        self._count, self._seed = count, config.run.seed
+        self._max_age = config.replay.max_age
+        self._run_dir = config.run.dir
+        self._groups: collections.deque[Group]
+        self._groups = collections.deque(maxlen=config.replay.buffer_groups)
+
+    def draw(self, step: int, sampled: list[Group]) -> Drawn:
+        """As many groups as are young enough, up to the count; then the sampled ones are kept."""
+        young = [group for group in self._groups if step - oldest_version(group) <= self._max_age]
+        chance = random.Random(f"{self._seed}/replay/{step}")
+        drawn = chance.sample(young, min(self._count, len(young)))
+        metric = Metric("queue/replay_groups", len(self._groups), "max")
+        self._groups.extend(sampled)
+        return Drawn(tuple(drawn), (metric,))
+
+    def resume_at(self, step: int) -> None:
+        """Fill the buffer from what is recorded of the steps before. Raises InputError."""
+        found: list[StoredGroup] = []
+        files = [f for f in rollout_files(self._run_dir) if f.step is not None and f.step < step]
+        for file in reversed([file for file in files if not file.is_dropped]):
+            try:
+                found = [*read_groups(file), *found]
+            except TokensThinned as error:
+                log.warning("the replay buffer is not filled further: %s", error)
+                break
+            if len(found) >= (self._groups.maxlen or 0):
+                break
+        self._groups.extend(group.load(keeps_versions=True) for group in found)
+        log.info("%d groups are kept to be replayed", len(self._groups))
+
+
+def oldest_version(group: Group) -> int:
+    """Of all its tokens."""
+    return min(scored.rollout.oldest_version for scored in group.scored.values())
+
+
+def open_replay(config: Config, held_out: Sequence[Prompt]) -> "StoredReplay | BufferReplay | None":
+    """What the configuration replays, if anything. Raises InputError for files of no use."""
+    count = config.replay.groups_of(config.train.prompts_per_batch)
+    if not count:
+        return None
+    if config.replay.buffer_groups:
+        return BufferReplay(config, count)
+    stored = StoredGroups()
+    questions = frozenset(normalized(prompt.question) for prompt in held_out)
+    for folder in _folders(config):
+        stored.add_run(
+            folder,
+            context_tokens=config.generator.context_tokens,
+            drops_zero_variance=config.algorithm.zero_variance_groups == "drop",
+            held_out=questions,
+        )
+    log.info("%d groups to replay; left out: %s", len(stored.groups), dict(stored.left_out))
+    return StoredReplay(stored, count, config.run.seed)
+
+
+def _folders(config: Config) -> list[Path]:
+    examples = [folder_of_datasets(config.run.dir)] if config.replay.datasets else []
+    return [*config.replay.runs, *examples]

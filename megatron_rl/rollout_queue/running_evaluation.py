@@ -1,0 +1,248 @@
+"""A running evaluation, its results, and the generators that hold the version it measures.
+
+Used by the rollout queue. An evaluator is a generator that is told to hold its version; the trainer
+then skips it in weight syncs until it is released, and syncs it late. The queue builds no batch
+that would make another version until all evaluators report that they hold theirs.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
+from megatron_rl.evaluation.samples import ProblemSamples
+from megatron_rl.protocol.generator_messages import Hold
+from megatron_rl.protocol.metrics import MAJ_AT, PASS_AT
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.evaluation import EvaluationSet
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.peers import Peer
+
+log = logging.getLogger(__name__)
+
+VOTED_SAMPLES = 128
+"""Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
+
+
+class Evaluation:
+    """The groups of an evaluation to lease, and the results of its complete groups."""
+
+    def __init__(
+        self,
+        label: str,
+        what: EvaluationSet,
+        *,
+        version: int,
+        now: float,
+        done: Mapping[str, ProblemSamples] | None = None,
+    ) -> None:
+        """label: with the set's name. done: by id, the prompts evaluated earlier."""
+        self.label = label
+        self.version = version
+        self.started_at = now
+        self._set = what
+        self.complete: list[ProblemSamples] = list((done or {}).values())
+        """Problems whose rollouts are all scored."""
+        left = [prompt for prompt in what.prompts if prompt.id not in (done or {})]
+        self._unopened = left[::-1]
+        self._left = len(left)
+        self._open: dict[int, Group] = {}
+        """By number: open groups."""
+        self.lost = 0
+        """Groups that failed: the evaluation ends without them."""
+        self.not_graded = 0
+        """Completions without a verdict, which count neither as right nor as wrong."""
+        self.is_late = False
+        """Its time is over: it ends without the missing groups."""
+        self.lost_ungraded = 0
+        """Lost groups of which no completion could be graded."""
+
+    @property
+    def has_unopened(self) -> bool:
+        """Whether prompts wait to be leased."""
+        return bool(self._unopened)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every group is complete or lost."""
+        return self._left == 0
+
+    @property
+    def completions(self) -> int:
+        """Completions of all prompts, of an earlier start too."""
+        return self._set.completions
+
+    def open_group(self, number: int) -> Group:
+        """The group of the next prompt."""
+        prompt = self._unopened.pop()
+        group = self._open[number] = Group(
+            number,
+            prompt,
+            msgspec.structs.replace(self._set.sampling, seed=_seed_of(prompt)),
+            self._set.samples,
+            self.version,
+            evaluation=self.label,
+            # The vote of one completion is its verdict.
+            needs_classes=self._set.samples > 1,
+        )
+        return group
+
+    @property
+    def completions_done(self) -> int:
+        """Completions that are scored or lost, of an earlier start too."""
+        in_open = sum(len(group.scored) + len(group.lost) for group in self._open.values())
+        finished = len(self._set.prompts) - len(self._open) - len(self._unopened)
+        return finished * self._set.samples + in_open
+
+    def close(self, group: Group) -> None:
+        """Note that a group is complete."""
+        self.complete.append(problem_of(group))
+        self._left -= 1
+        del self._open[group.number]
+
+    def lose(self, group: Group) -> None:
+        """Note that a group failed."""
+        self.lost += 1
+        self.lost_ungraded += bool(group.lost)
+        self._left -= 1
+        del self._open[group.number]
+
+    def lose_unopened(self) -> None:
+        """Note that the groups of the other prompts will not be opened."""
+        self.lost += len(self._unopened)
+        self._left -= len(self._unopened)
+        self._unopened.clear()
+
+    def describe(self, now: float) -> str:
+        """One line: the evaluation and its unfinished prompts."""
+        return (
+            f"evaluation {self.label!r} of version {self.version}: {self._left} prompts unfinished "
+            f"({len(self._unopened)} not leased) after {now - self.started_at:.0f} s"
+        )
+
+
+def problem_of(group: Group) -> ProblemSamples:
+    """The results of a group whose rollouts, at least one, are all scored."""
+    prompt, scored = group.prompt, group.ordered
+    # A single completion has no vote, and its class is never asked for.
+    is_known = group.size > 1 and len(group.classes) == len(scored)
+    classes = [group.classes[index] for index in sorted(group.scored)] if is_known else None
+    return ProblemSamples(
+        prompt_id=prompt.id,
+        question=prompt.question,
+        answer=prompt.answer,
+        task=prompt.task,
+        language=prompt.language,
+        is_correct=np.array([one.score.is_correct for one in scored]),
+        is_well_formed=np.array([one.score.is_well_formed for one in scored]),
+        is_cut=np.array([one.rollout.finish_reason == "length" for one in scored]),
+        tokens=np.array([len(one.rollout.token_ids) for one in scored], np.int64),
+        rewards=np.array(group.rewards, np.float64),
+        classes=None if classes is None else np.array(classes, np.int64),
+    )
+
+
+def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
+    """Results of an evaluation by metric name; its errors are over problems."""
+    accuracy = mean_figure([problem.accuracy for problem in problems])
+    votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
+    unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
+    return {
+        "eval/accuracy": accuracy.value,
+        "eval/accuracy_se": accuracy.se,
+        "eval/format": float(np.concatenate([p.is_well_formed for p in problems]).mean()),
+        "eval/length_tokens": float(np.concatenate([p.tokens for p in problems]).mean()),
+        "eval/reward": float(np.concatenate([p.rewards for p in problems]).mean()),
+        "eval/n": len(problems),
+        "eval/seconds": seconds,
+        **_named(PASS_AT, pass_figures(problems)),
+        **_named(MAJ_AT, votes),
+        **({"eval/without_classes": unknown} if unknown else {}),
+    }
+
+
+def _named(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
+    named = {}
+    for k, figure in figures.items():
+        named |= {f"{prefix}{k}": figure.value, f"{prefix}{k}_se": figure.se}
+    return named
+
+
+def _seed_of(prompt: Prompt) -> int:
+    """Seed of a prompt's group, below 2**31: the same in every evaluation, in every run.
+
+    Tests of a program are drawn by it; by another, two evaluations would measure different things.
+    Of the question, as ids depend on the name and the place of a file.
+    """
+    digest = hashlib.sha256(prompt.normalized_question.encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+class Evaluators:
+    """The generators that evaluate, if not all do."""
+
+    def __init__(self, wanted: int) -> None:
+        """wanted: evaluators of an evaluation during training; 0: every generator evaluates."""
+        self._wanted = wanted
+        self._confirmed: set[str] = set()
+        """Evaluators that reported that they hold the version."""
+        self._orders: list[tuple[str, Hold]] = []
+        self.names: frozenset[str] = frozenset()
+        """The evaluators, which take nothing else. None: all generators evaluate."""
+        self.version = -1
+        """The version that they hold."""
+        self.are_lost = False
+        """The last one is gone: nobody holds the version any more."""
+
+    def choose(self, generators: Iterable[Peer], version: int) -> None:
+        """Choose evaluators of a version among live generators, if others are left to train."""
+        able = sorted((p.name for p in generators if p.version == version), reverse=True)
+        self.are_lost = False
+        if not self._wanted or len(able) <= self._wanted:
+            return
+        self.names, self.version = frozenset(able[: self._wanted]), version
+        self._order(self.names, is_held=True)
+        log.info("version %d is measured by %s alone", version, ", ".join(sorted(self.names)))
+
+    def _order(self, names: Iterable[str], *, is_held: bool) -> None:
+        self._orders += [(name, Hold(is_held=is_held)) for name in sorted(names)]
+
+    def correct(self, name: str, *, is_held: bool) -> None:
+        """Repeat an order that a generator's state contradicts: it may have been lost."""
+        if is_held != (name in self.names):
+            self._order([name], is_held=not is_held)
+
+    def note(self, generators: Iterable[Peer]) -> None:
+        """Take in the state of all live generators."""
+        live = {peer.name: peer for peer in generators}
+        for name in sorted(self.names):
+            peer = live.get(name)
+            if peer is not None and peer.is_held and peer.version == self.version:
+                self._confirmed.add(name)
+            elif peer is None or name in self._confirmed or peer.version != self.version:
+                why = "is gone" if peer is None else "holds its version no more"
+                log.warning("evaluator %s %s", name, why)
+                self.names -= {name}
+                self._confirmed.discard(name)
+                # It may live on, and would never get a weight sync again.
+                self._order([name], is_held=False)
+                self.are_lost = not self.names
+
+    def release(self) -> None:
+        """The version is measured: let the evaluators take part in weight syncs again."""
+        self._order(self.names, is_held=False)
+        self.names, self.version, self.are_lost = frozenset(), -1, False
+        self._confirmed.clear()
+
+    @property
+    def hold_all(self) -> bool:
+        """Whether there are evaluators, and all of them hold the version."""
+        return bool(self.names) and self._confirmed == self.names
+
+    def pop_orders(self) -> list[tuple[str, Hold]]:
+        """Orders for generators since the last call."""
+        orders, self._orders = self._orders, []
+        return orders

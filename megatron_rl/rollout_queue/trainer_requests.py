@@ -1,0 +1,223 @@
+"""Answers the trainer: who waits for which batch, builds that batch, and sends states to save.
+
+Used by the rollout queue. Every data-parallel leader asks for its own share of a batch, in any
+order, and may ask again until the batch of the next step is built. A state is sent once all records
+before it are on the disk: a run that resumes from the state does not write those records again.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_rl.algorithms.minibatch import find_advantage_functions
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.sequence_cost import find_cost
+from megatron_rl.protocol.types import NextBatch, Prompt, RankBatch, Stop
+from megatron_rl.protocol.wire import WireError
+from megatron_rl.rollout_queue.batches import BatchOrder, order_batch
+from megatron_rl.rollout_queue.group_end import GroupEnd
+from megatron_rl.rollout_queue.groups import DroppedGroups, Group
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.replay import NOTHING, open_replay
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    peer: str
+    step: int
+    dp_size: int
+
+
+class BatchRequests:
+    """Open requests by data-parallel rank, and the latest batch."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._first_step = 0
+        self.built_steps = 0
+        """Steps up to the latest batch, that one included, also while it is dealt to ranks."""
+        self._requests: dict[int, _Request] = {}
+        self._batch: list[RankBatch] = []
+        self._stopped: set[int] = set()
+        self._dp_size = 0
+        self._answered: dict[int, int] = {}
+        """Rank -> step of the last request that was answered."""
+        self._repeated: set[int] = set()
+        """Ranks whose last request was an old one."""
+
+    def resume_at(self, step: int) -> None:
+        """Count the batches before `step` as built; call before any request."""
+        self._first_step = self.built_steps = step
+
+    def ask(self, peer: str, request: NextBatch) -> None:
+        """Note a request. Raises WireError for one that can never be answered."""
+        if self._dp_size not in (0, request.dp_size) or request.dp_rank >= request.dp_size:
+            raise WireError(
+                f"{peer} asks as data-parallel rank {request.dp_rank} of {request.dp_size}, others "
+                f"as ranks of {self._dp_size}"
+            )
+        if self._is_repeated(request):
+            return
+        has_built = self.built_steps > self._first_step
+        if request.step < self.built_steps - has_built:
+            raise WireError(
+                f"{peer} asks for the batch of step {request.step}, but that of step "
+                f"{self.built_steps - 1} is built: the trainer went back without the queue. "
+                "Start both again, with the same checkpoint.resume"
+            )
+        self._dp_size = request.dp_size
+        self._requests[request.dp_rank] = _Request(peer, request.step, request.dp_size)
+
+    def _is_repeated(self, request: NextBatch) -> bool:
+        """Whether an answer crossed this request: the rank asked twice.
+
+        A trainer that went back asks again and again.
+        """
+        rank, step = request.dp_rank, request.step
+        if step >= self._answered.get(rank, -1):
+            self._repeated.discard(rank)
+            return False
+        if rank in self._repeated:
+            return False
+        self._repeated.add(rank)
+        return True
+
+    def next_to_build(self) -> tuple[int, int] | None:
+        """(step, dp_size) of a batch that a rank waits for and that is not built yet."""
+        for request in self._requests.values():
+            if self.built_steps <= request.step < self._steps:
+                return request.step, request.dp_size
+        return None
+
+    def begin(self, step: int) -> None:
+        """The batch of a step is built, and dealt to ranks; forget the batch before."""
+        self.built_steps, self._batch = step + 1, []
+
+    def put(self, batch: list[RankBatch]) -> None:
+        """Keep the dealt batch for the requests of all ranks."""
+        self.begin(batch[0].step)
+        self._batch = batch
+
+    def answers(self) -> list[tuple[str, RankBatch | Stop]]:
+        """(peer, share) of each request that has an answer now; Stop beyond the last step."""
+        answers: list[tuple[str, RankBatch | Stop]] = []
+        for rank, request in list(self._requests.items()):
+            if request.step >= self._steps:
+                answers.append((request.peer, Stop(f"all {self._steps} steps are done")))
+                self._stopped.add(rank)
+            elif self._batch and request.step == self.built_steps - 1:
+                answers.append((request.peer, self._batch[rank]))
+            else:
+                continue
+            self._answered[rank] = request.step
+            del self._requests[rank]
+        return answers
+
+    @property
+    def waiting_ranks(self) -> list[int]:
+        """Data-parallel ranks without an answer."""
+        return sorted(self._requests)
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether every data-parallel rank was told to stop."""
+        return self._dp_size > 0 and len(self._stopped) == self._dp_size
+
+
+class BuiltBatch(NamedTuple):
+    """A batch, and the groups in it."""
+
+    order: BatchOrder
+    """What is dealt to ranks."""
+    groups: list[Group]
+    """Sampled for the batch."""
+    dropped: DroppedGroups
+    """Since the batch before."""
+
+
+class BatchBuilder:
+    """Builds the batch of a step as soon as there are groups for it."""
+
+    def __init__(
+        self, config: Config, training: TrainingGroups, ends: GroupEnd, held_out: Sequence[Prompt]
+    ) -> None:
+        """held_out: prompts that are not replayed. Raises InputError, as `open_replay`."""
+        self._advantage_functions = find_advantage_functions(config.algorithm)
+        self._cost = find_cost(config.train.packing, config.model.path)
+        self._training = training
+        self._ends = ends
+        self._replay = open_replay(config, held_out)
+
+    def resume_at(self, step: int) -> None:
+        """The next batch is that of `step`; call before any batch."""
+        if self._replay is not None:
+            self._replay.resume_at(step)
+
+    def build(self, step: int, dp_size: int) -> BuiltBatch | None:
+        """The batch of a step, by the sizes of its stage; None while groups for it are missing."""
+        training = self._training
+        taken = self._ends.take_batch(step)
+        if taken is None:
+            return None
+        groups, dropped = taken
+        training.schedule.log_beginning(step)
+        order = order_batch(
+            step,
+            groups,
+            replayed=self._replay.draw(step, groups) if self._replay is not None else NOTHING,
+            dropped=dropped,
+            stage=training.schedule.at(step),
+            advantage_functions=self._advantage_functions,
+            dp_size=dp_size,
+            cost=self._cost,
+            more=training.metrics(step),
+        )
+        # What is opened next follows from the metrics, and must not wait until the batch is dealt.
+        training.note_batch(RankBatch(step, 0, [], order.metrics))
+        return BuiltBatch(order, groups, dropped)
+
+
+class _Saving(NamedTuple):
+    peer: str
+    state: QueueState
+    records: int
+    """Jobs of the recorder that must be on the disk before."""
+
+
+class StateRequests:
+    """States that wait for the disk, in the order of their requests."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._waiting: list[_Saving] = []
+        self._saved_step = -1
+
+    def is_repeated(self, peer: str, step: int, *, built_steps: int) -> bool:
+        """Whether the state after `step` waits already, or was sent and later batches are built.
+
+        An answer crossed such a request.
+        """
+        if any(one.peer == peer and one.state.step == step for one in self._waiting):
+            return True
+        if step == self._saved_step < built_steps:
+            log.info("%s asked twice for the state after step %d", peer, step)
+            return True
+        return False
+
+    def put(self, peer: str, state: QueueState) -> None:
+        """Send a state once what was recorded so far is on the disk."""
+        self._saved_step = state.step
+        self._waiting.append(_Saving(peer, state, self._recorder.put))
+
+    def answers(self) -> list[tuple[str, QueueState]]:
+        """(peer, state) of the requests whose records are all on the disk."""
+        answers = []
+        while self._waiting and self._recorder.written >= self._waiting[0].records:
+            saving = self._waiting.pop(0)
+            answers.append((saving.peer, saving.state))
+        return answers
