@@ -16,7 +16,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
-from megatron_rl.trainer.leader import TURN_S, FromLeader
+from megatron_rl.trainer.leader import TURN_S, Leader
 from megatron_rl.trainer.loss_tokens import Known
 from megatron_rl.trainer.model.collate import placeholder
 from megatron_rl.trainer.model.policy import Policy
@@ -29,9 +29,9 @@ class ScoredReference:
 
     is_average = False
 
-    def __init__(self, replica: FromLeader, client: ScoringClient | None, policy: Policy) -> None:
+    def __init__(self, leader: Leader, client: ScoringClient | None, policy: Policy) -> None:
         """client: on the leader of the replica, None on its other ranks."""
-        self._replica, self._client, self._policy = replica, client, policy
+        self._leader, self._client, self._policy = leader, client, policy
         self.metrics: list[Metric] = []
         """Metrics of the last batch, as this rank's replica saw it."""
 
@@ -68,16 +68,12 @@ class ScoredReference:
         """[completion tokens, end to end] float32, on all ranks of the replica."""
         if self._client is not None:
             self._client.begin(sequences)
-        frame = bytearray()
-        # In short turns, as for batches: no rank waits in one collective for an engine that starts.
-        while not self._replica.all_have(frame := frame or self._replica.broadcast(self._turn())):
-            pass
+        frame = self._leader.read(self._poll)
         # A replica without a sequence has an answer too: the first number stands for that.
         return np.frombuffer(frame, dtype=np.float32)[1:]
 
-    def _turn(self) -> bytearray | None:
-        if self._client is None:
-            return None
+    def _poll(self) -> bytearray:
+        assert self._client is not None
         found = self._client.take(TURN_S)
         if found is None:
             return bytearray()
@@ -105,15 +101,15 @@ class ScoredReference:
 
 @contextmanager
 def open_scored_reference(
-    cfg: Config, policy: Policy, replica: FromLeader
+    cfg: Config, policy: Policy, leader: Leader
 ) -> Iterator[ScoredReference | None]:
     """The reference of the run's scorer, where it has one; tells the scorer to end at the end."""
     if not cfg.algorithm.needs_scorer:
         yield None
         return
     dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
-    if not replica.is_leader:
-        yield ScoredReference(replica, None, policy)
+    if not leader.is_this_rank:
+        yield ScoredReference(leader, None, policy)
         return
     client = ScoringClient(
         f"{ports.host}:{ports.scorer}",
@@ -124,6 +120,6 @@ def open_scored_reference(
         answer_within_s=cfg.scorer.answer_within_s,
     )
     with client:
-        yield ScoredReference(replica, client, policy)
+        yield ScoredReference(leader, client, policy)
         if dp_rank == 0:
             client.stop()

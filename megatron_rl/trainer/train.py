@@ -35,7 +35,7 @@ from megatron_rl.protocol.process import (
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
@@ -112,8 +112,8 @@ def main(cfg: Config) -> None:
         control = open_control(cfg, policy)
         timeout_s = cfg.train.collective_timeout_s
         group = policy.backend.replica_group(cfg.parallel, timeout_s)
-        replica = FromLeader(group, control, timeout_s)
-        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
+        leader = Leader(group, control, timeout_s)
+        reference = stack.enter_context(open_scored_reference(cfg, policy, leader))
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
             refuse_overlap(
@@ -130,7 +130,7 @@ def main(cfg: Config) -> None:
             reference=reference,
         )
         with (
-            open_batches(cfg, replica) as batches,
+            open_batches(cfg, leader) as batches,
             open_checkpoints(cfg, control, policy, batches) as checkpoints,
             trainer.profile,
         ):
@@ -252,13 +252,13 @@ def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
     return bucketed(tensors, cfg.weights.bucket_bytes)
 
 
-def open_batches(cfg: Config, replica: FromLeader) -> BatchClient:
+def open_batches(cfg: Config, leader: Leader) -> BatchClient:
     """Client of the queue for this data-parallel rank."""
     return BatchClient(
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        replica=replica,
+        leader=leader,
         # Batches also wait for all evaluations of the version that was synced.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
         keys=load_keys(cfg.ports.keys_dir),

@@ -25,7 +25,7 @@ from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer import scoring_client
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.scored_reference import ScoredReference, open_scored_reference
 from megatron_rl.trainer.scoring_client import ScoringClient
@@ -208,8 +208,8 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
         baseline = Control(policy.backend.host_group(60))
-        replica = FromLeader(policy.backend.replica_group(cfg.parallel, 60), baseline)
-        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
+        leader = Leader(policy.backend.replica_group(cfg.parallel, 60), baseline)
+        reference = stack.enter_context(open_scored_reference(cfg, policy, leader))
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 1, reference=reference)
         wanted = ScoredReference if cfg.algorithm.needs_scorer else Teacher
