@@ -39,7 +39,7 @@ from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.scored_reference import open_scored_reference
+from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.token_record import TokenRecord
 from megatron_rl.weights.exchange.device_group import is_of_devices
@@ -81,12 +81,16 @@ def train(
         trainer.profile.begin_step(step + 1)
         weights.release()
         prepared = trainer.prepare(batch.minibatches, before_swap=weights.join)
-        metrics.add(trainer.reference_metrics)
+        metrics.add(trainer.reference.metrics if trainer.reference is not None else ())
         for minibatch in batch.minibatches:
-            # Taken out: what is known of a minibatch may be large, and is of no more use.
-            known = prepared.pop(0)
+            # Popped, since what was prepared for a minibatch may be large.
             metrics.add(
-                trainer.update(minibatch, version=step, known=known, before_step=weights.join)
+                trainer.update(
+                    minibatch,
+                    version=step,
+                    prepared=prepared.pop(0),
+                    before_step=weights.join,
+                )
             )
         trainer.gather()
         step += 1
@@ -113,7 +117,7 @@ def main(cfg: Config) -> None:
         timeout_s = cfg.train.collective_timeout_s
         group = policy.backend.replica_group(cfg.parallel, timeout_s)
         leader = Leader(group, control, timeout_s)
-        reference = stack.enter_context(open_scored_reference(cfg, policy, leader))
+        scorer = stack.enter_context(open_scorer(cfg, leader))
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
             refuse_overlap(
@@ -127,7 +131,7 @@ def main(cfg: Config) -> None:
             train=cfg.train,
             run_dir=cfg.run.dir,
             record=open_record(cfg),
-            reference=reference,
+            scorer=scorer,
         )
         with (
             open_batches(cfg, leader) as batches,
