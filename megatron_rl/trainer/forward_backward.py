@@ -1,14 +1,18 @@
 """Forward and backward passes of one model; `step.py` shows the whole chain of calls.
 
-Used by trainer ranks: for the policy, and for a teacher of another size.
+Used by trainer ranks: for the policy, and for a teacher of another size. The model ends with hidden
+states: logits of all positions are never computed. `compute_log_probs` applies the output layer to
+the positions that predict a completion token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -19,14 +23,8 @@ from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.loss_inputs import Prepared, gather_context
 from megatron_rl.trainer.model.build import DTYPES, packed_params
-from megatron_rl.trainer.model.collate import MicroBatch, collate, context_shard
+from megatron_rl.trainer.model.collate import MicroBatch, check_fits, collate, context_shard, fill
 from megatron_rl.trainer.model.divergence import ReferenceLayer
-from megatron_rl.trainer.model.filling import check_fits, fill
-from megatron_rl.trainer.model.last_stage import (
-    output_weight,
-    select_positions,
-    without_output_layer,
-)
 from megatron_rl.trainer.model.logprobs import (
     LogitMemory,
     OutputLayer,
@@ -229,3 +227,39 @@ def _with_reference_weight_on(device: torch.device, prepared: Sequence[Prepared]
         replace(p, reference_layer=p.reference_layer and replace(p.reference_layer, weight=weight))
         for p in prepared
     ]
+
+
+@contextmanager
+def without_output_layer(model: GPTModel) -> Iterator[None]:
+    """Within the block a last stage returns hidden states: [1, positions of this rank, hidden].
+
+    The layer is still called, as Megatron waits in its hooks for parameters under way.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None:
+        yield
+        return
+    layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """[padded vocabulary / tensor ranks, hidden]: the embedding's parameter where it is tied."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def select_positions(hidden: Tensor, positions: Tensor, *, is_sequence_parallel: bool) -> Tensor:
+    """[selected, hidden] on every tensor rank; parts of the gradient are summed on the way back.
+
+    hidden: [positions, hidden], or this tensor rank's slice of the positions under sequence
+    parallelism; positions: [selected] int64, index into all positions.
+    """
+    if is_sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden)[positions]
+    group = parallel_state.get_tensor_model_parallel_group()
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden[positions], group=group)

@@ -39,7 +39,7 @@ from megatron_rl.protocol.types import MinibatchShare
 from megatron_rl.trainer.forward_backward import Passes, PassInput, PassInputs
 from megatron_rl.trainer.guard import StepGuard
 from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
-from megatron_rl.trainer.loss_metrics import SumsLayout, loss_metrics
+from megatron_rl.trainer.metrics import SumsLayout, Utilisation, loss_metrics
 from megatron_rl.trainer.mismatch import SIZE as MISMATCH_SIZE
 from megatron_rl.trainer.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.trainer.model.build import gather_parameters
@@ -55,9 +55,7 @@ from megatron_rl.trainer.optimizer import (
 )
 from megatron_rl.trainer.reference import EmaReference, open_reference
 from megatron_rl.trainer.scoring_client import Scorer
-from megatron_rl.trainer.step_profile import StepProfile
-from megatron_rl.trainer.token_record import TokenRecord
-from megatron_rl.trainer.utilisation import Utilisation
+from megatron_rl.trainer.step_records import StepProfile, TokenRecord
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
 

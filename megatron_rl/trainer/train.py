@@ -41,7 +41,7 @@ from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.token_record import TokenRecord
+from megatron_rl.trainer.step_records import TokenRecord
 from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf

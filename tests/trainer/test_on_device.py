@@ -17,7 +17,7 @@ from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
-from megatron_rl.trainer.loss_metrics import SumsLayout
+from megatron_rl.trainer.metrics import SumsLayout
 from megatron_rl.trainer.model.collate import MicroBatch, collate
 from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs

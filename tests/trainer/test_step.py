@@ -17,8 +17,8 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.forward_backward import output_weight
 from megatron_rl.trainer.model.collate import MicroBatch
-from megatron_rl.trainer.model.last_stage import output_weight
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
