@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.algorithms.correction import (
+from megatron_rl.algorithms.importance_ratio import (
     CORRECTIONS,
     CorrectionFunction,
     behaviour_ratios,

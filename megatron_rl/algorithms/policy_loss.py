@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.algorithms.tokens import Tokens, bounded_exp
+from megatron_rl.algorithms.importance_ratio import importance_ratios
+from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import PolicyLossConfig
 
 if TYPE_CHECKING:
@@ -73,17 +74,6 @@ def cispo(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLo
 def supervised(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """log pi: maximum likelihood, whatever the advantages."""
     return PolicyLoss(tokens.logprobs, {})
-
-
-def importance_ratios(tokens: Tokens, cfg: PolicyLossConfig) -> Tensor:
-    """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean.
-
-    Log ratios are cut at +-cfg.max_log_ratio.
-    """
-    log_ratio = tokens.logprobs - tokens.old_logprobs
-    if cfg.level == "sequence":
-        log_ratio = tokens.segments.spread(tokens.segments.mean(log_ratio))
-    return bounded_exp(log_ratio, cfg.max_log_ratio)
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.algorithms.log_means import log_mean_exp_of_others
 from megatron_rl.algorithms.normalization import MIN_STD
+from megatron_rl.algorithms.soft_value import log_mean_exp_of_others
 from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import ShapingConfig
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.algorithms.log_means import log_mean_exp_of_others
 from megatron_rl.algorithms.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -55,3 +54,17 @@ def soft_values(tokens: Tokens, temperature: float) -> SoftValues:
     shares = shares.where(counts > 0, shares.new_ones(())).expand_as(values)
     like = tokens.weights
     return SoftValues(segments.from_members(values, like), segments.from_members(shares, like))
+
+
+def log_mean_exp_of_others(values: Tensor, is_listed: Tensor) -> Tensor:
+    """[groups, members]: of each member, over the listed ones of its group but itself.
+
+    values: [groups, members] float64. Without others: not a number, or infinite.
+    """
+    members = values.shape[1]
+    listed = values.masked_fill(~is_listed, -math.inf)
+    counts = is_listed.double().sum(-1, keepdim=True)
+    is_own = values.new_ones(members).diag().bool()
+    # [groups, i, members]: without i.
+    others = listed[:, None].expand(-1, members, -1).masked_fill(is_own, -math.inf)
+    return others.logsumexp(-1) - (counts - 1).log()

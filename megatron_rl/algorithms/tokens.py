@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def bounded_exp(log_ratios: Tensor, bound: float) -> Tensor:
-    """exp of log ratios cut at +-bound; without gradient beyond it."""
-    return log_ratios.clamp(-bound, bound).exp()
-
-
 @dataclass(frozen=True)
 class Segments:
     """Tokens by sequence and sequences by group. Sequences are whole, and lie end to end."""

@@ -12,6 +12,7 @@ answers that it no longer waits for.
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from megatron_rl.backend.profiling import span
 from megatron_rl.protocol import wire
@@ -29,7 +30,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.trainer.leader import TURN_S, FromLeader
+from megatron_rl.trainer.leader import TURN_S, Leader
 
 _ANSWER = RankBatch | Stop
 REASK_S = 5.0
@@ -48,18 +49,17 @@ class BatchClient(Closing):
         *,
         dp_rank: int,
         dp_size: int,
-        replica: FromLeader,
+        leader: Leader,
         timeout_s: float,
         keys: Keys | None = None,
         label: str = "",
     ) -> None:
-        """replica: of this rank."""
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._timeout_s = timeout_s
-        self._replica = replica
+        self._leader = leader
         self._address, self._name, self._keys = address, f"trainer-{dp_rank}", keys
         self._label = label
-        self._dealer = self._connect(self._name) if self._replica.is_leader else None
+        self._dealer = self._connect(self._name) if leader.is_this_rank else None
         self._aside: wire.Dealer | None = None
         self._requested_step = -1
         self._asked_at = 0.0
@@ -91,12 +91,8 @@ class BatchClient(Closing):
         """
         started = time.monotonic()
         self.request(step)
-        frame = bytearray()
-        # While the queue has no batch the leader broadcasts empty messages: the other ranks wait in
-        # short collectives, so the collective timeout can stay short too.
-        while not self._replica.all_have(
-            frame := frame or self._replica.broadcast(self._receive(step, started))
-        ):
+
+        def wait_on() -> None:
             if meanwhile is not None:
                 meanwhile()
             if time.monotonic() - started > self._timeout_s:
@@ -105,6 +101,8 @@ class BatchClient(Closing):
                     "(expert.train.batch_timeout_s + expert.eval.timeout_s for each set): see "
                     "logs/queue.log"
                 )
+
+        frame = self._leader.read(partial(self._poll, step, started), wait_on)
         batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
         return None if isinstance(batch, Stop) else batch
@@ -145,13 +143,12 @@ class BatchClient(Closing):
             "(expert.checkpoint.queue_timeout_s): see logs/queue.log"
         )
 
-    def _receive(self, step: int, started: float) -> bytearray | None:
-        """On the leader the answer's frames joined, or empty when none came for a while; else None.
+    def _poll(self, step: int, started: float) -> bytearray:
+        """On the leader: the answer's frames joined; empty when none came for a while.
 
         started: when the wait for the batch of this step began.
         """
-        if self._dealer is None:
-            return None
+        assert self._dealer is not None
         now = time.monotonic()
         if self._is_final and now - started > STOP_S:
             log.warning("all is synced, and the queue does not say stop: it may have ended")

@@ -1,44 +1,48 @@
-"""Values of one rank of each model replica, on all ranks of its replica.
+"""The leader of a model replica reads from another process; every rank of the replica gets it.
 
-Used by trainer ranks. Only the leader of a replica, its first rank, talks to other processes.
-Everything passes host memory: ranks that wait for their leader leave the GPU to other work.
+Used by trainer ranks. The leader is the first rank of the replica, and the only one with sockets.
+Frames pass host memory: ranks that wait for their leader leave the GPU to other work.
 """
 
-import torch
+from collections.abc import Callable
+
 import torch.distributed as dist
 
-from megatron_rl.weights.sync.control import Control
+from megatron_rl.weights.sync.control import Control, broadcast
 
 TURN_S = 2.0
-"""How long a leader waits between two collectives: well below expert.train.collective_timeout_s."""
-PIECE_BYTES = 64 << 20
-"""A frame is broadcast in pieces of at most this size."""
+"""The longest time a leader polls between two collectives: well below
+expert.train.collective_timeout_s."""
 
 
-class FromLeader:
-    """Broadcasts within a replica, and agreement among all of them."""
+class Leader:
+    """The leader of this rank's model replica."""
 
     def __init__(
         self, group: dist.ProcessGroup, control: Control, timeout_s: float = 600.0
     ) -> None:
-        """group: the ranks of this rank's replica, for tensors in host memory.
+        """group: the ranks of the replica, for tensors in host memory. control: all trainer ranks.
 
-        timeout_s: how long one rank waits for the others between two turns.
+        timeout_s: how long a rank waits for the others after each poll.
         """
         self._group, self._control, self._timeout_s = group, control, timeout_s
-        self._leader = dist.get_global_rank(group, 0)
-        self.is_leader = group.rank() == 0
+        self.is_this_rank = group.rank() == 0
 
-    def broadcast(self, frame: bytearray | None) -> bytearray:
-        """The leader's frame, on every rank of the replica; each rank holds it once."""
-        size = torch.tensor([len(frame or b"")])
-        dist.broadcast(size, src=self._leader, group=self._group)
-        received = bytearray(int(size)) if frame is None else frame
-        if received:
-            for piece in torch.frombuffer(received, dtype=torch.uint8).split(PIECE_BYTES):
-                dist.broadcast(piece, src=self._leader, group=self._group)
-        return received
+    def read(
+        self,
+        poll: Callable[[], bytearray],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bytearray:
+        """The frame that `poll` returns on the leader, on every rank of the replica.
 
-    def all_have(self, frame: bytearray) -> bool:
-        """Whether every trainer rank has one."""
-        return self._control.all(bool(frame), self._timeout_s)
+        poll: called on the leader; waits up to TURN_S, and returns an empty frame for "not yet".
+        meanwhile: called on every rank between polls. Collective over all trainer ranks: returns
+        when each replica has its frame. No collective waits longer than a poll, so the timeout of
+        collectives can stay short.
+        """
+        frame = bytearray()
+        while True:
+            frame = frame or broadcast(poll() if self.is_this_rank else None, self._group)
+            if self._control.all(bool(frame), self._timeout_s):
+                return frame
+            meanwhile()

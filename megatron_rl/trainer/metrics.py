@@ -1,15 +1,28 @@
-"""Metrics of the trainer: collected over a step, written by rank 0.
+"""Metrics of the trainer: sums over ranks, what is made of them, the row of each step.
 
-Runs in trainer ranks.
+Runs in trainer ranks; rank 0 writes. docs/metrics.md says what each metric means.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
+from typing import Self
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.policy_loss import CLIPPED_HIGH, CLIPPED_LOW
+from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet, Reduce
+from megatron_rl.protocol.sequence_cost import SequenceCost, read_cost
+from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.trainer.loss_inputs import Prepared, tokens_of
+from megatron_rl.trainer.model.collate import collate
+from megatron_rl.trainer.model.policy import Policy
 
 log = logging.getLogger(__name__)
 _DIGITS = 12
@@ -58,3 +71,108 @@ class StepMetrics:
 def _rounded(value: float) -> float:
     """Significant digits, not decimals: a learning rate of 1e-9 stays one."""
     return float(f"{value:.{_DIGITS}g}")
+
+
+_ALWAYS = ("loss", "entropy", "tokens", "padded_tokens", "filling")
+
+
+@dataclass(frozen=True)
+class SumsLayout:
+    """The order of an objective's sums in a vector; equal on all ranks."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, objective: Objective) -> Self:
+        """By the loss of a placeholder: ranks that compute no loss need the names, too."""
+        none = torch.zeros(1)
+        prepared = Prepared(none, none, soft=SoftValues(none, none))
+        tokens = tokens_of(collate([]), none, prepared, version=0, reference_kl=none)
+        result = objective.loss(tokens, none, none)
+        return cls((*_ALWAYS, *(name for name in result.sums if name not in _ALWAYS)))
+
+    def stack(self, sums: Mapping[str, Tensor]) -> Tensor:
+        """[names] float64."""
+        return torch.stack([sums[name].detach().double() for name in self.names])
+
+    def named(self, values: Tensor) -> dict[str, float]:
+        """The sums by name."""
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+
+def loss_metrics(sums: Mapping[str, float]) -> list[Metric]:
+    """Metrics of one update from its sums over all ranks.
+
+    A sum without a rule of its own becomes `train/NAME`, per token.
+    """
+    tokens = sums["tokens"]
+    low, high = sums.get(CLIPPED_LOW, 0.0), sums.get(CLIPPED_HIGH, 0.0)
+    metrics = [
+        Metric("train/loss", sums["loss"]),
+        Metric("train/clip_fraction", low + high, count=tokens),
+        Metric("train/clip_fraction_low", low, count=tokens),
+        Metric("train/clip_fraction_high", high, count=tokens),
+        Metric("train/entropy_nats", sums["entropy"], count=tokens),
+    ]
+    if tokens:
+        mean, square = sums["advantage"] / tokens, sums["advantage_square"] / tokens
+        metrics += [
+            Metric("train/advantage_mean", mean),
+            Metric("train/advantage_std", sqrt(max(square - mean**2, 0.0))),
+        ]
+    if sums.get("behaviour_ratio_square"):
+        ratios = sums["behaviour_ratio"]
+        # (sum r)^2 / (n sum r^2): 1 where all tokens count the same.
+        effective = ratios**2 / (tokens * sums["behaviour_ratio_square"])
+        metrics += [
+            Metric("train/correction_changed", sums["correction_changed"], count=tokens),
+            Metric("train/behaviour_ratio_mean", ratios, count=tokens),
+            Metric("train/effective_sample_share", effective),
+        ]
+    if sums.get("gold_tokens"):
+        metrics += [
+            Metric("train/gold_logprob", sums["gold_logprob"], count=sums["gold_tokens"]),
+            Metric("train/gold_tokens", sums["gold_tokens"], "sum"),
+        ]
+    others = (name for name in sums if name not in _WITH_A_RULE)
+    return metrics + [Metric(f"train/{name}", sums[name], count=tokens) for name in others]
+
+
+_WITH_A_RULE = {
+    *_ALWAYS, CLIPPED_LOW, CLIPPED_HIGH, "advantage", "advantage_square",
+    "correction_changed", "behaviour_ratio", "behaviour_ratio_square",
+    "gold_logprob", "gold_tokens",
+}  # fmt: skip
+
+PASSES = 3
+"""A backward pass costs two forward passes; recomputation does not count (arXiv 2204.02311)."""
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Utilisation of all trainer ranks together."""
+
+    cost: SequenceCost
+    ranks: int
+    peak_flops: float | None
+    """FLOP/s of a rank; None where it is not known."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """By the model's sizes and the devices."""
+        model = policy.cfg.model
+        peak = policy.backend.peak_flops(model)
+        return cls(read_cost(model.path), policy.parallel.world_size, peak)
+
+    def flops(self, minibatch: MinibatchShare) -> float:
+        """Model FLOPs of an update with these sequences."""
+        lengths = [len(s.token_ids) for share in minibatch.microbatches for s in share]
+        return float(PASSES * sum(map(self.cost.of, lengths)))
+
+    def metrics(self, *, flops: float, tokens: float, seconds: float) -> list[Metric]:
+        """Metrics of an update with this number of FLOPs and positions on all ranks."""
+        rank_seconds = seconds * self.ranks
+        found = [Metric("train/tokens_per_s_per_gpu", tokens, count=rank_seconds)]
+        if self.peak_flops is not None:
+            found.append(Metric("train/mfu", flops, count=rank_seconds * self.peak_flops))
+        return found

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.tokens import bounded_exp
+from megatron_rl.algorithms.importance_ratio import bounded_exp
 from megatron_rl.config.algorithm import PolicyLossConfig
 from megatron_rl.protocol.metrics import Metric
 

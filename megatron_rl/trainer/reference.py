@@ -1,44 +1,107 @@
-"""The reference policy: copies of weights that take the place of the policy's for one pass.
+"""Reference policies: where the reference's logprobs come from, behind one interface.
 
-Used by trainer ranks. Each rank keeps its own part in host memory; float32 masters are not touched.
+Used by trainer ranks. `open_reference` chooses by `algorithm.reference`:
+
+| class              | holds                                            | moves with the policy |
+|--------------------|--------------------------------------------------|-----------------------|
+| `SwappedReference` | other weights for the policy's own model         | no                    |
+| `EmaReference`     | the same, an exponential moving average          | yes                   |
+| `Teacher`          | a separate model of another size, on these ranks | no                    |
+| `ScoredReference`  | nothing: the scorer process has an engine        | no                    |
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.tree import TrainConfig
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
-from megatron_rl.trainer.loss_tokens import Known
+from megatron_rl.trainer.forward_backward import Passes, output_weight
+from megatron_rl.trainer.loss_inputs import Prepared
+from megatron_rl.trainer.model.build import build_frozen
+from megatron_rl.trainer.model.collate import MicroBatch, placeholder
+from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.policy import Policy
-from megatron_rl.trainer.passes import Passes
-from megatron_rl.trainer.teacher import Teacher
-from megatron_rl.weights.folders.load import load_weights
-from megatron_rl.weights.layout.shape import read_shape
+from megatron_rl.trainer.scoring_client import Scorer
+from megatron_rl.trainer.value_head import prompt_features
+from megatron_rl.weights.folders.load import load_weights, unwrap
+from megatron_rl.weights.layout.shape import check_parallel, check_teacher, read_shape
 
 
-class Reference:
-    """Weights besides the policy's own."""
+class Reference(Protocol):
+    """A policy that the trained one is compared with."""
 
-    def __init__(self, policy: Policy, decay: float | None = None) -> None:
-        """The weights that the policy has now; decay: they follow it as a moving average."""
+    hidden: int
+    """Size of its hidden states; 0: it has none here."""
+    metrics: Sequence[Metric]
+    """Of the last call."""
+
+    def compute_log_probs(
+        self,
+        passes: Passes,
+        minibatches: Sequence[MinibatchShare],
+        before_swap: Callable[[], None] = lambda: None,
+    ) -> list[list[Prepared]]:
+        """What the objective reads of the reference, per minibatch and microbatch.
+
+        Empty lists on stages that compute no loss. passes: the policy's. before_swap: called before
+        other weights take the place of the policy's, if they do. Collective over all trainer ranks.
+        """
+
+
+def open_reference(
+    policy: Policy, objective: Objective, train: TrainConfig, scorer: Scorer | None = None
+) -> Reference | None:
+    """The reference that the objective reads, if any; the policy has its first weights.
+
+    scorer: this rank's access to the scorer process, where the run has one.
+    Raises InputError for a folder that the policy cannot be compared with.
+    """
+    cfg = objective.cfg
+    if not cfg.needs_reference:
+        return None
+    if cfg.needs_scorer:
+        assert scorer is not None, "the caller opens the scorer"
+        return ScoredReference(policy, scorer)
+    folder = cfg.reference.folder
+    if folder is None:
+        is_average = cfg.reference.policy == "ema"
+        return EmaReference(policy, cfg.reference.decay) if is_average else SwappedReference(policy)
+    # How long a sequence may be changes no weight.
+    shape = replace(read_shape(folder), max_positions=policy.shape.max_positions)
+    if shape != policy.shape:
+        return Teacher(policy, folder, objective, train)
+    reference = SwappedReference(policy)
+    with reference.in_place():
+        load_weights(policy.chunks, policy.shape, folder)
+        reference.take()
+    return reference
+
+
+class SwappedReference:
+    """Weights that take the place of the policy's for one pass.
+
+    Each rank keeps its own part in host memory; float32 masters are not touched.
+    """
+
+    metrics: Sequence[Metric] = ()
+
+    def __init__(self, policy: Policy, dtype: torch.dtype | None = None) -> None:
+        """The weights that the policy has now. dtype: to keep them in; None: the policy's."""
+        self.hidden = policy.shape.hidden
         self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
-        self._decay = decay
-        self._hidden = policy.shape.hidden
         self._backend = policy.backend
         self._own = [self._backend.host_copy(p) for p in self._parameters]
-        # A moving average in bfloat16 would stand still: its steps are below the rounding.
-        dtype = None if decay is None else torch.float32
         self._weights = [self._backend.host_copy(p, dtype) for p in self._parameters]
-
-    @property
-    def is_average(self) -> bool:
-        """Whether it follows the policy."""
-        return self._decay is not None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,38 +117,33 @@ class Reference:
         finally:
             _copy(self._own, self._parameters)
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The policy's parameters are the reference's own tensors inside, as saving one needs it.
-
-        They keep dtype and device: a moving average is not rounded to the model's dtype.
-        """
-        own = [parameter.data for parameter in self._parameters]
-        _point(self._parameters, self._weights)
-        try:
-            yield
-        finally:
-            _point(self._parameters, own)
-
-    @property
-    def hidden(self) -> int:
-        """Size of its hidden states."""
-        return self._hidden
-
-    def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
-        """The objective's inputs from it, per microbatch, by the policy's passes."""
-        with self.in_place():
-            return passes.as_reference(minibatches)
-
     def take(self) -> None:
-        """From now on the reference has the weights that are in the policy's place."""
+        """Keep the weights that are in the policy's place now."""
         _copy(self._parameters, self._weights)
         self._backend.wait()
 
+    def compute_log_probs(
+        self,
+        passes: Passes,
+        minibatches: Sequence[MinibatchShare],
+        before_swap: Callable[[], None] = lambda: None,
+    ) -> list[list[Prepared]]:
+        """As in `Reference`: by the policy's passes, under these weights."""
+        before_swap()
+        with self.in_place():
+            return _by_passes(passes, minibatches)
+
+
+class EmaReference(SwappedReference):
+    """An exponential moving average of the policy's weights."""
+
+    def __init__(self, policy: Policy, decay: float) -> None:
+        # A moving average in bfloat16 would stand still: its steps are below the rounding.
+        super().__init__(policy, torch.float32)
+        self._decay = decay
+
     def follow(self, gather: Callable[[], None]) -> None:
         """After a step of the optimizer; gather: completes the policy's parameters."""
-        if self._decay is None:
-            return
         gather()
         with torch.no_grad():
             for weight, parameter in zip(self._weights, self._parameters, strict=True):
@@ -94,31 +152,120 @@ class Reference:
                 weight.copy_(average, non_blocking=True)
         self._backend.wait()
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The policy's parameters are the average's own tensors inside, to save and load them.
 
-def open_reference(
-    policy: Policy, objective: Objective, train: TrainConfig
-) -> Reference | Teacher | None:
-    """The reference that the objective reads, if any; the policy has its first weights.
+        The tensors keep dtype and device: the average is not rounded to the model's dtype.
+        """
+        own = [parameter.data for parameter in self._parameters]
+        _point(self._parameters, self._weights)
+        try:
+            yield
+        finally:
+            _point(self._parameters, own)
 
-    One that an engine holds is opened by `scored_reference.py`.
-    Raises InputError for a folder that the policy cannot be compared with.
+
+class Teacher:
+    """A frozen model of another size next to the policy, divided over the same ranks.
+
+    It waits in host memory, and is on the device for its pass alone.
     """
-    cfg = objective.cfg
-    if not cfg.needs_reference:
-        return None
-    assert not cfg.needs_scorer, "the caller opens a reference that an engine holds"
-    folder = cfg.reference.folder
-    if folder is None:
-        return Reference(policy, cfg.reference.decay if cfg.reference.policy == "ema" else None)
-    # How long a sequence may be changes no weight.
-    shape = replace(read_shape(folder), max_positions=policy.shape.max_positions)
-    if shape != policy.shape:
-        return Teacher(policy, folder, objective, train)
-    reference = Reference(policy)
-    with reference.in_place():
-        load_weights(policy.chunks, policy.shape, folder)
-        reference.take()
-    return reference
+
+    metrics: Sequence[Metric] = ()
+
+    def __init__(
+        self, policy: Policy, folder: Path, objective: Objective, train: TrainConfig
+    ) -> None:
+        """Raises InputError for a folder that does not fit the policy's tokens or ranks."""
+        shape = read_shape(folder)
+        check_teacher(shape, policy.shape, folder, is_exact=objective.needs_reference_kl)
+        check_parallel(shape, policy.parallel)
+        # Generators choose experts of the policy alone; and buffers of one size are the policy's.
+        train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
+        cfg = policy.cfg.model_copy(update={"train": train})
+        chunks = build_frozen(policy.backend, cfg, shape)
+        load_weights(chunks, shape, folder)
+        self.hidden = shape.hidden
+        self.parameters = [p for chunk in chunks for p in chunk.parameters()]
+        self._host = [policy.backend.host_copy(p) for p in self.parameters]
+        _point(self.parameters, self._host)
+        own = replace(policy, shape=shape, chunks=chunks, cfg=cfg)
+        self._passes = Passes(own, objective, train, vocab=min(shape.vocab, policy.shape.vocab))
+
+    def compute_log_probs(
+        self,
+        passes: Passes,
+        minibatches: Sequence[MinibatchShare],
+        before_swap: Callable[[], None] = lambda: None,
+    ) -> list[list[Prepared]]:
+        """As in `Reference`: by the teacher's own passes."""
+        device = self._passes.policy.device
+        _point(self.parameters, [weight.to(device, non_blocking=True) for weight in self._host])
+        try:
+            return _by_passes(self._passes, minibatches)
+        finally:
+            _point(self.parameters, self._host)
+
+
+class ScoredReference:
+    """The frozen model of the scorer process: logprobs of given tokens, and nothing else."""
+
+    hidden = 0
+
+    def __init__(self, policy: Policy, scorer: Scorer) -> None:
+        self._policy, self._scorer = policy, scorer
+
+    @property
+    def metrics(self) -> Sequence[Metric]:
+        """Of the last batch, as this rank's replica saw it."""
+        return self._scorer.metrics
+
+    def compute_log_probs(
+        self,
+        passes: Passes,
+        minibatches: Sequence[MinibatchShare],
+        before_swap: Callable[[], None] = lambda: None,
+    ) -> list[list[Prepared]]:
+        """As in `Reference`, by the scorer. Raises as `ScoringClient.take`."""
+        shares = [passes.padded_microbatches(minibatch) for minibatch in minibatches]
+        flat = [share for each in shares for share in each]
+        logprobs = self._scorer.score([sequence for share in flat for sequence in share])
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return [[] for _ in minibatches]
+        counts = [sum(len(s.token_ids) - s.prompt_length for s in share) for share in flat]
+        assert len(logprobs) == sum(counts)
+        parts = np.split(logprobs, np.cumsum(counts)[:-1])
+        nothing = np.zeros(len(placeholder().generator_logprobs), np.float32)
+        found = iter(
+            Prepared(
+                reference_logprobs=torch.tensor(part if share else nothing).to(self._policy.device)
+            )
+            for part, share in zip(parts, flat, strict=True)
+        )
+        return [[next(found) for _ in each] for each in shares]
+
+
+def _by_passes(passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Prepared]]:
+    """What the objective reads of the weights that are in place, per minibatch and microbatch."""
+    objective, model = passes.objective, unwrap(passes.policy.chunks[-1])
+    weight: Tensor | None = None
+    if objective.needs_reference_kl and model.post_process:
+        # An update computes the reference's logits again. Host memory holds what that needs: the
+        # hidden states of all completion tokens of a batch, and one output layer.
+        weight = output_weight(model).detach().to("cpu", copy=True)
+
+    def read(batch: MicroBatch, _: Prepared, selected: Tensor) -> Prepared:
+        layer = weight if weight is None else ReferenceLayer(
+            selected.detach().to("cpu", weight.dtype), weight
+        )  # fmt: skip
+        return Prepared(
+            reference_logprobs=passes.compute_log_probs(batch, selected).logprobs,
+            reference_layer=layer,
+            features=prompt_features(selected, batch) if objective.cfg.learns_value else None,
+        )
+
+    return [passes.forward_only(passes.inputs(minibatch), read) for minibatch in minibatches]
 
 
 def _point(parameters: list[Tensor], tensors: list[Tensor]) -> None:

@@ -1,50 +1,56 @@
-"""Questions to the scorer: how likely the reference makes the tokens of sequences.
+"""Requests to the scorer process for the reference's logprobs of sequences.
 
-Used by the leader of each model replica. A scorer that died has forgotten what it was asked, so
-questions without an answer are asked again; one that is only slow knows them, and answers once.
+Used by trainer ranks. The leader of each model replica asks for its whole batch, and all ranks of
+the replica get the logprobs. A scorer that was restarted has lost its requests, so the client
+repeats a request without an answer. A slow scorer recognises the repetition, and answers once.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+from megatron.core import parallel_state
 
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import SCORER
-from megatron_rl.protocol.keys import Keys
+from megatron_rl.protocol.keys import Keys, load_keys
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
 from megatron_rl.protocol.types import Stop, TrainSequence
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, WireError
+from megatron_rl.trainer.leader import TURN_S, Leader
 
 ASK_AGAIN_S = 10.0
-"""After that a question is asked again."""
+"""A request without an answer is repeated after this time."""
 
 
 class ScoringClient(Closing):
-    """Scores one batch of sequences at a time, and asks for a number of sequences at once."""
+    """A leader's connection to the scorer; one batch of sequences at a time."""
 
     def __init__(
         self, address: str, name: str, *, keys: Keys | None, label: str,
         max_open: int, answer_within_s: float,
     ) -> None:  # fmt: skip
-        """max_open: questions at once. answer_within_s: the longest wait for the next answer."""
+        """max_open: requests at once. answer_within_s: the longest wait for the next answer."""
         self._dealer = Dealer(address, name, keys, endpoint=SCORER, label=label)
         self._max_open = max_open
         self._answer_within_s = answer_within_s
         self._next_id = 0
         self._waiting: deque[LogprobRequest] = deque()
         self._open: dict[int, tuple[LogprobRequest, float]] = {}
-        """By request_id, with the time when it was last asked."""
+        """By request_id, with the time when it was last sent."""
         self._found: dict[int, np.ndarray] = {}
         self._wanted: list[int] = []
         self._progress_at = 0.0
         self.asked_again = 0
-        """Questions that were asked once more, since it was opened."""
+        """Requests that were repeated, since the connection was opened."""
 
     def begin(self, sequences: Sequence[TrainSequence]) -> None:
-        """Ask for the completion tokens of these."""
+        """Request the logprobs of the completion tokens of these sequences."""
         assert not self._open and not self._waiting, "a batch at a time"
         self._found, self._progress_at = {}, time.monotonic()
         requests = [
@@ -93,7 +99,7 @@ class ScoringClient(Closing):
         self._open[request.request_id] = request, now
 
     def _receive(self, limit_s: float) -> None:
-        # Not longer than until a question is due again; at least what a socket can wait.
+        # Not longer than until a request is due again; at least what a socket can wait.
         message = self._dealer.receive(max(0.001, min(limit_s, ASK_AGAIN_S)))
         match message:
             case None:
@@ -127,3 +133,64 @@ class ScoringClient(Closing):
     def close(self) -> None:
         """Close the socket."""
         self._dealer.close()
+
+
+class Scorer:
+    """The scorer process, as all ranks of a replica see it."""
+
+    def __init__(self, leader: Leader, client: ScoringClient | None) -> None:
+        """client: on the leader of the replica, None on its other ranks."""
+        self._leader, self.client = leader, client
+        self.metrics: list[Metric] = []
+        """Of the last call of `score`, as this rank's replica saw it."""
+
+    def score(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
+        """[completion tokens of all sequences, end to end] float32, on all ranks of the replica.
+
+        Every trainer rank must call it. Raises as `ScoringClient.take`.
+        """
+        started = time.monotonic()
+        again = self.client.asked_again if self.client else 0
+        if self.client is not None:
+            self.client.begin(sequences)
+        frame = self._leader.read(self._poll)
+        self.metrics = [
+            Metric("wait/reference_s", time.monotonic() - started, "max"),
+            Metric("scorer/requests", len(sequences), "sum"),
+            Metric("scorer/tokens", sum(len(s.token_ids) for s in sequences), "sum"),
+        ]
+        if self.client is not None:
+            self.metrics += [Metric("scorer/asked_again", self.client.asked_again - again, "sum")]
+        return np.frombuffer(frame, dtype=np.float32)[1:]
+
+    def _poll(self) -> bytearray:
+        assert self.client is not None
+        found = self.client.take(TURN_S)
+        # An empty frame says "not yet": a first number stands before the logprobs, if any.
+        return (
+            bytearray() if found is None else bytearray(np.append(np.float32(0), found).tobytes())
+        )
+
+
+@contextmanager
+def open_scorer(cfg: Config, leader: Leader) -> Iterator[Scorer | None]:
+    """The scorer of the run, where it has one. Ends the process when the block ends well."""
+    if not cfg.algorithm.needs_scorer:
+        yield None
+        return
+    if not leader.is_this_rank:
+        yield Scorer(leader, None)
+        return
+    dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
+    client = ScoringClient(
+        f"{ports.host}:{ports.scorer}",
+        f"trainer-{dp_rank}-reference",
+        keys=load_keys(ports.keys_dir),
+        label=ports.label,
+        max_open=cfg.scorer.max_running,
+        answer_within_s=cfg.scorer.answer_within_s,
+    )
+    with client:
+        yield Scorer(leader, client)
+        if dp_rank == 0:
+            client.stop()

@@ -35,13 +35,19 @@ from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.checkpoint.checkpoints import OF_SFT, Checkpoints
-from megatron_rl.trainer.checkpoint.sft_state import SftState, check_same, describe
 from megatron_rl.trainer.metrics import StepMetrics
-from megatron_rl.trainer.model.filling import check_fits
+from megatron_rl.trainer.model.collate import check_fits
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
+from megatron_rl.trainer.sft_dataset import (
+    SftState,
+    check_same,
+    describe_sft,
+    minibatches,
+    read_sft_dataset,
+    tokenize,
+)
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.step_profile import StepProfile
+from megatron_rl.trainer.step_records import StepProfile
 from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
@@ -91,7 +97,7 @@ def main(cfg: Config, is_baseline: bool) -> None:
 
 def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) -> None:
     """The cold start, from its newest checkpoint if there is one, and its exports."""
-    mine, candidates = describe(cfg, sequences), cfg.sft.candidates
+    mine, candidates = describe_sft(cfg, sequences), cfg.sft.candidates
     with open_checkpoints(cfg, trainer.policy, mine) as checkpoints:
         done = checkpoints.resume(trainer)
         if done:

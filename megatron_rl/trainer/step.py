@@ -1,6 +1,20 @@
 """One optimizer step over packed microbatches.
 
-Runs in trainer ranks; the same for reinforcement learning and supervised fine-tuning.
+Runs in trainer ranks; the same for reinforcement learning and supervised fine-tuning. The calls
+from a minibatch to its gradient:
+
+    Trainer.update                      optimizer step, metrics, limits
+      Trainer.accumulate                gradient of the minibatch
+        Passes.forward_backward         Megatron's pipeline schedule; for each microbatch it calls
+          Passes.forward                trunk: token ids -> hidden states of this stage
+          Trainer._loss                 on the last stage: hidden states -> loss
+            Passes.compute_log_probs    head: hidden states -> logprobs, entropy, KL per token
+              token_logprobs            some rows at a time, with its own backward pass:
+                OutputLayer.logits      product with the output weight, then softmax in place
+            Objective.loss              policy loss, KL, entropy bonus (`algorithms/objective.py`)
+
+The logprobs of the policy before an update (`Trainer.logprobs`) and of the reference
+(`reference.py`) come from the same `Passes`, by `forward_only`.
 """
 
 import time
@@ -13,7 +27,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
@@ -23,9 +36,10 @@ from megatron_rl.backend.profiling import span
 from megatron_rl.config.tree import OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.trainer.forward_backward import Passes, PassInput, PassInputs
 from megatron_rl.trainer.guard import StepGuard
-from megatron_rl.trainer.loss_metrics import SumsLayout, loss_metrics
-from megatron_rl.trainer.loss_tokens import NOTHING, Known, tokens_of, whole_groups
+from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
+from megatron_rl.trainer.metrics import SumsLayout, Utilisation, loss_metrics
 from megatron_rl.trainer.mismatch import SIZE as MISMATCH_SIZE
 from megatron_rl.trainer.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.trainer.model.build import gather_parameters
@@ -39,13 +53,9 @@ from megatron_rl.trainer.optimizer import (
     step_if_finite,
     zero_gradients,
 )
-from megatron_rl.trainer.passes import Passes, PassInput, PassInputs
-from megatron_rl.trainer.reference import Reference, open_reference
-from megatron_rl.trainer.scored_reference import ScoredReference
-from megatron_rl.trainer.step_profile import StepProfile
-from megatron_rl.trainer.teacher import Teacher
-from megatron_rl.trainer.token_record import TokenRecord
-from megatron_rl.trainer.utilisation import Utilisation
+from megatron_rl.trainer.reference import EmaReference, open_reference
+from megatron_rl.trainer.scoring_client import Scorer
+from megatron_rl.trainer.step_records import StepProfile, TokenRecord
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
 
@@ -73,83 +83,64 @@ class Trainer:
         train: TrainConfig | None = None,
         run_dir: Path = Path(),
         record: TokenRecord | None = None,
-        reference: ScoredReference | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         """total_steps: optimizer steps of the whole phase, for the learning-rate schedule.
 
-        train: None: the defaults, and no limit of the mismatch.
-        record: takes in what is found of each token. reference: that of the run's scorer; None: the
-        objective's, by its weights.
+        train: None: the defaults, and no limit of the mismatch. record: collects values of each
+        token. scorer: of the run, where an engine holds the reference.
         """
         train = train or TrainConfig(max_mismatch=0)
         self.policy = policy
         self._objective = objective
         self._optimizer_cfg = optimizer
         self._total_steps = total_steps
-        self._steps_done = 0
+        self.steps_done = 0
+        """Calls of `update`: the place in the learning-rate schedule."""
         self._passes = Passes(policy, objective, train)
         self._sums = SumsLayout.of(objective)
         self._guard = StepGuard(train, run_dir / "skipped")
         self.profile = StepProfile(train.profile_steps, run_dir / "profile")
         self._utilisation = Utilisation.of(policy)
         self._record = record
-        self.reference = reference or open_reference(policy, objective, train)
+        self.reference = open_reference(policy, objective, train, scorer)
         self.value_head: ValueHead | None = None
-        if objective.cfg.learns_value and isinstance(self.reference, Reference | Teacher):
+        if objective.cfg.learns_value and self.reference is not None and self.reference.hidden:
             lr = objective.cfg.shaping.value_lr
             self.value_head = ValueHead(self.reference.hidden, lr, policy.device)
         # Copies float32 masters: the weights must be loaded by now.
-        self._optimizer = build_optimizer(optimizer, policy.chunks)
-
-    @property
-    def optimizer(self) -> MegatronOptimizer:
-        """The optimizer whose state a checkpoint holds."""
-        return self._optimizer
-
-    @property
-    def steps_done(self) -> int:
-        """Calls of `update`: the place in the learning-rate schedule."""
-        return self._steps_done
-
-    @steps_done.setter
-    def steps_done(self, steps: int) -> None:
-        self._steps_done = steps
-
-    @property
-    def reference_metrics(self) -> list[Metric]:
-        """Metrics of the wait for a scorer, in the last `prepare`."""
-        return self.reference.metrics if isinstance(self.reference, ScoredReference) else []
+        self.optimizer = build_optimizer(optimizer, policy.chunks)
 
     @span("prepare")
     def prepare(
         self,
         minibatches: Sequence[MinibatchShare],
         *,
-        before_swap: Callable[[], None] | None = None,
-    ) -> list[list[Known]]:
-        """The objective's inputs that a batch needs before its first update.
+        before_swap: Callable[[], None] = lambda: None,
+    ) -> list[list[Prepared]]:
+        """Logprobs that a batch needs before its first update, per minibatch and microbatch.
 
-        Per minibatch, per microbatch; one forward pass for the policy's own logprobs, one
-        for the reference's, where they are needed. On stages that compute no loss nothing is known.
+        The policy's own logprobs take one forward pass, the reference's another, where the
+        objective reads them. Empty values on stages that compute no loss.
         before_swap: called before a reference's weights take the place of the policy's.
         """
         own: list[list[Tensor]] = [[] for _ in minibatches]
         if self._objective.needs_proximal:
             own = [self.logprobs(minibatch) for minibatch in minibatches]
-        reference: list[list[Known]] = [[] for _ in minibatches]
+        reference: list[list[Prepared]] = [[] for _ in minibatches]
         if self.reference is not None:
-            if before_swap is not None and isinstance(self.reference, Reference):
-                before_swap()
-            reference = self.reference.find(self._passes, minibatches)
+            reference = self.reference.compute_log_probs(self._passes, minibatches, before_swap)
         return [
-            [replace(k or NOTHING, proximal_logprobs=mine) for mine, k in zip_longest(*parts)]
+            [replace(p or Prepared(), proximal_logprobs=mine) for mine, p in zip_longest(*parts)]
             for parts in zip(own, reference, strict=True)
         ]
 
     def logprobs(self, minibatch: MinibatchShare) -> list[Tensor]:
         """Logprobs per microbatch [completion tokens], under the current weights."""
-        found = self._passes.all_values(self._passes.inputs(minibatch))
-        return [values.logprobs for values in found]
+        inputs = self._passes.inputs(minibatch)
+        return self._passes.forward_only(
+            inputs, lambda batch, _, selected: self._passes.compute_log_probs(batch, selected)[0]
+        )
 
     @span("update")
     def update(
@@ -157,30 +148,29 @@ class Trainer:
         minibatch: MinibatchShare,
         *,
         version: int,
-        known: Sequence[Known] = (),
-        before_step: Callable[[], None] | None = None,
+        prepared: Sequence[Prepared] = (),
+        before_step: Callable[[], None] = lambda: None,
     ) -> list[Metric]:
         """One optimizer step; collective over all trainer ranks.
 
-        version: policy version that is being trained from; tokens sampled under it measure the
-        mismatch between trainer and generator logprobs, before the update. A step whose gradient
-        is not finite, or has exploded, is skipped and counted. Raises TrainingStopped when too
-        many are, or when the mismatch is above its limit. known: as `prepare` gave it. before_step:
-        called before the parameters change.
+        version: policy version that is being trained from. The tokens sampled under it measure the
+        mismatch between trainer and generator logprobs, before the update.
+        prepared: as `prepare` returned it. before_step: called before the parameters change.
+        A step whose gradient is not finite, or has exploded, is skipped and counted. Raises
+        TrainingStopped when too many are, or when the mismatch is above its limit.
         """
         started = time.monotonic()
-        totals = self.accumulate(minibatch, version=version, known=known)
+        totals = self.accumulate(minibatch, version=version, prepared=prepared)
         # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
-        if before_step is not None:
-            before_step()
+        before_step()
         passed = time.monotonic()
         cfg = self._optimizer_cfg
-        lr = lr_at(self._steps_done, cfg, self._total_steps)
-        result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
+        lr = lr_at(self.steps_done, cfg, self._total_steps)
+        result = step_if_finite(self.optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
         # A skipped step keeps its place in the learning-rate schedule.
-        self._steps_done += 1
-        if self.reference is not None:
+        self.steps_done += 1
+        if isinstance(self.reference, EmaReference):
             self.reference.follow(self.gather)
         if self.value_head is not None and not result.was_skipped:
             self.value_head.step()
@@ -223,20 +213,26 @@ class Trainer:
         minibatch: MinibatchShare,
         *,
         version: int,
-        known: Sequence[Known] = (),
+        prepared: Sequence[Prepared] = (),
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
-        inputs = self._passes.inputs(minibatch, known)
+        inputs = self._passes.inputs(minibatch, prepared)
         if self._objective.cfg.has_soft_value:
             inputs = self._with_soft_values(inputs, minibatch)
         if self._objective.needs_groups:
             inputs = self._with_advantages(inputs, minibatch, version)
-        zero_gradients(self.policy.chunks, self._optimizer)
+        zero_gradients(self.policy.chunks, self.optimizer)
         if self.value_head is not None:
             self.value_head.begin(_rewards(minibatch, self.policy.device))
             self.value_head.clear()
-        step = partial(self._loss_step, version)
-        reports = self._passes.run(inputs, step, is_training=True)
+
+        def step(
+            taken: Iterator[PassInput], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+            batch, found = next(taken)
+            return self._passes.forward(batch, model), partial(self._loss, batch, version, found)
+
+        reports = self._passes.forward_backward(inputs, step, is_training=True)
         if self._record is not None:
             self._record.end_minibatch(minibatch)
         size = len(self._sums.names)
@@ -252,81 +248,70 @@ class Trainer:
 
     @torch.no_grad()
     def _with_soft_values(self, inputs: PassInputs, minibatch: MinibatchShare) -> PassInputs:
-        """The inputs with soft values, from what is known already of whole groups."""
-        if inputs.known[0].reference_logprobs is None:
+        """The inputs with soft values, from the prepared logprobs of whole groups."""
+        if inputs.prepared[0].reference_logprobs is None:
             return inputs
         parts = [
-            tokens_of(batch, known.reference_logprobs, known, version=0) for batch, known in inputs
+            tokens_of(batch, prepared.reference_logprobs, prepared, version=0)
+            for batch, prepared in inputs
         ]
         tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
         found = soft_values(tokens, self._objective.cfg.shaping.temperature)
         sizes = [len(part.segments.ends) for part in parts]
         split = zip(*(values.split(sizes) for values in found), strict=True)
-        known = [
-            replace(known, soft=SoftValues(*mine))
-            for known, mine in zip(inputs.known, split, strict=True)
-        ]
-        return replace(inputs, known=known)
+        return inputs.with_values(soft=[SoftValues(*mine) for mine in split])
 
     @torch.no_grad()
     def _with_advantages(
         self, inputs: PassInputs, minibatch: MinibatchShare, version: int
     ) -> PassInputs:
         """The inputs with advantages that depend on the logprobs of whole groups, by one pass."""
-        found = self._passes.all_values(inputs)
-        if not found:
-            return inputs
-        parts = [
-            self._tokens(batch, known, values, version)
-            for (batch, known), values in zip(inputs, found, strict=True)
-        ]
-        tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
-        advantages = self._objective.advantages(tokens).split([len(p.weights) for p in parts])
-        known = [
-            replace(known, advantages=mine)
-            for known, mine in zip(inputs.known, advantages, strict=True)
-        ]
-        return replace(inputs, known=known)
 
-    def _loss_step(
-        self,
-        version: int,
-        inputs: Iterator[PassInput],
-        model: torch.nn.Module,
-    ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-        batch, known = next(inputs)
-        return self._passes.hidden(batch, model), partial(self._loss, batch, version, known)
+        def read(batch: MicroBatch, prepared: Prepared, selected: Tensor) -> Tokens:
+            return self._tokens(batch, prepared, self._values(batch, prepared, selected), version)
+
+        parts = self._passes.forward_only(inputs, read)
+        if not parts:
+            return inputs
+        tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
+        found = self._objective.advantages(tokens).split([len(p.weights) for p in parts])
+        return inputs.with_values(advantages=found)
+
+    def _values(self, batch: MicroBatch, prepared: Prepared, selected: Tensor) -> TokenLogprobs:
+        return self._passes.compute_log_probs(batch, selected, prepared.reference_layer)
 
     def _tokens(
-        self, batch: MicroBatch, known: Known, values: TokenLogprobs, version: int
+        self, batch: MicroBatch, prepared: Prepared, values: TokenLogprobs, version: int
     ) -> Tokens:
         of_prompts = None
-        if self.value_head is not None and known.features is not None:
-            of_prompts = self.value_head.values(known.features)
+        if self.value_head is not None and prepared.features is not None:
+            of_prompts = self.value_head.values(prepared.features)
         return tokens_of(
             batch,
             values.logprobs,
-            known,
+            prepared,
             version=version,
             reference_kl=values.reference_kl,
             values=of_prompts,
         )
 
     def _loss(
-        self, batch: MicroBatch, version: int, known: Known, hidden: Tensor
+        self, batch: MicroBatch, version: int, prepared: Prepared, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        values = self._passes.values(batch, known, hidden)
+        values = self._values(batch, prepared, self._passes.select(batch, hidden))
         logprobs, entropy = values.logprobs, values.entropy
-        tokens = self._tokens(batch, known, values, version)
-        advantages = known.advantages
+        tokens = self._tokens(batch, prepared, values, version)
+        advantages = prepared.advantages
         if advantages is None:
             advantages = self._objective.advantages(tokens)
         result = self._objective.loss(tokens, advantages, entropy)
-        if self.value_head is not None and known.features is not None and _reports():
+        if self.value_head is not None and prepared.features is not None and _reports():
             residuals = advantages[first_tokens(batch.target_ends)]
-            self.value_head.add(known.features, residuals, is_counted=batch.group_of >= 0)
+            self.value_head.add(prepared.features, residuals, is_counted=batch.group_of >= 0)
         # For the mismatch: the trainer's logprobs before the batch's first update, if recomputed.
-        own = logprobs.detach() if known.proximal_logprobs is None else known.proximal_logprobs
+        own = (
+            logprobs.detach() if prepared.proximal_logprobs is None else prepared.proximal_logprobs
+        )
         if self._record is not None and _reports():
             self._record.keep(own, entropy, advantages)
         is_current = tokens.is_real & (tokens.lags == 0)

@@ -36,13 +36,13 @@ from megatron_rl.protocol.process import (
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.scored_reference import open_scored_reference
+from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.token_record import TokenRecord
+from megatron_rl.trainer.step_records import TokenRecord
 from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
@@ -82,12 +82,16 @@ def train(
         trainer.profile.begin_step(step + 1)
         weights.release()
         prepared = trainer.prepare(batch.minibatches, before_swap=weights.join)
-        metrics.add(trainer.reference_metrics)
+        metrics.add(trainer.reference.metrics if trainer.reference is not None else ())
         for minibatch in batch.minibatches:
-            # Taken out: what is known of a minibatch may be large, and is of no more use.
-            known = prepared.pop(0)
+            # Popped, since what was prepared for a minibatch may be large.
             metrics.add(
-                trainer.update(minibatch, version=step, known=known, before_step=weights.join)
+                trainer.update(
+                    minibatch,
+                    version=step,
+                    prepared=prepared.pop(0),
+                    before_step=weights.join,
+                )
             )
         trainer.gather()
         step += 1
@@ -113,8 +117,8 @@ def main(cfg: Config) -> None:
         control = open_control(cfg, policy)
         timeout_s = cfg.train.collective_timeout_s
         group = policy.backend.replica_group(cfg.parallel, timeout_s)
-        replica = FromLeader(group, control, timeout_s)
-        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
+        leader = Leader(group, control, timeout_s)
+        scorer = stack.enter_context(open_scorer(cfg, leader))
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
             refuse_overlap(
@@ -128,10 +132,10 @@ def main(cfg: Config) -> None:
             train=cfg.train,
             run_dir=cfg.run.dir,
             record=open_record(cfg),
-            reference=reference,
+            scorer=scorer,
         )
         with (
-            open_batches(cfg, replica) as batches,
+            open_batches(cfg, leader) as batches,
             open_checkpoints(cfg, control, policy, batches) as checkpoints,
             trainer.profile,
         ):
@@ -254,13 +258,13 @@ def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
     return bucketed(tensors, cfg.weights.bucket_bytes)
 
 
-def open_batches(cfg: Config, replica: FromLeader) -> BatchClient:
+def open_batches(cfg: Config, leader: Leader) -> BatchClient:
     """Client of the queue for this data-parallel rank."""
     return BatchClient(
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        replica=replica,
+        leader=leader,
         # Batches also wait for all evaluations of the version that was synced.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
         keys=load_keys(cfg.ports.keys_dir),

@@ -26,7 +26,7 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.trainer.loss_tokens import Known, tokens_of, whole_groups
+from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
 from megatron_rl.trainer.model.collate import collate
 from tests.rollout_queue.makers import make_prompt
 
@@ -191,16 +191,16 @@ def _gradient_of_groups(
     places = torch.tensor(tuples).flatten()
     if gold is not None:
         places = places - places % table.vocab + gold
-    known = Known(
+    prepared = Prepared(
         None if proximal is None else table.logprobs(proximal)[places].flatten(),
         None if reference is None else table.logprobs(reference)[places].flatten(),
     )
     objective = find_objective(cfg)
     members = len(tuples[0])
     if cfg.has_soft_value:
-        part = tokens_of(batch, torch.zeros(len(batch.weights)), known, version=0)
+        part = tokens_of(batch, torch.zeros(len(batch.weights)), prepared, version=0)
         whole = whole_groups([part], groups=len(groups), members=members, is_alone=True)
-        known = replace(known, soft=soft_values(whole, cfg.shaping.temperature))
+        prepared = replace(prepared, soft=soft_values(whole, cfg.shaping.temperature))
 
     def utility(leaf: Tensor) -> Tensor:
         logprobs = table.logprobs(leaf)[places].flatten()
@@ -208,7 +208,7 @@ def _gradient_of_groups(
         if objective.needs_reference_kl:
             kl = table.kl_of_positions(leaf, reference)[places].flatten()
         values = None if value is None else torch.full((len(sequences),), value)
-        tokens = tokens_of(batch, logprobs, known, version=0, reference_kl=kl, values=values)
+        tokens = tokens_of(batch, logprobs, prepared, version=0, reference_kl=kl, values=values)
         if objective.needs_groups:
             whole = whole_groups([tokens], groups=len(groups), members=members, is_alone=True)
             advantages = objective.advantages(whole)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.correction import CORRECTIONS
+from megatron_rl.algorithms.importance_ratio import CORRECTIONS
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.policy_loss import POLICY_LOSSES
 from megatron_rl.algorithms.tokens import Segments, Tokens

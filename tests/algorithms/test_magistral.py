@@ -11,7 +11,7 @@ from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.trainer.loss_tokens import NOTHING, tokens_of
+from megatron_rl.trainer.loss_inputs import Prepared, tokens_of
 from megatron_rl.trainer.model.collate import collate
 from tests.obvious_losses import clipped_loss
 from tests.rollout_queue.makers import make_group
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_that_were_stored() -> None:
     batch = collate(sequences())
     logprobs = torch.tensor(numbers("trainer_logprobs"), requires_grad=True)
     old = torch.tensor(numbers("generator_logprobs"))
-    tokens = tokens_of(batch, logprobs, NOTHING, version=0)
+    tokens = tokens_of(batch, logprobs, Prepared(), version=0)
     tokens = tokens.__class__(**(vars(tokens) | {"generator_logprobs": old}))
     objective = find_objective(CFG)
     result = objective.loss(tokens, objective.advantages(tokens), torch.zeros_like(old))

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.reference import Reference
+from megatron_rl.trainer.reference import EmaReference, Teacher
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 
@@ -139,9 +139,9 @@ def losses_beside_reference(overrides: list[str]) -> tuple[list[float], list[tor
         trainer = Trainer(policy, find_objective(algorithm), cfg.optimizer, 5)
         found, logprobs = [], []
         for _ in range(5):
-            (known,) = trainer.prepare([make_share()])
-            logprobs.append(known[0].reference_logprobs.cpu())
-            metrics = trainer.update(make_share(), version=0, known=known)
+            (prepared,) = trainer.prepare([make_share()])
+            logprobs.append(prepared[0].reference_logprobs.cpu())
+            metrics = trainer.update(make_share(), version=0, prepared=prepared)
             trainer.gather()
             found.append(next(m.value for m in metrics if m.name == "train/loss"))
     return found, logprobs
@@ -161,7 +161,6 @@ def divergences_from_teacher(overrides: list[str], folder: str) -> tuple[list[fl
     from megatron_rl.algorithms.objective import find_objective
     from megatron_rl.trainer.model.policy import open_policy
     from megatron_rl.trainer.step import Trainer
-    from megatron_rl.trainer.teacher import Teacher
 
     given = ["algorithm.preset=distill", f"algorithm.reference.policy={folder}"]
     given += [f"algorithm.kl.{each}" for each in ("placement=loss", "estimator=exact")]
@@ -171,8 +170,8 @@ def divergences_from_teacher(overrides: list[str], folder: str) -> tuple[list[fl
         assert isinstance(trainer.reference, Teacher)
         found = []
         for _ in range(5):
-            (known,) = trainer.prepare([make_share()])
-            metrics = trainer.update(make_share(), version=0, known=known)
+            (prepared,) = trainer.prepare([make_share()])
+            metrics = trainer.update(make_share(), version=0, prepared=prepared)
             trainer.gather()
             metric = next(m for m in metrics if m.name == "train/reference_kl")
             found.append(metric.value / metric.count)
@@ -247,7 +246,7 @@ def test_fused_adam_steps_like_torch_adamw() -> None:
 def swap_of_a_reference(overrides: list[str]) -> tuple[bool, bool, float]:
     """Whether all copies are pinned, whether the policy is as before, and the reference's error."""
     with open_policy(load_config(None, overrides)) as policy:
-        reference = Reference(policy, decay=0.5)
+        reference = EmaReference(policy, decay=0.5)
         pinned = all(copy.is_pinned() for copy in (*reference._own, *reference._weights))
         parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
         start = [p.detach().clone() for p in parameters]

@@ -42,7 +42,7 @@ from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
 from megatron_rl.rollout_queue.stall import LoopClock
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.weights.sync.control import Control
 from tests.generation.tiny_model import write_tokenizer
 from tests.lossy_router import LINKS, Loss, LossyRouter
@@ -194,7 +194,7 @@ class Trainer:
     def _run(self) -> None:
         with BatchClient(
             f"127.0.0.1:{self.port}", dp_rank=0, dp_size=1,
-            replica=FromLeader(dist.group.WORLD, Control(dist.group.WORLD)), timeout_s=25,
+            leader=Leader(dist.group.WORLD, Control(dist.group.WORLD)), timeout_s=25,
         ) as batches:  # fmt: skip
             step = 0
             self.generators.sync(0)

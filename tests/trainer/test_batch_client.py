@@ -18,8 +18,8 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
-from megatron_rl.trainer.leader import PIECE_BYTES, FromLeader
-from megatron_rl.weights.sync.control import Control
+from megatron_rl.trainer.leader import Leader
+from megatron_rl.weights.sync.control import PIECE_BYTES, Control, broadcast
 from tests.distributed import run_ranks
 from tests.ports import free_port
 
@@ -44,7 +44,7 @@ def serve_or_fetch(port: int) -> list:
         f"127.0.0.1:{port}",
         dp_rank=3,
         dp_size=4,
-        replica=FromLeader(group, Control(group)),
+        leader=Leader(group, Control(group)),
         timeout_s=20,
     ) as batches:
         batches.announce(0, is_final=False)
@@ -106,15 +106,14 @@ def receive_in_pieces(payload_bytes: int) -> tuple[bool, float]:
     """Whether the frame arrived whole, and this rank's peak of memory meanwhile over its size."""
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    replica = FromLeader(group, Control(group))
     frame = None
-    if replica.is_leader:
+    if group.rank() == 0:
         frame = bytearray(payload_bytes)
         frame[PIECE_BYTES - 1], frame[-1] = 3, 4
-    replica.broadcast(bytearray(1) if replica.is_leader else None)  # what a first one allocates
+    broadcast(bytearray(1) if group.rank() == 0 else None, group)  # what a first one allocates
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
     before = peak_bytes()
-    received = replica.broadcast(frame)
+    received = broadcast(frame, group)
     grown = peak_bytes() - before
     dist.barrier()
     is_whole = len(received) == payload_bytes

@@ -30,7 +30,7 @@ from megatron_rl.rollout_queue.trainer_requests import BatchRequests
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.guard import read_skipped
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
@@ -276,7 +276,7 @@ def run_loop(
             f"127.0.0.1:{port}",
             dp_rank=0,
             dp_size=1,
-            replica=FromLeader(parallel_state.get_model_parallel_group(), baseline),
+            leader=Leader(parallel_state.get_model_parallel_group(), baseline),
             timeout_s=20,
         ) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.sequence_cost import SequenceCost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
-from megatron_rl.trainer.metrics import StepMetrics
-from megatron_rl.trainer.utilisation import Utilisation
+from megatron_rl.trainer.metrics import StepMetrics, Utilisation
 from tests.distributed import run_ranks
 
 VALUES = {

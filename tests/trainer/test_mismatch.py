@@ -110,8 +110,8 @@ def metrics_of_stages(cfg: Config, temperatures: list[float]) -> list[dict[str, 
         found = []
         for temperature in temperatures:
             share = as_sampled(my_share(40, temperature=temperature), cfg.model.path)
-            known = trainer.prepare([share])[0]
-            metrics = trainer.update(share, version=0, known=known)
+            prepared = trainer.prepare([share])[0]
+            metrics = trainer.update(share, version=0, prepared=prepared)
             found.append({m.name: m.value / (m.count or 1) for m in metrics})
         return found
 

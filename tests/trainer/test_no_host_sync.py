@@ -18,7 +18,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.tree import Config
-from megatron_rl.trainer.loss_tokens import Known
+from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.policy import Policy, open_policy
@@ -47,11 +47,11 @@ class DeviceAlone(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def everything_known(batch: MicroBatch, hidden: int, weight: torch.Tensor) -> Known:
+def everything_prepared(batch: MicroBatch, hidden: int, weight: torch.Tensor) -> Prepared:
     """Of a microbatch, all that an objective may read."""
     tokens, sequences = torch.empty(len(batch.targets), device=META), len(batch.group_of)
     values = torch.empty(sequences, device=META)
-    return Known(
+    return Prepared(
         proximal_logprobs=tokens,
         reference_logprobs=tokens,
         reference_layer=ReferenceLayer(tokens.new_empty(len(tokens), hidden), weight),
@@ -74,13 +74,13 @@ def loss_on_meta(policy: Policy, cfg: Config, given: dict[str, Any]) -> tuple[in
     if trainer.value_head is not None:
         trainer.value_head = ValueHead(width, 1e-2, META)
     hidden = torch.empty(1, batch.tokens.shape[1], width, device=META, requires_grad=True)
-    known = everything_known(batch, width, torch.empty_like(weight))
+    prepared = everything_prepared(batch, width, torch.empty_like(weight))
     if not algorithm.kl.is_exact:
-        known = dataclasses.replace(known, reference_layer=None)
+        prepared = dataclasses.replace(prepared, reference_layer=None)
     if not trainer._objective.needs_groups:
-        known = dataclasses.replace(known, advantages=None)
+        prepared = dataclasses.replace(prepared, advantages=None)
     with DeviceAlone():
-        loss, _, report = trainer._loss(batch, 0, known, hidden)
+        loss, _, report = trainer._loss(batch, 0, prepared, hidden)
         loss.backward()
     layer.weight = kept
     return len(report), hidden.grad is not None

@@ -31,13 +31,13 @@ def two_updates(cfg: Config) -> dict:
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 2, train=cfg.train)
         share = my_share(40)
-        known = trainer.prepare([share, share])
-        old, same = ([k.proximal_logprobs for k in minibatch] for minibatch in known)
+        prepared = trainer.prepare([share, share])
+        old, same = ([k.proximal_logprobs for k in minibatch] for minibatch in prepared)
         found = {"old": old, "is_same": all(map(torch.equal, old, same))}
-        for number, minibatch_known in enumerate(known):
+        for number, minibatch_prepared in enumerate(prepared):
             own = trainer.prepare([share])[0]
             found[f"own_{number}"] = [k.proximal_logprobs for k in own]
-            metrics = trainer.update(share, version=0, known=minibatch_known)
+            metrics = trainer.update(share, version=0, prepared=minibatch_prepared)
             found[f"metrics_{number}"] = {metric.name: metric.value for metric in metrics}
         return found
 

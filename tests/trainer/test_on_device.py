@@ -16,8 +16,8 @@ from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.trainer.loss_metrics import SumsLayout
-from megatron_rl.trainer.loss_tokens import Known, tokens_of, whole_groups
+from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
+from megatron_rl.trainer.metrics import SumsLayout
 from megatron_rl.trainer.model.collate import MicroBatch, collate
 from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs
@@ -61,11 +61,11 @@ def devices_of_a_step(preset: str) -> set[str]:
     tokens, sequences = (rows(n, dtype=torch.float32).detach() for n in (
         len(batch.targets), len(batch.target_ends)
     ))  # fmt: skip
-    known = Known(proximal_logprobs=tokens, reference_logprobs=tokens)
+    prepared = Prepared(proximal_logprobs=tokens, reference_logprobs=tokens)
     if objective.cfg.has_soft_value:
-        known = replace(known, soft=SoftValues(sequences, sequences))
+        prepared = replace(prepared, soft=SoftValues(sequences, sequences))
     seen = tokens_of(
-        batch, values.logprobs, known, version=1, reference_kl=values.reference_kl,
+        batch, values.logprobs, prepared, version=1, reference_kl=values.reference_kl,
         values=sequences,
     )  # fmt: skip
     whole = seen

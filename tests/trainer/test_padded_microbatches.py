@@ -18,8 +18,8 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.build import build_frozen
 from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.reference import Teacher
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
@@ -73,13 +73,13 @@ def one_step(cfg: Config) -> dict:
         trainer = Trainer(policy, objective, cfg.optimizer, 2, train=cfg.train)
         share = my_share(BUDGET, has_groups=True)
         exchanges = count_shape_exchanges()
-        (known,) = trainer.prepare([share])
+        (prepared,) = trainer.prepare([share])
         sent: list[Tensor] = []
         for chunk in policy.chunks:
             chunk.register_forward_hook(lambda module, inputs, output: sent.append(output))
-        totals = trainer.accumulate(share, version=0, known=known)
+        totals = trainer.accumulate(share, version=0, prepared=prepared)
         gradients = [p.main_grad.clone() for c in policy.chunks for p in c.parameters()]
-        metrics = trainer.update(share, version=0, known=known)
+        metrics = trainer.update(share, version=0, prepared=prepared)
         sizes = {batch.tokens.shape[1] for batch, _ in trainer._passes.inputs(share)}
         lengths = [sum(len(s.token_ids) for s in batch) for batch in share.microbatches]
         return {
@@ -90,8 +90,8 @@ def one_step(cfg: Config) -> dict:
             "microbatches": lengths,
             "sums": totals.sums,
             "gradients": torch.cat([g.flatten() for g in gradients]),
-            "reference": [k.reference_logprobs for k in known],
-            "own": [k.proximal_logprobs for k in known],
+            "reference": [k.reference_logprobs for k in prepared],
+            "own": [k.proximal_logprobs for k in prepared],
             "metrics": {m.name: (m.value, m.count) for m in metrics},
         }
 
@@ -192,10 +192,10 @@ def teachers_logprobs(cfg: Config) -> tuple[list[Tensor | None], set[int]]:
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1, train=cfg.train)
         assert isinstance(trainer.reference, Teacher)
         share = my_share(BUDGET)
-        (known,) = trainer.prepare([share])
+        (prepared,) = trainer.prepare([share])
         inputs = trainer.reference._passes.inputs(share)
         sizes = {batch.tokens.shape[1] for batch, _ in inputs}
-        return [k.reference_logprobs for k in known], sizes
+        return [k.reference_logprobs for k in prepared], sizes
 
 
 def test_a_teachers_microbatches_are_not_padded(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -81,13 +81,13 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, dict[str, torch.Tens
             # Away from the reference, and from the logprobs before the batch.
             has_gold = name.startswith("jepo")
             share = my_share(budget_tokens, has_gold=has_gold, temperature=TEMPERATURE)
-            known = trainer.prepare([share])[0]
+            prepared = trainer.prepare([share])[0]
             if (head := trainer.value_head) is not None:
                 head.restore({"weights": torch.linspace(-1, 1, HIDDEN + 1), "moments": {}})
             with torch.no_grad():
                 for parameter in parameters.values():
                     parameter.mul_(1.2)
-            sums = trainer.accumulate(share, version=0, known=known).sums
+            sums = trainer.accumulate(share, version=0, prepared=prepared).sums
             with torch.no_grad():
                 for parameter in parameters.values():
                     parameter.copy_(parameter.main_grad)

@@ -11,11 +11,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import MinibatchShare
-from megatron_rl.trainer.loss_tokens import Known
+from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.reference import Reference, open_reference
+from megatron_rl.trainer.reference import SwappedReference, Teacher, open_reference
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.teacher import Teacher
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import PLAIN, write_model
@@ -46,13 +45,13 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
         found: dict[str, object] = {"start": trainer.logprobs(share), "after": []}
         weights = []
         for _ in range(2):
-            known = prepare_watched(trainer, share, found)
-            found["reference"] = [k.reference_logprobs for k in known]
-            trainer.update(share, version=0, known=known)
+            prepared = prepare_watched(trainer, share, found)
+            found["reference"] = [k.reference_logprobs for k in prepared]
+            trainer.update(share, version=0, prepared=prepared)
             trainer.gather()
             weights.append([p.detach().clone() for p in policy.chunks[0].parameters()])
-        known = trainer.prepare([share])[0]
-        found["last"] = [k.reference_logprobs for k in known]
+        prepared = trainer.prepare([share])[0]
+        found["last"] = [k.reference_logprobs for k in prepared]
         kept = list(policy.chunks[0].parameters())
         found["is_kept"] = all(map(torch.equal, kept, weights[-1]))
         found["moved"] = trainer.logprobs(share)
@@ -63,7 +62,7 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
 
 def prepare_watched(
     trainer: Trainer, share: MinibatchShare, found: dict[str, object]
-) -> list[Known]:
+) -> list[Prepared]:
     """Notes how often the parameters were written before `before_swap`, and by the end."""
     parameters = list(trainer.policy.chunks[0].parameters())
 
@@ -71,10 +70,10 @@ def prepare_watched(
         return sum(parameter._version for parameter in parameters)
 
     started, at_swap = writes(), []
-    known = trainer.prepare([share], before_swap=lambda: at_swap.append(writes()))[0]
+    prepared = trainer.prepare([share], before_swap=lambda: at_swap.append(writes()))[0]
     found["writes before swaps"] = [each - started for each in at_swap]
     found["writes"] = (writes() - started) / len(parameters)
-    return known
+    return prepared
 
 
 def transformers_logprobs(folder: Path) -> list[torch.Tensor]:
@@ -128,7 +127,7 @@ def test_a_moving_average_follows_the_weights(folders: tuple[Path, Path]) -> Non
 
 def first_weights(cfg: Config) -> list[torch.Tensor]:
     with open_policy(cfg) as policy:
-        return Reference(policy)._weights
+        return SwappedReference(policy)._weights
 
 
 def open_of_other_tokens(cfg: Config) -> str:
@@ -195,8 +194,8 @@ def reference_after_two_updates_of_a_teacher(cfg: Config) -> list[torch.Tensor]:
         assert isinstance(trainer.reference, Teacher)
         share = my_share(1000)
         for _ in range(2):
-            known = trainer.prepare([share])[0]
-            trainer.update(share, version=0, known=known)
+            prepared = trainer.prepare([share])[0]
+            trainer.update(share, version=0, prepared=prepared)
             trainer.gather()
         found = [k.reference_logprobs for k in trainer.prepare([share])[0]]
         return [logprobs for logprobs in found if logprobs is not None]
@@ -211,8 +210,8 @@ def reference_kl_of_update(cfg: Config) -> list[tuple[float, float]]:
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
         shares = [my_share(25, temperature=TEMPERATURE)] * 2
         found = []
-        for share, known in zip(shares, trainer.prepare(shares), strict=True):
-            metrics = {m.name: m for m in trainer.update(share, version=0, known=known)}
+        for share, prepared in zip(shares, trainer.prepare(shares), strict=True):
+            metrics = {m.name: m for m in trainer.update(share, version=0, prepared=prepared)}
             metric = metrics["train/reference_kl"]
             found.append((metric.value, metric.count))
             trainer.gather()

@@ -25,12 +25,11 @@ from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer import scoring_client
-from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.scored_reference import ScoredReference, open_scored_reference
-from megatron_rl.trainer.scoring_client import ScoringClient
+from megatron_rl.trainer.reference import ScoredReference, Teacher
+from megatron_rl.trainer.scoring_client import ScoringClient, open_scorer
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.export import export_tensors
 from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
@@ -208,20 +207,20 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
         baseline = Control(policy.backend.host_group(60))
-        replica = FromLeader(policy.backend.replica_group(cfg.parallel, 60), baseline)
-        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
+        leader = Leader(policy.backend.replica_group(cfg.parallel, 60), baseline)
+        opened = stack.enter_context(open_scorer(cfg, leader))
         objective = find_objective(cfg.algorithm)
-        trainer = Trainer(policy, objective, cfg.optimizer, 1, reference=reference)
+        trainer = Trainer(policy, objective, cfg.optimizer, 1, scorer=opened)
         wanted = ScoredReference if cfg.algorithm.needs_scorer else Teacher
         assert isinstance(trainer.reference, wanted)
-        if reference is not None and reference._client is not None:
+        if opened is not None and opened.client is not None:
             # The scorer serves the next test, too.
-            reference._client.stop = lambda: None
+            opened.client.stop = lambda: None
         share = my_share(budget_tokens)
         minibatches = [share, MinibatchShare([*share.microbatches, []], groups=3, members=3)]
-        known = trainer.prepare(minibatches)
-        for minibatch, each in zip(minibatches, known, strict=True):
-            trainer.accumulate(minibatch, version=0, known=each)
+        prepared = trainer.prepare(minibatches)
+        for minibatch, each in zip(minibatches, prepared, strict=True):
+            trainer.accumulate(minibatch, version=0, prepared=each)
         with torch.no_grad():
             for chunk in policy.chunks:
                 for parameter in chunk.parameters():

@@ -17,8 +17,8 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.forward_backward import output_weight
 from megatron_rl.trainer.model.collate import MicroBatch
-from megatron_rl.trainer.model.last_stage import output_weight
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
@@ -205,8 +205,8 @@ def most_alive(cfg: Config) -> tuple[int, int]:
 
         trainer._passes._microbatch = counted
         share = my_share(10, has_groups=True)
-        (known,) = trainer.prepare([share])
-        trainer.update(share, version=0, known=known)
+        (prepared,) = trainer.prepare([share])
+        trainer.update(share, version=0, prepared=prepared)
         return len(alive), max(alive)
 
 
@@ -225,7 +225,7 @@ def dtype_and_head_gradients(cfg: Config) -> tuple[torch.dtype, list[torch.Tenso
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
         share, [chunk] = my_share(20), policy.chunks
         batch, _ = next(iter(trainer._passes.inputs(share)))
-        hidden = trainer._passes.hidden(batch, chunk)
+        hidden = trainer._passes.forward(batch, chunk)
         found = []
         for is_fused in (True, False):
             unwrap(chunk).config.gradient_accumulation_fusion = is_fused

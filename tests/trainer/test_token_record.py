@@ -17,7 +17,7 @@ from megatron_rl.protocol.trained_tokens import TrainedTokens, read_trained, tra
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.token_record import TokenRecord
+from megatron_rl.trainer.step_records import TokenRecord
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import PLAIN, write_model

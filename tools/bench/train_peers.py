@@ -139,8 +139,8 @@ def objective_loops(
     )
 
     def step(trainer: Trainer) -> None:
-        (known,) = trainer.prepare([share])
-        trainer.update(share, version=0, known=known)
+        (prepared,) = trainer.prepare([share])
+        trainer.update(share, version=0, prepared=prepared)
 
     loops: dict[str, Callable[[], object]] = {}
     for name, given in ({train_figures.PLAIN: {}} | train_figures.MORE_PASSES).items():

@@ -23,7 +23,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.trainer.model.last_stage import output_weight
+from megatron_rl.trainer.forward_backward import output_weight
 from megatron_rl.trainer.model.logprobs import OutputLayer
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.sft import share_of

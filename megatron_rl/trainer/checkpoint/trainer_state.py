@@ -30,6 +30,7 @@ from megatron_rl.trainer.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.reference import EmaReference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 
@@ -118,7 +119,7 @@ def _average_state(trainer: Trainer) -> dict[str, Any]:
     """State of a moving-average reference, in float32; nothing for other references, which a
     resumed run reads again from their source."""
     reference = trainer.reference
-    if reference is None or not reference.is_average:
+    if not isinstance(reference, EmaReference):
         return {}
     with reference.lent():
         state = {
@@ -133,7 +134,7 @@ def _average_state(trainer: Trainer) -> dict[str, Any]:
 
 def _restore_average(trainer: Trainer, loaded: dict[str, Any]) -> None:
     reference = trainer.reference
-    if reference is None or not reference.is_average:
+    if not isinstance(reference, EmaReference):
         return
     with reference.lent():
         for name, chunk in _chunks(trainer.policy).items():

@@ -4,7 +4,7 @@ Runs in trainer ranks. The only place that converts between "this position predi
 and "this token": the output at `loss_positions[i]` predicts `targets[i]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_rl.backend.folding import Folding
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.trainer.model.shared_prompts import share_prompts
+
+FILL_TOKENS = 512
+"""Positions of a filling sequence, at most: attention costs the square of a length."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class MicroBatch:
     """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
     Their positions and targets are their own, all else is that of the microbatch."""
     filling: int = 0
-    """Positions at its end that give it the size of the others (`filling.py`)."""
+    """Positions at its end that give it the size of the others (`fill`)."""
     temperature: float = 1.0
     """As in MinibatchShare."""
 
@@ -119,6 +121,55 @@ def collate(
     )
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Sequences laid end to end without their last tokens, and the positions they share."""
+
+    lengths: list[int]
+    """Rows of each sequence."""
+    tokens: np.ndarray
+    """[rows] int32."""
+    positions: np.ndarray
+    """[rows] int64: the position that holds the row's token and all before it in its sequence."""
+    rows: np.ndarray
+    """[positions] int64: the first row of each position."""
+    loss_positions: np.ndarray
+    """[completion tokens] int64: the position that predicts each."""
+
+
+def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> Shared:
+    """Positions in the order of the sequences.
+
+    multiple: the count of positions is padded up to a multiple of it by a separate sequence.
+    """
+    prompts: dict[bytes, np.ndarray] = {}
+    rows, positions, loss_positions = [], [], []
+    count = 0
+    for sequence in sequences:
+        prompt, n_targets = sequence.prompt_length, len(sequence.token_ids) - sequence.prompt_length
+        row_tokens = sequence.token_ids[: prompt + max(n_targets - 1, 0)]
+        key = row_tokens[:prompt].tobytes()
+        if key not in prompts:
+            prompts[key] = np.arange(count, count + prompt)
+            count += prompt
+        own = np.arange(count, count + len(row_tokens) - prompt)
+        count += len(own)
+        rows.append(row_tokens)
+        positions.append(np.concatenate([prompts[key], own]))
+        loss_positions.append(positions[-1][prompt - 1 : prompt - 1 + n_targets])
+    if missing := -count % multiple:
+        rows.append(np.zeros(missing, np.int32))
+        positions.append(np.arange(count, count + missing))
+    flat = np.concatenate(positions)
+    return Shared(
+        lengths=[len(row) for row in rows],
+        tokens=np.concatenate(rows),
+        positions=flat,
+        rows=np.unique(flat, return_index=True)[1],
+        loss_positions=np.concatenate(loss_positions),
+    )
+
+
 def _collate_shared(sequences: list[TrainSequence], multiple: int) -> MicroBatch:
     shared = share_prompts(sequences, multiple=multiple)
     starts = np.concatenate([[0], np.cumsum(shared.lengths)])
@@ -182,6 +233,49 @@ def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:
         places=is_here.nonzero()[:, 0],
         expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
     )
+
+
+def fill(batch: MicroBatch, positions: int, *, vocab: int) -> MicroBatch:
+    """The microbatch with `positions` positions. vocab: token ids are below it.
+
+    Raises InputError for one that has more.
+    """
+    has = batch.tokens.shape[1]
+    check_fits(has, positions)
+    missing = positions - has
+    if not missing:
+        return batch
+    assert batch.folding is None and batch.places is None
+    lengths = torch.full((-(-missing // FILL_TOKENS),), FILL_TOKENS)
+    lengths[-1] = missing - FILL_TOKENS * (len(lengths) - 1)
+    # The tokens of the sequences once more: the same one everywhere would reach the same experts,
+    # and one that no sequence has could set the scale of a tensor in FP8.
+    is_empty = bool((batch.group_of < 0).all())
+    ids = torch.arange(vocab) if is_empty else batch.tokens[0]
+    filling = ids.repeat(-(-missing // len(ids)))[:missing]
+    ends = batch.sequence_starts[-1] + lengths.cumsum(0)
+    choices = batch.expert_choices
+    if choices is not None:
+        choices = torch.cat([choices, choices.new_full((missing, choices.shape[1]), -1)])
+    return replace(
+        batch,
+        tokens=torch.cat([batch.tokens[0], filling])[None],
+        position_ids=torch.cat([batch.position_ids[0], torch.arange(missing) % FILL_TOKENS])[None],
+        sequence_starts=torch.cat([batch.sequence_starts, ends.int()]),
+        longest=max(batch.longest, int(lengths.max())),
+        expert_choices=choices,
+        filling=missing,
+    )
+
+
+def check_fits(tokens: int, positions: int) -> None:
+    """Raise InputError for sequences that take more than the positions of a microbatch."""
+    if tokens > positions:
+        raise InputError(
+            f"expert.train.pad_microbatches=true: sequences of {tokens} tokens do not fit into the "
+            f"{positions} positions of a microbatch; raise train.microbatch_tokens to at least "
+            f"{tokens}, or leave longer ones out"
+        )
 
 
 def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:

@@ -11,6 +11,23 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+PIECE_BYTES = 64 << 20
+"""A frame is broadcast in pieces of at most this size."""
+
+
+def broadcast(frame: bytearray | None, group: dist.ProcessGroup) -> bytearray:
+    """The frame of the group's first rank, on all its ranks; the other ranks pass None.
+
+    Each rank holds the frame once. Collective over the group, whose tensors lie in host memory.
+    """
+    source = dist.get_global_rank(group, 0)
+    size = torch.tensor([len(frame or b"")])
+    dist.broadcast(size, src=source, group=group)
+    received = bytearray(int(size)) if frame is None else frame
+    if received:
+        for piece in torch.frombuffer(received, dtype=torch.uint8).split(PIECE_BYTES):
+            dist.broadcast(piece, src=source, group=group)
+    return received
 
 
 class Control:
@@ -24,14 +41,8 @@ class Control:
 
     def share(self, value: Any, kind: type[T]) -> T:
         """Rank 0's value on every rank; what the others give is ignored."""
-        frame = msgspec.msgpack.encode(value) if self.rank == 0 else b""
-        size = torch.tensor([len(frame)])
-        dist.broadcast(size, src=0, group=self._group)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0:
-            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        dist.broadcast(payload, src=0, group=self._group)
-        return msgspec.msgpack.decode(payload.numpy().tobytes(), type=kind)
+        frame = bytearray(msgspec.msgpack.encode(value)) if self.rank == 0 else None
+        return msgspec.msgpack.decode(broadcast(frame, self._group), type=kind)
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """The values of all ranks, in their order, on every rank."""

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from megatron_rl.trainer.checkpoint.boxes import boxes_of, runs_as_boxes
+from megatron_rl.trainer.checkpoint.optimizer_state import boxes_of, runs_as_boxes
 
 ROWS, COLUMNS = 6, 5
 

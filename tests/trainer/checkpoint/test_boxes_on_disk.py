@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
-from megatron_rl.trainer.checkpoint.boxes import boxes_of
-from megatron_rl.trainer.checkpoint.optimizer_state import _by_parameter
+from megatron_rl.trainer.checkpoint.optimizer_state import _by_parameter, boxes_of
 from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model

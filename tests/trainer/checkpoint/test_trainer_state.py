@@ -39,8 +39,8 @@ def take_steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, flo
     taken = []
     for step in range(first, last):
         share = my_share(30, seed=step)
-        known = trainer.prepare([share])[0]
-        values = {m.name: m.value for m in trainer.update(share, version=0, known=known)}
+        prepared = trainer.prepare([share])[0]
+        values = {m.name: m.value for m in trainer.update(share, version=0, prepared=prepared)}
         taken.append((values["train/loss"], values["train/grad_norm"], values["train/lr"]))
     return taken
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig, TrainConfig
-from megatron_rl.trainer.model.collate import collate
-from megatron_rl.trainer.model.filling import PIECE, check_fits, fill
+from megatron_rl.trainer.model.collate import FILL_TOKENS as PIECE
+from megatron_rl.trainer.model.collate import check_fits, collate, fill
 from megatron_rl.trainer.model.policy import Policy
 from tests.tiny_batches import VOCAB, make_sequences
 

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.trainer.model.collate import collate
-from megatron_rl.trainer.model.shared_prompts import share_prompts
+from megatron_rl.trainer.model.collate import collate, share_prompts
 from tests.trainer.model.test_collate import make_sequence
 
 

@@ -1,4 +1,4 @@
-"""Inputs of a loss from microbatches: completion tokens, with all logprobs that it reads.
+"""Inputs of a loss: the completion tokens of microbatches, with all values that the loss reads.
 
 Used by trainer ranks of the last pipeline stage.
 """
@@ -16,33 +16,29 @@ from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.divergence import ReferenceLayer
-from megatron_rl.trainer.model.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Known:
-    """Results of earlier passes for a microbatch; per token: [completion tokens]."""
+class Prepared:
+    """Values of a microbatch from before its gradient; per token: [completion tokens]."""
 
     proximal_logprobs: Tensor | None = None
     """The trainer's own, before the batch's first update."""
     reference_logprobs: Tensor | None = None
     reference_layer: ReferenceLayer | None = None
-    """On the host; hidden states of this context rank's own tokens."""
+    """In host memory; hidden states of this context rank's own tokens."""
     features: Tensor | None = None
-    """[sequences, hidden + 1] of prompts, from which their values are computed."""
+    """[sequences, hidden + 1] of prompts: the value head's input."""
     soft: SoftValues | None = None
     """One value per sequence, from its whole group."""
     advantages: Tensor | None = None
-    """Advantages that depend on the policy; None: the queue's, or a shaping without groups."""
-
-
-NOTHING = Known()
+    """Advantages that depend on the policy and on whole groups; None: the loss computes them."""
 
 
 def tokens_of(
     batch: MicroBatch,
     logprobs: Tensor,
-    known: Known,
+    prepared: Prepared,
     *,
     version: int,
     reference_kl: Tensor | None = None,
@@ -50,13 +46,13 @@ def tokens_of(
 ) -> Tokens:
     """Inputs of one microbatch; logprobs, reference_kl: [completion tokens], of the current policy.
 
-    values: [sequences], of their prompts, where they are not in known.soft.
+    values: [sequences], of the value head, where prepared.soft has none.
     """
     shares = None
-    if known.soft is not None:
-        values, shares = known.soft
+    if prepared.soft is not None:
+        values, shares = prepared.soft
     segments = Segments(batch.sequence_of, batch.target_ends, batch.group_of, batch.member_of)
-    proximal = known.proximal_logprobs
+    proximal = prepared.proximal_logprobs
     # Nobody sampled a reference answer: its ratios are 1.
     own = logprobs.detach()
     is_real = segments.spread(batch.group_of) >= 0
@@ -73,7 +69,7 @@ def tokens_of(
         segments=segments,
         is_gold=batch.is_gold,
         proximal_logprobs=None if proximal is None else own.where(batch.is_gold, proximal),
-        reference_logprobs=known.reference_logprobs,
+        reference_logprobs=prepared.reference_logprobs,
         reference_kl=reference_kl,
         values=None if values is None else segments.spread(values),
         effective_shares=None if shares is None else segments.spread(shares),
@@ -120,22 +116,17 @@ def _sum_over_data_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def whole_values(values: TokenLogprobs, batch: MicroBatch) -> TokenLogprobs:
-    """Values of all completion tokens of the microbatch from this context rank's tokens."""
-    return TokenLogprobs(*(None if v is None else whole(v, batch) for v in values))
-
-
-def whole(values: Tensor, batch: MicroBatch) -> Tensor:
+def gather_context(values: Tensor, batch: MicroBatch) -> Tensor:
     """[completion tokens of the microbatch] from this context rank's tokens; differentiable.
 
     Every context rank then computes the whole loss, whose gradient reaches its own tokens.
     """
     if batch.places is None:
         return values
-    return _Whole.apply(values, batch.places, len(batch.weights))
+    return _GatherContext.apply(values, batch.places, len(batch.weights))
 
 
-class _Whole(torch.autograd.Function):
+class _GatherContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(places)

@@ -1,21 +1,31 @@
-"""Collects a step's values of each token, and writes them next to the recorded rollouts.
+"""Files about single steps: values of each token (`TokenRecord`) and profiles (`StepProfile`).
 
-Runs in trainer ranks; the ranks whose losses count write, one per data-parallel replica.
-`protocol/trained_tokens.py` has the format.
+Runs in trainer ranks.
 """
 
+import logging
 from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
+from torch.profiler import profile
 
+from megatron_rl.backend.profiling import recorded_activities
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.trained_tokens import TrainedTokens, write_trained
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
+log = logging.getLogger(__name__)
+
 
 class TokenRecord:
-    """Values of the batch in training."""
+    """Values of each token of a batch, written next to the recorded rollouts.
+
+    The ranks whose losses count write, one per data-parallel replica. `protocol/trained_tokens.py`
+    has the format.
+    """
 
     def __init__(self, run_dir: Path, dp_rank: int) -> None:
         self._run_dir = run_dir
@@ -50,6 +60,47 @@ class TokenRecord:
             write_trained(self._run_dir, step, self._dp_rank, rollouts, ends, found)
         self._rollouts.clear()
         self._found.clear()
+
+
+class StepProfile(Closing):
+    """A trace by torch's profiler (`train.profile_steps`, `sft.profile_steps`), for Perfetto.
+
+    From the start of the first step to the start of the step after the last. One rank of each
+    pipeline stage writes a file below RUN/profile/.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+        """steps: first and last, counted from 1; None records nothing."""
+        self._steps, self._folder = steps, folder
+        self._profile: profile | None = None
+
+    def begin_step(self, step: int) -> None:
+        """The batch of `step` comes next."""
+        if self._steps is None or not _writes_profile():
+            return
+        first, last = self._steps
+        if self._profile is None and first <= step <= last:
+            self._profile = profile(activities=recorded_activities())
+            self._profile.start()
+        elif step > last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded."""
+        if self._profile is None:
+            return
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        path = self._folder / f"stage_{stage}.json"
+        recorded.export_chrome_trace(str(path))
+        log.info("wrote the profile of steps %s: %s", self._steps, path)
+
+
+def _writes_profile() -> bool:
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _is_recorded(sequence: TrainSequence) -> bool:
