@@ -14,8 +14,7 @@ import pytest
 
 from generation import sglang_cpu
 from generation.engine import EngineError
-from generation.sglang_answers import read_ended
-from generation.sglang_direct import DirectRequests
+from generation.sglang_direct import DirectRequests, read_ended
 from generation.sglang_messages import (
     Abort,
     Ended,
