@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from generation import sglang_cpu
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -1,8 +1,7 @@
 """Requests to SGLang's scheduler over a socket of our own, past its HTTP server.
 
-Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens;
-`sglang_cpu/site/direct_requests.py` is the other end. `vllm_channel.py` adds to it what a vLLM
-process is asked.
+Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens. The other
+end is `direct_requests.py` of `backend/cpu/sglang`. `vllm_engine.py` adds orders to a vLLM process.
 
 Concurrency, all on the caller's event loop: the loop calls `data_received` when the scheduler has
 answered, which wakes each `generate` whose completions have ended. `close` ends all.
@@ -19,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_messages import (
+from generation.weight_versions import spans_from_report
+from megatron_rl.protocol.engine_requests import (
     Abort,
     Ended,
     Generate,
@@ -28,7 +28,6 @@ from generation.sglang_messages import (
     pack,
     unpack,
 )
-from generation.weight_versions import spans_from_report
 from megatron_rl.protocol.types import Sampling
 
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import aiohttp
 
-from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.sglang_command import RELEASED, server_command, server_environment
 from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.sglang_http import HttpRequests, load_time, post
-from generation.sglang_messages import SOCKET_VARIABLE
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
+from megatron_rl.backend.cpu import sglang as sglang_cpu
+from megatron_rl.protocol.engine_requests import SOCKET_VARIABLE
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from generation.engine import EngineError, EngineTimeout
-from generation.sglang_messages import Ended, Generate, names_of
+from megatron_rl.protocol.engine_requests import Ended, Generate, names_of
 
 log = logging.getLogger(__name__)
 

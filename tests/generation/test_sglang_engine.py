@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sglang.srt.environ import envs
 
-from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup, engine_setup
 from generation.sglang_command import server_command, server_environment
 from generation.sglang_direct import read_ended
 from generation.sglang_http import check_answer, read_event, read_last_event
 from generation.sglang_orders import LOADER
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import VersionSpan
 
@@ -175,7 +175,7 @@ def test_the_cache_is_bounded_but_on_a_gpu_that_it_may_fill(
 def test_two_ranks_are_pinned_to_two_cores() -> None:
     assert sglang_cpu.server_environment(2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     path = sglang_cpu.server_environment(1)["PYTHONPATH"].split(":")
-    assert path[0].endswith("sglang_cpu/site") and path[1].endswith("sglang-only")
+    assert path[0].endswith("cpu/sglang/site") and path[1].endswith("sglang-only")
 
 
 @pytest.mark.parametrize(

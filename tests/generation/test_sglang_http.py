@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from generation import sglang_cpu
 from generation.engine import Completion, EngineError
 from generation.sglang_direct import DirectRequests, direct_request
 from generation.sglang_engine import SGLangEngine
 from generation.sglang_http import HttpRequests
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import make_setup
 from tests.generation.precision import assert_near
@@ -123,18 +123,23 @@ def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> 
 def test_closing_stops_completions_that_wait_for_their_first_token(engines: Engines) -> None:
     loop, *both = engines
 
-    async def left(engine: SGLangEngine) -> int:
-        """Requests in the server, half a second after its first completion of many was taken."""
+    async def load(engine: SGLangEngine) -> tuple[int, int]:
+        async with engine._session.get("/v1/loads?include=core") as response:
+            (found,) = (await response.json())["loads"]
+        return found["num_waiting_reqs"], found["num_running_reqs"]
+
+    async def before_and_after(engine: SGLangEngine) -> list[tuple[int, int]]:
+        # 48 of them run at once.
         answers = engine.generate(PROMPT, Sampling(450, 1.0), list(range(120)))
         async with aclosing(answers):
             await anext(answers)
+            before = await load(engine)
         await asyncio.sleep(0.5)
-        async with engine._session.get("/v1/loads?include=core") as response:
-            (load,) = (await response.json())["loads"]
-        return load["num_running_reqs"] + load["num_waiting_reqs"]
+        return [before, await load(engine)]
 
     for engine in both:
-        assert loop.run_until_complete(left(engine)) == 0
+        before, after = loop.run_until_complete(before_and_after(engine))
+        assert before[0] > 0 and after == (0, 0)
 
 
 def test_only_the_engine_with_the_patch_asks_directly(engines: Engines) -> None:
