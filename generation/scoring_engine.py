@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 
 from generation.engine import EngineError, EngineSetup
-from generation.sglang_answers import check_answer
 from generation.sglang_engine import SGLangEngine
+from generation.sglang_http import check_answer
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.weights.layout.shape import read_shape

@@ -3,18 +3,15 @@
 Used by `sglang_engine.py`. SGLang is not imported here.
 """
 
-import importlib.metadata
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from generation import sglang_cpu
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 
-REPORTS_SPANS_SINCE = (0, 5, 20)
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose FP8 weights SGLang 0.5.23 can load anew, with its loader "flash_rl". Other
 models lose the functions that load their weights when SGLang quantises them
@@ -43,7 +40,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # Its watchdog takes a pause for a hang; `health.py` notices those.
         "--watchdog-timeout": setup.watchdog_timeout_s,
         # Each completion is one event at its end (and one at its first token).
-        "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
+        "--stream-interval": NEVER_STREAM_TOKENS,
     }
     if sglang_cpu.is_needed() or not setup.takes_all_memory:
         # Without it the cache is what SGLang's --mem-fraction-static leaves of a GPU.
@@ -123,17 +120,3 @@ def _quantization_flags(setup: EngineSetup) -> list[str]:
     if setup.quantization == "fp8" and sglang_cpu.architecture_of(setup.model) in FP8_RELOADS:
         flags.append("--load-format=flash_rl")
     return flags
-
-
-def _reports_spans() -> bool:
-    """Whether the installed SGLang reports a version for each token."""
-    return parse_release(importlib.metadata.version("sglang")) >= REPORTS_SPANS_SINCE
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23.post1"."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        digits = re.match(r"\d*", part).group()
-        numbers.append(int(digits or 0))
-    return tuple(numbers)

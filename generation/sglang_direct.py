@@ -1,8 +1,7 @@
 """Requests to SGLang's scheduler over a socket of our own, past its HTTP server.
 
-Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens;
-`sglang_cpu/site/direct_requests.py` is the other end. `vllm_channel.py` adds to it what a vLLM
-process is asked.
+Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens. The other
+end is `direct_requests.py` of `backend/cpu/sglang`. `vllm_engine.py` adds orders to a vLLM process.
 
 Concurrency, all on the caller's event loop: the loop calls `data_received` when the scheduler has
 answered, which wakes each `generate` whose completions have ended. `close` ends all.
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from generation.engine import EngineError, EngineSetup
-from generation.sglang_messages import (
+from generation.engine import Completion, EngineError, EngineSetup
+from generation.weight_versions import spans_from_report
+from megatron_rl.protocol.engine_requests import (
     Abort,
     Ended,
     Generate,
@@ -47,6 +47,31 @@ def direct_request(
         stop_ids=list(setup.stop_ids),
         extra_key=prefix_key,
         returns_expert_choices=setup.returns_expert_choices,
+    )
+
+
+def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
+    """The completion under its index. Raises EngineError if it was aborted or contradicts itself.
+
+    engine: names the engine in the error.
+    """
+    if ended.finish not in ("stop", "length"):
+        raise EngineError(f"{engine} ended a completion by {ended.finish}: {ended.message}")
+    token_ids, logprobs = ended.token_ids, ended.logprobs
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"{engine} sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
+    try:
+        spans = spans_from_report(ended.spans, len(token_ids))
+    except ValueError as error:
+        raise EngineError(f"{engine} reports invalid weight versions: {error}") from error
+    return Completion(
+        index,
+        token_ids,
+        logprobs,
+        spans,
+        ended.finish,
+        expert_choices=ended.expert_choices,
+        first_token_at=ended.first_token_at,
     )
 
 
@@ -87,6 +112,11 @@ class DirectRequests(asyncio.Protocol):
     def path(self) -> Path:
         """The socket."""
         return self._folder / "requests"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a scheduler has connected."""
+        return self._transport is not None
 
     async def open(self) -> None:
         """Listen, where only this user can connect."""

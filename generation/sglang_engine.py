@@ -1,5 +1,8 @@
-"""SGLang as an engine: one server child on this host, spoken to over HTTP; on the CPU, requests go
-to its scheduler directly (`sglang_direct.py`). Used by the generator; SGLang is not imported here.
+"""SGLang as an engine: one server child on this host, spoken to over HTTP.
+
+Used by the generator; SGLang is not imported here. Each completion is a request with a name of
+ours: over HTTP (`sglang_http.py`), or straight to the scheduler (`sglang_direct.py`) if the server
+runs on the CPU with our patches.
 
 Concurrency, all on the caller's event loop:
 
@@ -22,15 +25,14 @@ from typing import Any
 
 import aiohttp
 
-from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import Arrival, read_complete_mark, read_ended
-from generation.sglang_command import RELEASED, parse_release, server_command, server_environment
-from generation.sglang_direct import DirectRequests, direct_request
-from generation.sglang_http import load_time, post, request_body, stream_events
-from generation.sglang_messages import SOCKET_VARIABLE
+from generation.sglang_command import RELEASED, server_command, server_environment
+from generation.sglang_direct import DirectRequests, direct_request, read_ended
+from generation.sglang_http import HttpRequests, load_time, post
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
+from megatron_rl.backend.cpu import sglang as sglang_cpu
+from megatron_rl.protocol.engine_requests import SOCKET_VARIABLE
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 
 log = logging.getLogger(__name__)
@@ -39,11 +41,9 @@ POLL_READY_S = 0.25
 REGENERATE_LIMIT = 3
 PARTS = "sglang::"
 """How the titles of the server's own processes begin."""
-NEEDS_BEGIN_SINCE = (0, 5, 21)
 # We close idle connections, the server never does first: a request that is sent over one which
 # the server is about to close (by default after 5 s) is lost with "connection reset".
 CLIENT_KEEP_ALIVE_S = 15
-ABORT_S = 5.0
 LOADER_MARGIN_S = 5.0
 """The loader keeps the order's deadline itself, and says what was late."""
 
@@ -69,11 +69,11 @@ class SGLangEngine:
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
         self._direct: DirectRequests | None = None
+        self._requests: DirectRequests | HttpRequests | None = None
         self._is_serving = asyncio.Event()
         self._is_serving.set()
         self._group_name = ""
         self._epoch = 0
-        self._needs_begin = parse_release(self.engine_version) >= NEEDS_BEGIN_SINCE
         self._is_paused = False
         self._is_updating = False
         self._has_released = False
@@ -103,6 +103,9 @@ class SGLangEngine:
                     f"({self.section}.start_timeout_s); {self._child.log_tail()}"
                 )
             await asyncio.sleep(POLL_READY_S)
+        # Without the patch for direct requests the scheduler has not connected.
+        is_direct = self._direct is not None and self._direct.is_connected
+        self._requests = self._direct if is_direct else HttpRequests(self._session)
         # It asks itself before it listens, in vain. A full collection would stop all requests.
         await self._post("/freeze_gc", {})
 
@@ -115,11 +118,6 @@ class SGLangEngine:
             return False
 
     @property
-    def _keeps_prefixes(self) -> bool:
-        """Whether a request may find keys and values of older weights than its first token's."""
-        return not self._setup.recomputes_kv_cache
-
-    @property
     def _session(self) -> aiohttp.ClientSession:
         assert self._http is not None, "the engine was not started"
         return self._http
@@ -127,133 +125,62 @@ class SGLangEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """Yield completions as they finish; one request for the group.
+        """Yield completions as they finish.
 
         SGLang's scheduler draws from one stream of random numbers, so `sampling.seed` has no
         effect: completions of a group differ, and a group asked for again differs too.
         """
+        assert self._requests is not None, "the engine was not started"
         waiting = list(indices)
-        deadline = time.monotonic() + self._setup.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._setup.request_timeout_s
         for _ in range(REGENERATE_LIMIT):
             stale: list[int] = []
             await self._wait_until_serving(deadline)
-            once = self._generate_once(prompt_ids, sampling, waiting, deadline)
-            async with aclosing(once) as answers:
-                async for index, completion in answers:
-                    if completion is None:
-                        stale.append(index)
-                    else:
-                        yield completion
+            version = self.version
+            # Each version has a prefix cache of its own, and so has each syncer: epochs count them.
+            request = direct_request(
+                self._setup, prompt_ids, sampling, prefix_key=f"{self._epoch}.{version}"
+            )
+            try:
+                answers = self._requests.generate(request, waiting, deadline)
+                async with aclosing(answers):
+                    async for index, ended in answers:
+                        completion = read_ended(ended, index)
+                        if self._is_stale(completion, version, ended.cached_tokens):
+                            stale.append(index)
+                        else:
+                            yield completion
+            except TimeoutError as error:
+                raise EngineError(
+                    "a completion exceeded expert.generator.request_timeout_s="
+                    f"{self._setup.request_timeout_s:.0f}"
+                ) from error
             if not stale:
                 return
             waiting = stale
         raise EngineError(
-            f"{len(waiting)} completions were overtaken by a weight sync {REGENERATE_LIMIT} times "
-            "before their first token: weight syncs come faster than requests start"
+            f"weight syncs overtook {len(waiting)} completions {REGENERATE_LIMIT} times before "
+            "their first token: weight syncs come faster than requests start"
         )
 
     async def _wait_until_serving(self, deadline: float) -> None:
         try:
-            await asyncio.wait_for(self._is_serving.wait(), deadline - time.monotonic())
+            async with asyncio.timeout_at(deadline):
+                await self._is_serving.wait()
         except TimeoutError as error:
             raise EngineError(
                 "a weight sync kept a request waiting for expert.generator.request_timeout_s="
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
-    def _generate_once(
-        self, prompt_ids: list[int], sampling: Sampling, indices: list[int], deadline: float
-    ) -> AsyncIterator[tuple[int, Completion | None]]:
-        """Yield (index, completion), or None for one to generate again.
-
-        That is one whose prompt came from the prefix cache of older weights, because it waited in
-        the server through a weight sync: its keys and values are not those of its first token's
-        weights.
-        """
-        if self._direct is not None:
-            return self._generate_directly(self._direct, prompt_ids, sampling, indices, deadline)
-        return self._generate_by_http(prompt_ids, sampling, indices, deadline)
-
-    async def _generate_directly(
-        self,
-        direct: DirectRequests,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        indices: list[int],
-        deadline: float,
-    ) -> AsyncIterator[tuple[int, Completion | None]]:
-        version = self.version
-        request = direct_request(self._setup, prompt_ids, sampling, prefix_key=self._prefix_key)
-        try:
-            async with aclosing(direct.generate(request, indices, deadline)) as answers:
-                async for index, ended in answers:
-                    completion = read_ended(ended, index)
-                    is_stale = self._is_stale(completion, version, ended.cached_tokens)
-                    yield index, None if is_stale else completion
-        except TimeoutError as error:
-            raise self._too_late() from error
-
-    async def _generate_by_http(
-        self, prompt_ids: list[int], sampling: Sampling, indices: list[int], deadline: float
-    ) -> AsyncIterator[tuple[int, Completion | None]]:
-        version = self.version
-        body = request_body(
-            self._setup, prompt_ids, sampling, n=len(indices), prefix_key=self._prefix_key
-        )
-        arrivals: dict[int, list[Arrival]] = {}
-        # The server's name of each unfinished completion, which it tells with the first token.
-        running = dict.fromkeys(indices, "")
-        try:
-            async with aclosing(stream_events(self._session, body, deadline)) as events:
-                async for event in events:
-                    index = indices[event.get("index", 0)]
-                    meta = event["meta_info"]
-                    arrived = arrivals.setdefault(index, [])
-                    now = time.monotonic()
-                    arrived.append(Arrival(meta["completion_tokens"], self.version, now))
-                    if meta["finish_reason"] is None:
-                        running[index] = meta["id"]
-                        continue
-                    del running[index]
-                    completion = read_complete_mark(event, index, arrived)
-                    is_stale = self._is_stale(completion, version, meta.get("cached_tokens", 0))
-                    yield index, None if is_stale else completion
-        except TimeoutError as error:
-            raise self._too_late() from error
-        else:
-            if running:
-                raise EngineError(f"SGLang ended its answer before completions {sorted(running)}")
-        finally:
-            await self._abort([name for name in running.values() if name])
-
     def _is_stale(self, completion: Completion, version: int, cached_tokens: int) -> bool:
         """Whether its prompt's keys and values may be those of older weights than its first token.
 
-        version: that of the engine when it was asked for.
+        Such a request waited in the server through a weight sync. version: the engine's when the
+        request was sent.
         """
         is_newer = completion.spans[0].version != version
-        return is_newer and self._keeps_prefixes and cached_tokens > 0
-
-    @property
-    def _prefix_key(self) -> str:
-        """The prefix cache of a version (of a syncer: epochs count these) is its own."""
-        return f"{self._epoch}.{self.version}"
-
-    def _too_late(self) -> EngineError:
-        limit = f"{self._setup.request_timeout_s:.0f}"
-        return EngineError(f"a completion exceeded expert.generator.request_timeout_s={limit}")
-
-    async def _abort(self, names: list[str]) -> None:
-        """Have the server stop what nobody reads any more.
-
-        By itself it sees a closed connection only seconds later, and some releases never do for
-        the completions of one prompt; what waits for its first token has no name yet.
-        """
-        try:
-            for name in names:
-                await self._post("/abort_request", {"rid": name}, ABORT_S)
-        except EngineError as error:
-            log.warning("SGLang may continue with requests that were given up: %s", error)
+        return is_newer and not self._setup.recomputes_kv_cache and cached_tokens > 0
 
     async def pause(self) -> None:
         """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""
@@ -290,7 +217,7 @@ class SGLangEngine:
 
     async def _begin_update(self) -> None:
         """Open SGLang's session of an update, unless a weight sync that failed left it open."""
-        if self._needs_begin and not self._is_updating:
+        if not self._is_updating:
             # Before the answer: one that is late for us is obeyed all the same, and in order.
             self._is_updating = True
             await self._post("/begin_weight_update", {})

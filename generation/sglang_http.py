@@ -1,72 +1,186 @@
-"""What is said to SGLang's HTTP server: completions, the events of their answers, and other calls.
+"""Requests to SGLang's HTTP server: completions, the events of their answers, and other calls.
 
-Used by `sglang_engine.py`; for completions where requests do not go to the scheduler directly.
+Used by `sglang_engine.py`. Completions go this way unless the scheduler takes them directly.
+`HttpRequests.generate` has one task per completion, which ends with it.
 """
 
+import asyncio
+import itertools
+import json
+import logging
 import time
+from base64 import b64decode
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
 
-from generation.engine import EngineError, EngineSetup, EngineTimeout
-from generation.event_stream import EventStream
-from generation.sglang_answers import check_answer, read_event
-from megatron_rl.protocol.types import Sampling
+from generation.engine import EngineError, EngineTimeout
+from megatron_rl.protocol.engine_requests import Ended, Generate, names_of
+
+log = logging.getLogger(__name__)
 
 LOAD_S = 5.0
+ABORT_S = 5.0
+_EVENT_END = b"\n\n"
 
 
-def request_body(
-    setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, n: int, prefix_key: str
-) -> dict[str, Any]:
-    """Body of one /generate for n completions."""
+class HttpRequests:
+    """Completions over HTTP, with the same `generate` as `DirectRequests`."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._numbers = itertools.count()
+
+    async def generate(
+        self, request: Generate, indices: list[int], deadline: float
+    ) -> AsyncIterator[tuple[int, Ended]]:
+        """Yield (index, completion) as each ends; closing it early stops the others.
+
+        The first request goes ahead. The others follow its first token: their prompt is then in
+        the prefix cache. deadline: in the event loop's time. Raises EngineError and TimeoutError.
+        """
+        names = names_of(next(self._numbers), len(indices))
+        running = dict(zip(names, indices, strict=True))
+        is_cached = asyncio.Event()
+        tasks = [
+            asyncio.create_task(self._complete(request, name, is_cached, is_first=not place))
+            for place, name in enumerate(names)
+        ]
+        loop, pending = asyncio.get_running_loop(), set(tasks)
+        try:
+            while pending:
+                ended, pending = await asyncio.wait(
+                    pending,
+                    timeout=max(0.0, deadline - loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not ended:
+                    raise TimeoutError
+                for task in ended:
+                    completion = task.result()
+                    yield running.pop(completion.name), completion
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*map(self._abort, running))
+
+    async def _complete(
+        self, request: Generate, name: str, is_cached: asyncio.Event, *, is_first: bool
+    ) -> Ended:
+        if not is_first:
+            await is_cached.wait()
+        first_token_at = -1.0
+        async with aclosing(self._events(request_body(request, name))) as events:
+            async for event in events:
+                is_cached.set()
+                if event["meta_info"]["completion_tokens"] == 1 and first_token_at < 0:
+                    first_token_at = time.monotonic()
+                if event["meta_info"]["finish_reason"] is not None:
+                    return read_last_event(event, name, first_token_at)
+        raise EngineError("SGLang closed its answer to /generate before the completion ended")
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Server-sent events of one /generate, parsed. Raises EngineError."""
+        # `generate` keeps the deadline.
+        timeout = aiohttp.ClientTimeout(total=None)
+        try:
+            async with self._session.post("/generate", json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise EngineError(f"/generate: {response.status} {await response.text()}")
+                arriving = EventStream()
+                # Not by line: aiohttp refuses lines longer than 64 KiB.
+                async for chunk in response.content.iter_any():
+                    for event in arriving.feed(chunk):
+                        if event != b"data: [DONE]":
+                            yield read_event(event)
+        except aiohttp.ClientError as error:
+            raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
+
+    async def _abort(self, name: str) -> None:
+        """Stop a completion that nobody reads: SGLang notices a closed connection seconds later."""
+        try:
+            await post(self._session, "/abort_request", {"rid": name}, ABORT_S)
+        except EngineError as error:
+            log.warning("SGLang may continue with a cancelled request: %s", error)
+
+
+def request_body(request: Generate, name: str) -> dict[str, Any]:
+    """Body of the /generate of one completion."""
     params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "n": n,
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
+        "min_p": request.min_p,
     }
-    if setup.stop_ids:
-        params["stop_token_ids"] = list(setup.stop_ids)
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
+    if request.stop_ids:
+        params["stop_token_ids"] = request.stop_ids
+    if request.stop:
+        params["stop"] = request.stop
     return {
-        "input_ids": prompt_ids,
+        "rid": name,
+        "input_ids": request.prompt_ids,
         "sampling_params": params,
         "return_logprob": True,
-        "return_routed_experts": setup.returns_expert_choices,
+        "return_routed_experts": request.returns_expert_choices,
         "stream": True,
-        "extra_key": prefix_key,
+        "extra_key": request.extra_key,
     }
 
 
-async def stream_events(
-    session: aiohttp.ClientSession, body: dict[str, Any], deadline: float
-) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events of one /generate, parsed. Raises EngineError, and TimeoutError.
+def read_event(event: bytes) -> dict[str, Any]:
+    """Body of one server-sent event. Raises EngineError when it reports an error."""
+    body = json.loads(event.removeprefix(b"data: "))
+    if "error" in body:
+        raise EngineError(f"/generate: {body['error'].get('message', body['error'])}")
+    return body
 
-    deadline: monotonic seconds.
+
+def read_last_event(event: dict[str, Any], name: str, first_token_at: float) -> Ended:
+    """The completion that an event ends."""
+    meta = event["meta_info"]
+    finish = meta["finish_reason"]
+    return Ended(
+        name,
+        event.get("output_ids", []),
+        [entry[0] for entry in meta.get("output_token_logprobs", [])],
+        [(s["version"], s["start"], s["end"]) for s in meta.get("weight_versions", [])],
+        finish["type"],
+        str(finish.get("message", "")),
+        meta.get("cached_tokens", 0),
+        # Present if asked for: [prompt + completion - 1, layers, experts of a token] int32.
+        b64decode(meta.get("routed_experts", "")),
+        first_token_at,
+    )
+
+
+class EventStream:
+    """Collects chunks of bytes until a server-sent event is whole, and joins them once.
+
+    An event with expert choices has tens of megabytes and comes in chunks of some kilobytes. To
+    append each chunk to the bytes before it would copy them all every time.
     """
-    # Not 0, which means no limit.
-    timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
-    try:
-        async with session.post("/generate", json=body, timeout=timeout) as response:
-            if response.status != 200:
-                raise EngineError(f"/generate: {response.status} {await response.text()}")
-            arriving = EventStream()
-            # Not by line: aiohttp refuses lines longer than 64 KiB.
-            async for chunk in response.content.iter_any():
-                for event in arriving.feed(chunk):
-                    if event != b"data: [DONE]":
-                        yield read_event(event)
-    except aiohttp.ClientError as error:
-        # Its timeouts are TimeoutErrors too, and more than that.
-        if isinstance(error, TimeoutError):
-            raise
-        raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        """Of the event that is not whole yet."""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The events that end in this chunk, without their ends; chunk: not empty."""
+        # The two characters of an end may come in two chunks: the first is moved.
+        if self._chunks and self._chunks[-1].endswith(_EVENT_END[:1]):
+            self._chunks[-1] = self._chunks[-1][:-1]
+            chunk = _EVENT_END[:1] + chunk
+        first, *rest = chunk.split(_EVENT_END)
+        self._chunks.append(first)
+        if not rest:
+            return []
+        events = [b"".join(self._chunks), *rest[:-1]]
+        self._chunks = [rest[-1]] if rest[-1] else []
+        return events
 
 
 async def post(
@@ -83,8 +197,20 @@ async def post(
         raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
 
 
+def check_answer(path: str, status: int, text: str) -> None:
+    """Raise EngineError for a bad status and for a JSON body with success=false."""
+    if status != 200:
+        raise EngineError(f"{path}: {status} {text}")
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return  # some routes answer in plain text
+    if isinstance(body, dict) and body.get("success") is False:
+        raise EngineError(f"{path}: {body.get('message', text)}")
+
+
 async def load_time(session: aiohttp.ClientSession) -> float | None:
-    """When the scheduler told its load last: it does with every few passes. None: no answer."""
+    """When the scheduler last reported its load, every few passes. None: no answer."""
     timeout = aiohttp.ClientTimeout(total=LOAD_S)
     try:
         async with session.get("/v1/loads?include=core", timeout=timeout) as response:

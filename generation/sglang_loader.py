@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from generation import sglang_cpu
 from generation.sglang_orders import Nothing, read_order
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 
 _obeyed: dict[str, int] = {}

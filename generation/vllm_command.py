@@ -14,9 +14,9 @@ import msgspec
 
 import generation
 import megatron_rl
-from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
 from generation.vllm_messages import Job
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.shape import read_shape
 
 PYTHON_VARIABLE = "MEGATRON_RL_VLLM_PYTHON"

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import read_ended
-from generation.sglang_direct import direct_request
+from generation.sglang_direct import direct_request, read_ended
 from generation.vllm_channel import VLLMChannel
 from generation.vllm_command import (
     installed_release,

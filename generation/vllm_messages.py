@@ -2,14 +2,14 @@
 
 Shared by `vllm_engine.py` and, under vLLM's own interpreter, `vllm_server.py`; needs neither torch
 nor vLLM. Over a Unix socket in a folder that only this user can enter, in length-prefixed msgpack:
-typed, nothing is pickled. Requests and ends of completions are those of `sglang_messages.py`.
+typed, nothing is pickled. Requests and completions are those of `protocol/engine_requests.py`.
 """
 
 from typing import Any
 
 import msgspec
 
-from generation.sglang_messages import Abort, Ended, Generate
+from megatron_rl.protocol.engine_requests import Abort, Ended, Generate
 from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, PassOn, Receive, Resume
 
 

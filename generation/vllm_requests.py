@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generation.sglang_messages import Ended, Generate
 from generation.vllm_messages import Job
 from generation.weight_versions import spans_from_cuts
+from megatron_rl.protocol.engine_requests import Ended, Generate
 from megatron_rl.weights.layout.shape import read_shape
 
 if TYPE_CHECKING:

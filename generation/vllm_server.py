@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from generation.sglang_messages import Abort, Generate, pack, unpack
 from generation.vllm_messages import (
     READY,
     Answer,
@@ -29,6 +28,7 @@ from generation.vllm_messages import (
 )
 from generation.vllm_requests import CompletionRequests, open_core
 from generation.vllm_weights import OrderFailed, Weights, keep_weights, model_of
+from megatron_rl.protocol.engine_requests import Abort, Generate, pack, unpack
 from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, PassOn, Receive, Resume
 
 log = logging.getLogger(__name__)

@@ -3,41 +3,18 @@
 Used by engines. Pure functions.
 """
 
-from typing import Any
-
 from megatron_rl.protocol.types import VersionSpan
 
 
-def spans_from_report(report: list[dict[str, Any]], tokens: int) -> list[VersionSpan]:
-    """Spans of SGLang's `weight_versions` ([{version, start, end}], SGLang 0.5.20 and later).
+def spans_from_report(report: list[tuple[str, int, int]], tokens: int) -> list[VersionSpan]:
+    """Spans from (version, first token, token after the last), as SGLang 0.5.20 and later reports.
 
     Raises ValueError when they do not cover exactly the completion's tokens.
     """
-    spans = [
-        VersionSpan(int(entry["version"]), entry["start"], entry["end"])
-        for entry in report
-        if entry["end"] > entry["start"]
-    ]
-    return _checked(spans, tokens)
-
-
-def spans_from_arrivals(arrivals: list[tuple[int, int]], tokens: int) -> list[VersionSpan]:
-    """Spans from (tokens so far, policy version held then), recorded as tokens arrived.
-
-    For servers that do not report versions: exact when tokens stream one by one, because a pause
-    outlasts the arrival of the tokens sampled before it.
-    """
-    spans: list[VersionSpan] = []
-    start = 0
-    for end, version in arrivals:
-        if end <= start:
-            continue
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, end)
-        else:
-            spans.append(VersionSpan(version, start, end))
-        start = end
-    return _checked(spans, tokens)
+    return _checked(
+        [VersionSpan(int(version), start, end) for version, start, end in report if end > start],
+        tokens,
+    )
 
 
 def spans_from_cuts(cuts: list[tuple[int, int]], version: int, tokens: int) -> list[VersionSpan]:
@@ -45,7 +22,17 @@ def spans_from_cuts(cuts: list[tuple[int, int]], version: int, tokens: int) -> l
 
     version: that of the tokens after the last weight sync.
     """
-    return spans_from_arrivals([(end, old) for old, end in cuts] + [(tokens, version)], tokens)
+    spans: list[VersionSpan] = []
+    start = 0
+    for held, end in [*cuts, (version, tokens)]:
+        if end <= start:
+            continue
+        if spans and spans[-1].version == held:
+            spans[-1] = VersionSpan(held, spans[-1].start, end)
+        else:
+            spans.append(VersionSpan(held, start, end))
+        start = end
+    return _checked(spans, tokens)
 
 
 def _checked(spans: list[VersionSpan], tokens: int) -> list[VersionSpan]:

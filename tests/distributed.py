@@ -32,7 +32,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
-from generation import sglang_cpu
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.environment import trainer_environment
 from megatron_rl.protocol.process import die_with_parent
 from tests.ports import free_port

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from generation import sglang_cpu
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.environment import trainer_environment
 from tests import distributed
 from tests.distributed import RanksFailed, may_fork, run_ranks, stop_server

@@ -17,7 +17,8 @@ MAX_LINES = 400
 # Folder -> folders that its files may import, beside itself. A folder speaks for the folders in it
 # that are not named here. The order matters to people alone: what is imported comes first.
 CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
-KERNELS, BACKEND, QUEUE = (f"megatron_rl/{n}" for n in ("kernels", "backend", "rollout_queue"))
+BACKEND, QUEUE = "megatron_rl/backend", "megatron_rl/rollout_queue"
+KERNELS, CPU_SGLANG = f"{BACKEND}/cpu/kernels", f"{BACKEND}/cpu/sglang"
 DATA, EVALUATION = "megatron_rl/data", "megatron_rl/evaluation"
 LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "sync")
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     PROTOCOL: {CONFIG},
     ALGORITHMS: {CONFIG},
     KERNELS: set(),
+    CPU_SGLANG: {PROTOCOL, KERNELS},
     BACKEND: {CONFIG, PROTOCOL, KERNELS},
     LAYOUT: {CONFIG},
     EXCHANGE: {PROTOCOL, LAYOUT},
@@ -44,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC,
         MODEL,
     },
-    "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
+    "generation": {CONFIG, PROTOCOL, CPU_SGLANG, LAYOUT, EXCHANGE},
     "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
     PLAN: {CONFIG, LAYOUT},
     "megatron_rl/simulation": {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, DATA, QUEUE, PLAN},
@@ -180,7 +182,7 @@ def test_every_package_says_what_it_is_for() -> None:
     silent = [
         str(folder)
         for folder in sorted(folders)
-        if "sglang_cpu/site" not in str(folder)
+        if "cpu/sglang/site" not in str(folder)
         and not (
             (folder / "__init__.py").exists()
             and ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
@@ -209,12 +211,11 @@ def test_the_import_check_finds_violations(module: str, source: str) -> None:
 
 
 def test_devices_are_named_only_in_the_backend() -> None:
-    # generation/sglang_cpu holds the flags of SGLang's own CPU mode; memory serves engines, too,
-    # which cannot load the backend; benchmarks measure devices, and gpu_day is of GPUs alone.
+    # Memory serves engines, too, which cannot load the backend; benchmarks measure devices, and
+    # gpu_day is of GPUs alone.
     exempt = (
         ROOT / "megatron_rl" / "backend",
         ROOT / "megatron_rl" / "weights" / "exchange" / "memory",
-        ROOT / "generation" / "sglang_cpu",
         ROOT / "tools" / "bench",
         ROOT / "tools" / "gpu_day",
     )

@@ -282,7 +282,7 @@ finish() {
     begin "import of every component" limited \
         env -C "$ROOT" "$VENV/bin/python" -m tools.versions "$MODE" --out "$table"
     begin "loops in C++" limited \
-        env -C "$ROOT" "$VENV/bin/python" -m megatron_rl.kernels.build
+        env -C "$ROOT" "$VENV/bin/python" -m megatron_rl.backend.cpu.kernels.build
     join || step_failed "$started"
     done_step "import of every component, loops in C++" "$started"
     { echo "$1"; cat "$table"; } >"$STAMP.new"

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from generation.sglang_cpu import server_environment
+from megatron_rl.backend.cpu.sglang import server_environment
 from megatron_rl.backend.environment import DEVICE_OF_MODE, ranks_environment
 from megatron_rl.cli.doctor import RANK_MODULE, find_import_fault
 

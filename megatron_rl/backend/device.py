@@ -27,7 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from torch.distributed import distributed_c10d
 
-from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches, fusions
+from megatron_rl.backend import fusions
+from megatron_rl.backend.cpu import adam, patches
+from megatron_rl.backend.cpu.layers import block_spec
 from megatron_rl.backend.environment import DETERMINISTIC
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import named_peak
@@ -193,7 +195,7 @@ class Backend:
                 moe_grouped_gemm=config.moe_grouped_gemm,
                 qk_layernorm=config.qk_layernorm,
             )
-        return cpu_layers.block_spec(config, chunk)
+        return block_spec(config, chunk)
 
     def context_exchange(self, parallel: ParallelConfig, *, has_window: bool) -> str:
         """How context ranks exchange keys and values, in TransformerEngine's words.
@@ -267,13 +269,13 @@ def select_backend(model: ModelConfig) -> Backend:
             f"model.fp8 = {model.fp8!r} needs a CUDA device and the package transformer-engine, "
             "and one of them is missing here: nearest possible: 'none'"
         )
-    cpu_adam.replace_torch_fallback()
+    adam.replace_torch_fallback()
     if not torch.cuda.is_available():
-        cpu_patches.install()
+        patches.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Backend(torch.device("cpu"), "gloo", layers)
     if not HAVE_TE:
-        cpu_patches.define_router_product()
+        patches.define_router_product()
     if layers == "transformer_engine":
         fusions.accumulate_without_apex()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,21 +1,26 @@
 """Importing this, before Megatron, keeps torch's compiler out of a process that may not compile.
 
-Used by trainer ranks. Megatron-Core and others decorate functions with torch.compile when they are
-imported, which loads torch's compiler: four seconds of a core, for nothing where
-TORCHDYNAMO_DISABLE=1 lets every decorated function run as it is.
+Used by trainer ranks, and by SGLang's processes on the CPU when they import torch. Libraries
+decorate functions with torch.compile when they are imported, which loads torch's compiler: three to
+four seconds of a core, for nothing where TORCHDYNAMO_DISABLE=1 lets every function run as it is.
 """
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
 
+def install(torch: ModuleType) -> None:
+    """Let torch.compile return the function itself under TORCHDYNAMO_DISABLE=1."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        torch.compile = _uncompiled
+
+
 def _uncompiled(model: Callable | None = None, **options: Any) -> Callable:
-    """What torch.compile returns comes to under TORCHDYNAMO_DISABLE=1: the function itself."""
     return (lambda decorated: decorated) if model is None else model
 
 
-if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-    torch.compile = _uncompiled
+install(torch)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rl.backend.loops import pointer
+from megatron_rl.backend.cpu.loops import pointer
 
 # Of CBLAS.
 ROW_MAJOR, AS_IS, TRANSPOSED = 101, 111, 112

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.backend.loops import is_bfloat16, library_for, pointer
+from megatron_rl.backend.cpu.loops import is_bfloat16, library_for, pointer
 
 SOURCE = "softmax"
 

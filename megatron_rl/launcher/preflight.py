@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from generation import sglang_cpu
 from generation.engine import ENGINES, EngineError, load_engine
 from generation.sglang_arguments import check_extras
 from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.environment import (
     ALLOCATOR,
     DeviceKind,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from generation import sglang_cpu
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import resolve_ports

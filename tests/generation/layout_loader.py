@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from generation import sglang_cpu
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
 from megatron_rl.weights.layout.slices import as_matrix, local_part
 from megatron_rl.weights.layout.trainer_layout import Share

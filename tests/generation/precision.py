@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from generation import sglang_cpu
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.exchange.transport import IPC
 
 IS_ON_CPU = sglang_cpu.is_needed()

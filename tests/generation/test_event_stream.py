@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from generation.event_stream import EventStream
+from generation.sglang_http import EventStream
 
 EVENTS = [b"data: one", b"data: two\nof two lines", b"data: " + b"x" * 40, b"data: [DONE]"]
 

@@ -12,11 +12,10 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from generation import sglang_cpu
 from generation.engine import EngineError
-from generation.sglang_answers import read_ended
-from generation.sglang_direct import DirectRequests
-from generation.sglang_messages import (
+from generation.sglang_direct import DirectRequests, read_ended
+from megatron_rl.backend.cpu import sglang as sglang_cpu
+from megatron_rl.protocol.engine_requests import (
     Abort,
     Ended,
     Generate,

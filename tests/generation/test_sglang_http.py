@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from generation import sglang_cpu
 from generation.engine import Completion, EngineError
-from generation.sglang_direct import direct_request
+from generation.sglang_direct import DirectRequests, direct_request
 from generation.sglang_engine import SGLangEngine
+from generation.sglang_http import HttpRequests
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import make_setup
 from tests.generation.precision import assert_near
@@ -104,15 +105,44 @@ def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:
         assert len(loop.run_until_complete(collect(engine, Sampling(4, 1.0), 3))) == 3
 
 
-@pytest.mark.skipif(not sglang_cpu.is_needed(), reason="with CUDA SGLang is asked by HTTP")
 def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> None:
-    loop, direct, _ = engines
+    loop, *both = engines
     prompt = [70 - i for i in range(40)]
 
-    async def cached_tokens() -> list[int]:
-        request = direct_request(direct._setup, prompt, Sampling(8, 1.0), prefix_key="0")
-        answers = direct._direct.generate(request, list(range(6)), loop.time() + 60)
+    async def cached_tokens(engine: SGLangEngine) -> list[int]:
+        request = direct_request(engine._setup, prompt, Sampling(8, 1.0), prefix_key="0")
+        answers = engine._requests.generate(request, list(range(6)), loop.time() + 60)
         return [ended.cached_tokens async for _, ended in answers]
 
-    # The last token of a prompt is always computed: its logits are wanted.
-    assert sorted(loop.run_until_complete(cached_tokens())) == [0] + [len(prompt) - 1] * 5
+    for engine in both:
+        # The last token of a prompt is always computed: its logits are wanted.
+        found = loop.run_until_complete(cached_tokens(engine))
+        assert sorted(found) == [0] + [len(prompt) - 1] * 5
+
+
+def test_closing_stops_completions_that_wait_for_their_first_token(engines: Engines) -> None:
+    loop, *both = engines
+
+    async def load(engine: SGLangEngine) -> tuple[int, int]:
+        async with engine._session.get("/v1/loads?include=core") as response:
+            (found,) = (await response.json())["loads"]
+        return found["num_waiting_reqs"], found["num_running_reqs"]
+
+    async def before_and_after(engine: SGLangEngine) -> list[tuple[int, int]]:
+        # 48 of them run at once.
+        answers = engine.generate(PROMPT, Sampling(450, 1.0), list(range(120)))
+        async with aclosing(answers):
+            await anext(answers)
+            before = await load(engine)
+        await asyncio.sleep(0.5)
+        return [before, await load(engine)]
+
+    for engine in both:
+        before, after = loop.run_until_complete(before_and_after(engine))
+        assert before[0] > 0 and after == (0, 0)
+
+
+def test_only_the_engine_with_the_patch_asks_directly(engines: Engines) -> None:
+    _, direct, by_http = engines
+    assert isinstance(by_http._requests, HttpRequests)
+    assert isinstance(direct._requests, DirectRequests) == sglang_cpu.is_needed()

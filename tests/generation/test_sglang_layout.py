@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from generation import sglang_cpu, sglang_engine
+from generation import sglang_engine
 from generation.engine import Completion
 from generation.sglang_engine import SGLangEngine
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.types import Sampling
 from tests.generation import layout_loader
 from tests.generation.engine_driver import make_setup

@@ -111,10 +111,9 @@ class Project:
             shutil.copy(ROOT / "tools" / script, self.root / "tools")
         self.write("tools/versions.py", STUB_VERSIONS)
         self.write("setup.py", "")
-        (self.root / "megatron_rl" / "kernels").mkdir(parents=True)
+        (self.root / "megatron_rl" / "backend" / "cpu" / "kernels").mkdir(parents=True)
         self.write("megatron_rl/__init__.py", "")
-        self.write("megatron_rl/kernels/build.py", STUB_LOOPS)
-        (self.root / "megatron_rl" / "backend").mkdir()
+        self.write("megatron_rl/backend/cpu/kernels/build.py", STUB_LOOPS)
         shutil.copy(GPU_HOST, self.root / "megatron_rl" / "backend")
         self.write("stub_backend.py", STUB_BACKEND.format(tests=Path(__file__).parent))
         backend = 'requires = []\nbuild-backend = "stub_backend"\nbackend-path = ["."]\n'

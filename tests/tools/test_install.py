@@ -120,7 +120,9 @@ def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(project: Projec
 
 def test_a_failed_step_ends_those_beside_it_and_shows_its_own_log(project: Project) -> None:
     project.write("tools/versions.py", "import time; time.sleep(300)\n")
-    project.write("megatron_rl/kernels/build.py", "raise SystemExit('error: no such loop')\n")
+    project.write(
+        "megatron_rl/backend/cpu/kernels/build.py", "raise SystemExit('error: no such loop')\n"
+    )
     done = project.install()  # has 100 s
     assert done.returncode == 1
     assert "loops in C++ failed" in done.stderr and "error: no such loop" in done.stderr

@@ -41,8 +41,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend import fp8, fusions, tensor_overlap
+from megatron_rl.backend.cpu.folding import FoldedSeqParams, Folding
 from megatron_rl.backend.device import Backend
-from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig

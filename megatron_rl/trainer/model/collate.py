@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.backend.folding import Folding
+from megatron_rl.backend.cpu.folding import Folding
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import TrainSequence
 
@@ -91,8 +91,8 @@ def collate(
     `multiple` (context parallelism cuts each sequence into equal chunks).
     choice_width: layers x experts of a token, to take the generator's choices along; else 0.
     experts: of the model, where it takes them.
-    shares_prompts: compute what sequences have in common once (`backend/folding.py`); without the
-    two options before this one.
+    shares_prompts: compute what sequences have in common once (`cpu/folding.py`); without the two
+    options before this one.
     Raises InputError for a sequence without expert choices, or with one that the model lacks.
     """
     sequences = list(sequences) or [placeholder()]

@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import fp8, tensor_overlap
+from megatron_rl.backend.cpu.folding import SOURCE as FOLDING
+from megatron_rl.backend.cpu.loops import library
 from megatron_rl.backend.device import Backend, select_backend
-from megatron_rl.backend.folding import SOURCE as FOLDING
-from megatron_rl.backend.loops import library
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted, raise_file_limit
 from megatron_rl.trainer.model.build import build_model

@@ -1,0 +1,176 @@
+"""Attention for hosts without TransformerEngine, and the spec of layers that uses it.
+
+Used by trainer ranks. Megatron's own local layers refuse packed sequences (attention) and sequence
+parallelism (RMSNorm); these run on any device, in plain torch except for `packed_attention.py` and
+`pointwise.py`, whose loops are for the CPU.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.backend.context import own_chunks, shard_positions
+from megatron_rl.backend.cpu.packed_attention import (
+    Attention,
+    PackedSelfAttention,
+    attend,
+    can_attend,
+)
+from megatron_rl.backend.cpu.pointwise import GatedMLP, RMSNorm
+
+
+class CausalAttention(MegatronModule):
+    """Causal core attention through torch's scaled_dot_product_attention.
+
+    Grouped queries, an optional sliding window, packed sequences, context ranks; no dropout, no
+    explicit mask.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(
+                f"attention mask {attn_mask_type} is not implemented on the CPU: only causal is"
+            )
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # Positions before its own that a query sees.
+        self.window = config.window_size[0] if config.window_size else None
+        self._context = pg_collection.cp if pg_collection is not None else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        query is [length, batch, heads, dim] and the result [length, batch, heads * dim]; with
+        packed sequences [tokens, heads, dim] and [tokens, heads * dim]. key and value have fewer
+        heads when queries are grouped. Context ranks share packed sequences alone.
+        """
+        assert attention_mask is None and attention_bias is None
+        is_shared = self._context is not None and self._context.size() > 1
+        if packed_seq_params is not None:
+            attend = self._attend_shared if is_shared else self._attend_packed
+            return attend(query, key, value, packed_seq_params.cu_seqlens_q)
+        assert not is_shared, "context parallelism needs packed sequences"
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        return self._attend(query, key, value).transpose(0, 1).flatten(2)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+        """`bounds` is [sequences + 1] int32: where each sequence starts, and the end."""
+        if can_attend(query):
+            _, heads, dim = query.shape
+            sizes = Attention(heads, key.shape[1], dim, self.scale, bounds, self.window)
+            return attend(sizes, query, key, value)
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        attended = [self._attend(q[None], k[None], v[None]) for q, k, v in sequences]
+        return torch.cat(attended, dim=1)[0].flatten(1)
+
+    def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+        """The same where context ranks hold positions: own queries, the keys of all.
+
+        `bounds` are those of whole sequences; the tensors hold `shard_positions` of them. The
+        gradient of keys and values goes back to the ranks that they came from.
+        """
+        rank, ranks = self._context.rank(), self._context.size()
+        gathered = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=1), group=self._context
+        )
+        order = torch.cat([shard_positions(bounds, other, ranks) for other in range(ranks)])
+        keys, values = gathered[order.argsort()].chunk(2, dim=1)
+        edges = bounds.tolist()
+        pieces: list[tuple[int, int, int]] = []
+        for start, end in zip(edges, edges[1:], strict=False):
+            length = (end - start) // (2 * ranks)
+            pieces += [
+                (length, start, start + (chunk + 1) * length) for chunk in own_chunks(rank, ranks)
+            ]
+        queries = query.split([length for length, *_ in pieces])
+        attended = [
+            self._attend(own[None], keys[None, start:end], values[None, start:end])
+            for own, (_, start, end) in zip(queries, pieces, strict=True)
+        ]
+        return torch.cat(attended, dim=1)[0].flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[batch, length, heads, dim] in and out; queries are the last positions of the keys."""
+        dtype = query.dtype
+        if query.device.type == "cpu":
+            # torch 2.13's kernel takes four times as long in bfloat16 as in float32.
+            query, key, value = query.float(), key.float(), value.float()
+        mask = None
+        length = key.shape[1]
+        is_cut = self.window is not None and self.window + 1 < length
+        if is_cut or query.shape[1] != length:
+            positions = torch.arange(length, device=query.device)
+            distance = positions[length - query.shape[1] :, None] - positions
+            mask = distance >= 0
+            if is_cut:
+                mask &= distance <= self.window
+        attended = F.scaled_dot_product_attention(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return attended.transpose(1, 2).to(dtype)
+
+
+def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Megatron's local layers of one chunk, with the norms and the attention of this file."""
+    # get_gpt_layer_local_spec takes no provider of modules, so they are replaced afterwards.
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+    )
+    layer = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
+        # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    layer.self_attention.module = PackedSelfAttention
+    if not config.num_moe_experts:
+        layer.mlp = GatedMLP
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm
+    )
