@@ -13,9 +13,9 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.jsonl_source import is_ours, read_lines
-from megatron_rl.data.tables.formats import SUFFIXES
+from megatron_rl.data.tables.columns import Taking
+from megatron_rl.data.tables.files import SUFFIXES
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
-from megatron_rl.data.tables.taking import Taking
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt

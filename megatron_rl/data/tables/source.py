@@ -22,16 +22,16 @@ from megatron_rl.data.jsonl_source import (
     make_prompt,
     with_splits,
 )
-from megatron_rl.data.tables.answers import BadTests, NoAnswer, entry_of, take_part
-from megatron_rl.data.tables.folders import TableFiles, find_files
-from megatron_rl.data.tables.formats import (
+from megatron_rl.data.tables.columns import SAMPLE_ROWS, Taking, find_taking
+from megatron_rl.data.tables.data_sets import BadTests, NoAnswer, entry_of, take_part
+from megatron_rl.data.tables.files import (
     LINES,
     TableRow,
     place_of,
     read_columns,
     read_rows,
 )
-from megatron_rl.data.tables.taking import SAMPLE_ROWS, Taking, find_taking
+from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.where import (
     Condition,
     check_columns,

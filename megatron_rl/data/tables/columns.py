@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.tables.answers import choose_part
+from megatron_rl.data.tables.data_sets import choose_part
 from megatron_rl.data.tables.where import value_of
 
 NOTHING = "-"
