@@ -12,15 +12,13 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.jsonl_source import is_ours, read_lines
-from megatron_rl.data.tables.columns import Taking
+from megatron_rl.data.jsonl_source import QUESTIONS, is_ours, read_lines
+from megatron_rl.data.tables.columns import ColumnMap
 from megatron_rl.data.tables.files import SUFFIXES
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt
-
-_QUESTIONS = ("messages", "prompt", "question", "problem")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ class Row(msgspec.Struct, frozen=True):
         messages = list(self.prompt.messages)
         last = max(i for i, message in enumerate(messages) if message.role == "user")
         messages[last] = ChatMessage("user", question)
-        key = next(key for key in _QUESTIONS if key in self.fields)
+        key = next(key for key in QUESTIONS if key in self.fields)
         is_text = bytes(msgspec.json.encode(self.fields[key])).lstrip().startswith(b'"')
         value = question if is_text else msgspec.to_builtins(messages)
         prompt = msgspec.structs.replace(self.prompt, messages=messages)
@@ -96,39 +94,39 @@ def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
     if is_other or is_in_our_form(source):
         return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
     kept = read_kept(source)
-    return [Row(_our_fields(fields, prompt, kept.taking), prompt) for fields, prompt in kept.rows]
+    return [Row(_our_fields(fields, prompt, kept.columns), prompt) for fields, prompt in kept.rows]
 
 
-def _our_fields(columns: dict[str, Any], prompt: Prompt, taking: Taking) -> dict[str, Any]:
-    """The columns of a row, with what the prompt took of them under our keys.
+def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> dict[str, Any]:
+    """The columns of a row, with those that the prompt uses under our keys.
 
-    So that a run reads from the line that is written what it reads from the row.
+    A run reads from the written line what it reads from the row.
     """
-    question = taking.question or next(key for key in _QUESTIONS if key in columns)
-    is_text = isinstance(value_of(columns, question), str)
-    key = question if question in _QUESTIONS else "question" if is_text else "messages"
-    taken = {
-        question: key, taking.answer: "answer", taking.tests: "entry", taking.id: "id",
-        taking.task: "task", taking.language: "language", taking.split: "split",
-        taking.pass_rate: "pass_rate",
+    question = columns.question or next(key for key in QUESTIONS if key in fields)
+    is_text = isinstance(value_of(fields, question), str)
+    key = question if question in QUESTIONS else "question" if is_text else "messages"
+    key_of = {
+        question: key, columns.answer: "answer", columns.tests: "entry", columns.id: "id",
+        columns.task: "task", columns.language: "language", columns.split: "split",
+        columns.pass_rate: "pass_rate",
     }  # fmt: skip
-    values: dict[str, Any] = {name: getattr(prompt, name) for name in taken.values() if name != key}
+    values: dict[str, Any] = {
+        name: getattr(prompt, name) for name in key_of.values() if name != key
+    }
     values[key] = prompt.question if is_text else msgspec.to_builtins(prompt.messages)
     found: dict[str, Any] = {}
-    for column, value in columns.items():
-        name = taken.get(column, "")
+    for column, value in fields.items():
+        name = key_of.get(column, "")
         if name:
-            # Where it says the same, a number stays one.
+            # Where both say the same, a number stays a number.
             found[name] = value if str(value) == str(values[name]) else values[name]
         else:
-            # A column that the run does not take must not be taken from the line.
+            # A run must not read a column from the line that it did not read from the row.
             found[f"original_{column}" if is_ours(column) else column] = value
-    rest = {name: value for name, value in values.items() if name not in found}
-    # The id is written anyway, and a task by default is not that of the row.
-    wanted = {column for column in taken if value_of(columns, column) is not None}
-    named = {"answer", *(taken[column] for column in wanted)}
-    named |= {"task"} if "entry" in named else set()
-    return found | {name: value for name, value in rest.items() if name in named}
+    named = {"answer"} | {n for column, n in key_of.items() if value_of(fields, column) is not None}
+    if "entry" in named:
+        named.add("task")
+    return found | {n: value for n, value in values.items() if n in named and n not in found}
 
 
 def encode_lines(lines: list[Any]) -> str:
