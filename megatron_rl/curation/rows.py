@@ -1,8 +1,8 @@
-"""Rows of prompts, read and written by data tools: all that a run reads, by its readers.
+"""Rows of prompts that tools read and write, by the readers of a run.
 
-A row keeps every key of its line as it was written, those that are not ours too. Rows are written
-with their `id`, because one that comes from the number of the line would change with the next tool.
-Rows of data sets get our keys for what the run takes of them, and keep their other columns.
+A row keeps every key of its line as written, other people's keys too. Rows are written with their
+`id`, because an id from the line number would change with the next tool. Rows of data sets get our
+keys for the columns that a run reads, and keep the other columns.
 """
 
 from pathlib import Path
@@ -27,37 +27,23 @@ class Row(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
     """Keys of the line, with values or raw JSON."""
     prompt: Prompt
-    """What the fields stand for."""
+    """The prompt that the fields describe."""
 
     def line(self) -> dict[str, Any]:
-        """What is written: its fields, with the id."""
+        """The fields, with the id: a line of the output."""
         return {"id": self.prompt.id, **self.fields}
 
     def with_fields(self, **values: Any) -> "Row":
-        """With further keys, which are not those of a prompt."""
+        """The row with further keys, which are not those of a prompt."""
         return Row({**self.fields, **values}, self.prompt)
 
-    def with_id(self, name: str) -> "Row":
-        """Another row that was made from this one."""
-        return Row({**self.fields, "id": name}, msgspec.structs.replace(self.prompt, id=name))
-
-    def with_answer(self, answer: str) -> "Row":
-        """With another reference answer."""
-        prompt = msgspec.structs.replace(self.prompt, answer=answer)
-        return Row({**self.fields, "answer": answer}, prompt)
-
-    def with_entry(self, entry: str) -> "Row":
-        """With another `entry`, such as other tests."""
-        prompt = msgspec.structs.replace(self.prompt, entry=entry)
-        return Row({**self.fields, "entry": entry}, prompt)
-
-    def with_language(self, language: str) -> "Row":
-        """With the language that the response must be in."""
-        prompt = msgspec.structs.replace(self.prompt, language=language)
-        return Row({**self.fields, "language": language}, prompt)
+    def replace(self, **values: str) -> "Row":
+        """The row with other values of its prompt: id, answer, entry or language."""
+        prompt = msgspec.structs.replace(self.prompt, **values)
+        return Row({**self.fields, **values}, prompt)
 
     def with_question(self, question: str) -> "Row":
-        """With another text in what the user wrote last, under the key that the line has."""
+        """The row with another text in the user's last message, under the key of the line."""
         messages = list(self.prompt.messages)
         last = max(i for i, message in enumerate(messages) if message.role == "user")
         messages[last] = ChatMessage("user", question)
@@ -69,10 +55,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = "") -> list[Row]:
-    """All rows of a file or folder of prompts. task: of rows that name none.
+    """All rows of a file or folder of prompts. Raises InputError, also for an id that occurs twice.
 
-    subset, split: of a folder, as in a run. Raises InputError for a bad row, for a source without
-    rows, and for an id that occurs twice.
+    task: of rows that name none. subset, split: of a folder, as in a run.
     """
     rows = _read(path, task, subset=subset, split=split)
     if not rows:
@@ -89,7 +74,7 @@ def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = 
 
 def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
     source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
-    # What has another name, such as a pipe, has lines and can be read once.
+    # A file of another name, such as a pipe, has lines and can be read only once.
     is_other = not path.is_dir() and path.suffix not in SUFFIXES
     if is_other or is_in_our_form(source):
         return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
@@ -137,7 +122,7 @@ def encode_lines(lines: list[Any]) -> str:
 def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]:
     """(number, line as `kind`) of a JSONL file; InputError names the first bad line.
 
-    expected: how a line looks, for the message.
+    expected: an example of a line, for the message.
     """
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
