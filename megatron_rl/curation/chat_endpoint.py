@@ -1,7 +1,7 @@
-"""One question to a server that speaks OpenAI's chat completions (SGLang, vLLM, a company's).
+"""One request to a server with OpenAI's chat completions (SGLang, vLLM, a company's).
 
-Used by `data translate --endpoint`. The server is not ours: what it sends is bounded, and every way
-in which an answer may be no answer has a name.
+Used by `data translate --endpoint`. The server is not ours, so the length of a response is bounded,
+and each kind of failure has a name.
 """
 
 import re
@@ -12,31 +12,31 @@ import aiohttp
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.options import check_at_least
+from megatron_rl.curation.tool import check_at_least
 
 MAX_BODY_BYTES = 4 << 20
-"""A longer answer is refused unread."""
+"""Longer responses are refused unread."""
 _CHUNK_BYTES = 1 << 16
 _BUSY = (408, 409, 425, 429)
-"""Besides 500 and above: may be better later."""
+"""A later try may succeed, as for 500 and above."""
 _SHOWN_NAMES = 8
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model is served, and how it is asked."""
+    """A served model, and the limits of a request."""
 
     url: str
-    """Up to and with /v1."""
+    """Up to and including /v1."""
     model: str
-    """Its name there."""
+    """The name that the server gives it."""
     timeout_s: float = 120.0
-    """Of one question, answer included."""
+    """Per request."""
     max_tokens: int = 4096
-    """Of an answer, thoughts included."""
+    """Per response, thoughts included."""
     key: str = ""
-    """Sent as a bearer token; empty: none is."""
+    """Sent as a bearer token; empty: none."""
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/\s]", self.url):
@@ -48,25 +48,20 @@ class Endpoint:
         check_at_least("--max-tokens", self.max_tokens, 1)
 
     def address(self, path: str) -> str:
-        """Of one of its services."""
+        """Address of a service of the server."""
         return f"{self.url.rstrip('/')}/{path}"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Of each request."""
-        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 class Answer(NamedTuple):
-    """What the server said, or why that is nothing."""
+    """The text of a response, or its failure."""
 
     text: str = ""
     failure: str = ""
-    """Empty for an answer."""
+    """Empty for a text."""
     is_server_fault: bool = False
-    """No answer to any question is to be had: it is away, too busy or broken."""
+    """The server is away, busy or broken, whatever is asked."""
     is_final: bool = False
-    """Asking the same again will not help."""
+    """The same request will fail again."""
 
 
 class _Message(msgspec.Struct):
@@ -90,21 +85,21 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Unreadable(Exception):
-    """A body that is too long."""
+class _TooLong(Exception):
+    """A response of more than MAX_BODY_BYTES."""
 
 
 def open_session(endpoint: Endpoint, connections: int) -> aiohttp.ClientSession:
-    """Connections to the server, so many at most; to be used and closed in a running loop."""
+    """At most `connections` to the server; use and close it in a running loop."""
     return aiohttp.ClientSession(
-        headers=endpoint.headers,
+        headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
         timeout=aiohttp.ClientTimeout(total=endpoint.timeout_s),
         connector=aiohttp.TCPConnector(limit=connections),
     )
 
 
 async def check_served(session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
-    """Raise InputError unless the server answers, and serves the model."""
+    """Raise InputError unless the server responds, and serves the model."""
     address = endpoint.address("models")
     try:
         async with session.get(address, allow_redirects=False) as response:
@@ -115,7 +110,7 @@ async def check_served(session: aiohttp.ClientSession, endpoint: Endpoint) -> No
             f"--endpoint {endpoint.url}: nothing answers at {address}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, _Unreadable) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, _TooLong) as error:
         raise InputError(
             f"--endpoint {endpoint.url}: {address} answers {status} and no list of models: is the "
             "address that of an OpenAI-compatible server, with /v1 at its end?"
@@ -132,7 +127,7 @@ async def ask(
     *,
     temperature: float,
 ) -> Answer:
-    """The text of the first choice, without thoughts between tags; failures are answers, too."""
+    """The first choice's text without its thoughts, or the failure."""
     body = {
         "model": endpoint.model,
         "messages": messages,
@@ -143,21 +138,19 @@ async def ask(
     address = endpoint.address("chat/completions")
     try:
         async with session.post(address, json=body, allow_redirects=False) as response:
-            if response.status != 200:
-                return _of_status(response.status)
+            status = response.status
+            if status != 200:
+                is_later = status >= 500 or status in _BUSY
+                return Answer("", f"status_{status}", is_server_fault=is_later,
+                              is_final=not is_later)  # fmt: skip
             content = await _read(response)
     except TimeoutError:
         return Answer(failure="timeout", is_server_fault=True)
-    except _Unreadable:
+    except _TooLong:
         return Answer(failure="answer_too_long")
     except (aiohttp.ClientError, OSError):
         return Answer(failure="connection_lost", is_server_fault=True)
     return _of_body(content)
-
-
-def _of_status(status: int) -> Answer:
-    is_later = status >= 500 or status in _BUSY
-    return Answer(failure=f"status_{status}", is_server_fault=is_later, is_final=not is_later)
 
 
 def _of_body(content: bytes) -> Answer:
@@ -170,7 +163,7 @@ def _of_body(content: bytes) -> Answer:
     if choices[0].finish_reason == "length":
         return Answer(failure="cut_at_limit")
     text = choices[0].message.content
-    # A template may have opened the thoughts.
+    # The chat template may have opened the thoughts.
     text = _THOUGHTS.sub("", text, count=1) if "<think>" in text else text.split("</think>")[-1]
     return Answer(text.strip()) if text.strip() else Answer(failure="empty")
 
@@ -180,5 +173,5 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise _Unreadable
+            raise _TooLong
     return bytes(body)

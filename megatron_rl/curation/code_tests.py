@@ -1,49 +1,66 @@
-"""`data code-tests`: tests of code problems, held against what several solutions print.
+"""`data code-tests`: compares the tests of code problems with what several solutions print.
 
-A test on which solutions disagree is dropped; one that no solution passes, though they agree, gets
-their output; so does one without an expected output. Problems are then there once a language.
+A test on which solutions disagree is dropped. A test that no solution passes, though they agree,
+gets their output as the expected one; so does a test without an expected output. Each problem is
+then written once per language. `verification/code/outputs.py` runs the programs, one process a
+solution, which is killed when it exceeds its time.
 
 Source: Magistral (arXiv 2506.10910), section 4.2. The shares are ours.
 """
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.options import check_at_least, check_share
-from megatron_rl.curation.report import Report, Tally
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.solutions import Solutions, run_all
+from megatron_rl.curation.samples import Solution, Solutions
+from megatron_rl.curation.tool import (
+    Outcome,
+    Progress,
+    Tally,
+    check_at_least,
+    check_share,
+    no_progress,
+)
 from verification.code.output_comparison import OUTPUT_COMPARISONS
-from verification.code.outputs import Printed
-from verification.code.setup import CodeLimits
+from verification.code.outputs import Job, Printed
+from verification.code.setup import CodeLimits, longest_item_s, prepare
+from verification.verdict import GradingError
 
 log = logging.getLogger(__name__)
 TASK = "code"
 SENTENCES = {"python": "Write the program in Python 3.", "cpp": "Write the program in C++20."}
-"""What is added to the question of each version."""
+"""Added to the question of each version."""
+OUTPUT_BYTES = 1 << 20
+"""A longer output does not count: all outputs are held in memory."""
+START_S = 60.0
+"""Time that a process takes besides its programs."""
 
 
 @dataclass(frozen=True)
 class CodeTestOptions:
-    """When tests and problems are kept."""
+    """Which tests and problems are kept."""
 
     min_solutions: int = 3
-    """Problems with fewer solutions that run at all are dropped."""
+    """Problems with fewer solutions that run are dropped."""
     agreement: float = 0.5
-    """Tests on which a smaller share of the solutions prints the same are dropped."""
+    """Tests for which a smaller share of the solutions prints the same are dropped."""
     relabel_agreement: float = 0.7
-    """Share from which an output becomes the expected one, where no solution passes or none is
-    given."""
+    """Minimum share for an output that becomes the expected one."""
     min_tests: int = 1
-    """Problems with fewer tests left are dropped."""
+    """Problems with fewer remaining tests are dropped."""
     languages: tuple[str, ...] = ("python", "cpp")
-    """A version of each problem for each of these; none: one version, in any language."""
+    """One version of each problem per language; none: one version, in any language."""
 
     def __post_init__(self) -> None:
         check_at_least("--min-solutions", self.min_solutions, 1)
@@ -56,14 +73,14 @@ class CodeTestOptions:
 
 
 class OpenCase(msgspec.Struct, frozen=True):
-    """An input, and the output expected for it if one is given."""
+    """An input, and the expected output if it is known."""
 
     stdin: str
     stdout: str | None = None
 
 
 class Tests(msgspec.Struct, frozen=True):
-    """What is read of an `entry`; its other keys stay as they are."""
+    """The keys of an `entry` that matter here; other keys stay unchanged."""
 
     cases: list[OpenCase] = []
     unit_tests: str | list[str] = ""
@@ -74,29 +91,22 @@ class Tests(msgspec.Struct, frozen=True):
 
     @property
     def is_examined(self) -> bool:
-        """Whether outputs of programs can be compared: no calls, no unit tests, no checker."""
+        """Whether outputs can be compared: no calls, no unit tests, no checker."""
         is_called = bool(self.unit_tests or self.entry_point)
         return bool(self.cases) and not is_called and self.comparison in OUTPUT_COMPARISONS
 
 
-class Outcome(NamedTuple):
-    """What the tool makes of rows."""
-
-    rows: list[Row]
-    report: Report
-
-
 class Judged(NamedTuple):
-    """What becomes of a test."""
+    """The result for a test."""
 
     verdict: str
-    """"kept", "relabelled", "generated", or why it is dropped."""
+    """"kept", "relabelled", "generated", or the reason of the drop."""
     case: OpenCase | None = None
-    """As it is to be; None where it is dropped."""
+    """The test to write; None if it is dropped."""
 
 
 def read_tests(row: Row) -> Tests:
-    """The tests of a row, none for another task. InputError for an entry that is none."""
+    """The tests of a row; none for another task. Raises InputError for a bad entry."""
     if row.prompt.task != TASK:
         return Tests()
     try:
@@ -114,12 +124,9 @@ def run_on_tests(
     limits: CodeLimits,
     *,
     workers: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> tuple[dict[str, list[list[Printed]]], dict[str, int]]:
-    """(by id of the row, what each solution prints for each case; counts for the report).
-
-    progress is told the solutions that were run, and all.
-    """
+    """(by id of the row, what each solution prints for each case; counts for the report)."""
     jobs, owners = [], []
     for row in rows:
         found = solutions.by_id.get(solutions.id_for(row.prompt), [])
@@ -156,11 +163,10 @@ def check_tests(
     options: CodeTestOptions,
     counts: Mapping[str, int] | None = None,
 ) -> Outcome:
-    """The problems with the tests that are kept, in a version for each language.
+    """The problems with their kept tests, one version per language.
 
-    printed: by id of the row, for each solution what it prints for each case. counts: what the
-    report says of the solutions, from `run_on_tests`. Rows of other tasks, and tests that are no
-    inputs and outputs, stay as they are.
+    printed, counts: from `run_on_tests`. Rows of other tasks, and tests without inputs and outputs,
+    stay unchanged.
     """
     tally = Tally("code-tests", asdict(options), read=len(rows))
     tests_by_verdict: Counter[str] = Counter()
@@ -172,7 +178,12 @@ def check_tests(
             unexamined += 1
             kept.append(row)
             continue
-        running = [outputs for outputs in printed.get(row.prompt.id, ()) if _runs(outputs)]
+        # A program that fails for every input says nothing.
+        running = [
+            outputs
+            for outputs in printed.get(row.prompt.id, ())
+            if any(not found.failure for found in outputs)
+        ]
         if len(running) < options.min_solutions:
             tally.drop(row.prompt, "too_few_solutions", f"{len(running)} that run")
             continue
@@ -190,18 +201,15 @@ def check_tests(
         versions = _versions(_with(row, cases=cases), tests, options)
         tally.added["language_version"] += len(versions) - 1
         kept += versions
-    tally.figures = {
-        "not_examined": unexamined,
-        "tests": dict(tests_by_verdict.most_common()),
-        **(counts or {}),
-    }
-    return Outcome(kept, tally.report(written=len(kept)))
+    verdicts = dict(tests_by_verdict.most_common())
+    tally.figures = {"not_examined": unexamined, "tests": verdicts, **(counts or {})}
+    return tally.outcome(kept)
 
 
 def judge_test(
     case: OpenCase, printed: Sequence[Printed], tests: Tests, options: CodeTestOptions
 ) -> Judged:
-    """What becomes of a test, by what each solution prints for it. At least one is asked."""
+    """The result for a test, by what each of at least one solution prints for it."""
     is_same = OUTPUT_COMPARISONS[tests.comparison]
     classes: list[list[bytes]] = []
     for found in printed:
@@ -231,24 +239,70 @@ def judge_test(
     return Judged(verdict, OpenCase(case.stdin, output))
 
 
-def _runs(outputs: list[Printed]) -> bool:
-    """Whether a program ended well for any input: one that never does says nothing."""
-    return any(not found.failure for found in outputs)
-
-
 def _versions(row: Row, tests: Tests, options: CodeTestOptions) -> list[Row]:
-    """The row for each language; as it is where it is bound to one."""
+    """The row for each language; unchanged if its tests name a language."""
     if tests.language or not options.languages:
         return [row]
     return [
         _with(row, language=name)
         .with_question(f"{row.prompt.question.rstrip()}\n\n{SENTENCES[name]}")
-        .with_id(f"{row.prompt.id}/{name}")
+        .replace(id=f"{row.prompt.id}/{name}")
         for name in options.languages
     ]
 
 
 def _with(row: Row, **values: object) -> Row:
-    """With other values in its entry, all others as they are."""
+    """The row with other values in its entry."""
     entry = msgspec.json.decode(row.prompt.entry, type=dict[str, msgspec.Raw])
-    return row.with_entry(msgspec.json.encode({**entry, **values}).decode())
+    return row.replace(entry=msgspec.json.encode({**entry, **values}).decode())
+
+
+# --- running solutions ----------------------------------------------------------------------------
+
+
+def check_sandbox(limits: CodeLimits) -> CodeLimits:
+    """The limits with the isolation that works here. Raises InputError without any."""
+    try:
+        return prepare(msgspec.structs.replace(limits, output_bytes=OUTPUT_BYTES))
+    except GradingError as error:
+        raise InputError(str(error)) from error
+
+
+def run_all(
+    jobs: Sequence[tuple[Solution, list[str]]],
+    limits: CodeLimits,
+    *,
+    workers: int,
+    progress: Progress = no_progress,
+) -> list[list[Printed] | str]:
+    """What each solution prints for its inputs; a text says why the process failed instead."""
+    found = []
+    with ThreadPoolExecutor(workers) as threads:
+        for result in threads.map(lambda job: _run(*job, limits), jobs):
+            found.append(result)
+            progress(len(found), len(jobs))
+    return found
+
+
+def _run(solution: Solution, inputs: list[str], limits: CodeLimits) -> list[Printed] | str:
+    job = msgspec.msgpack.encode(Job(solution.source, solution.tag, inputs, limits))
+    limit_s = START_S + limits.host_patience * longest_item_s(limits, len(inputs))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verification.code.outputs"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(job, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            # The programs in its sandbox die with it.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return f"no answer within {limit_s:.0f} s"
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        return f"exit code {process.returncode}: {' '.join(last)}"
+    return msgspec.msgpack.decode(output, type=list[Printed])

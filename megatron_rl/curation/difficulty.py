@@ -1,42 +1,86 @@
-"""`data difficulty`: keeps problems that are neither too hard nor too easy; checks their labels.
+"""`data difficulty`: keeps problems of medium difficulty, and checks their labels.
 
-One call is one of the paper's two stages. First the samples of a strong base model, labels as they
-are. Then those of a model trained on what that kept, which has graded the *whole* original set:
-problems that only the first model never solved come back, and labels are held against the majority.
-Which answers are the same is decided by the verifier's comparisons, in its grading processes.
+The paper calls this twice. First with samples of a strong base model, without a check of labels.
+Then with samples of a model that was trained on the kept problems and has graded the *whole*
+original set: problems that only the first model never solved come back, and labels are compared
+with the majority. The comparisons of the verifier, in its grading processes, decide which answers
+are the same.
 
-Source: Magistral (arXiv 2506.10910), section 4.1.
+A label is doubted when one other answer has at least `label_share` of a problem's n samples, and
+the label at most `max_label_share`. For n = 16 and the defaults (at least 10 samples of one other
+answer, at most 1 of the label):
+
+- Let the model solve a problem with probability p, and give its wrong label with probability q. The
+  label is doubted with probability at least P(B(n, p) >= 10) - P(B(n, q) >= 2). For p = 0.8 the
+  first term is 0.973, and grows with p; the second is 0.011 for q = 0.01. So at least 96 % of such
+  labels are found, and 90 % for q <= 0.027. If all wrong samples give the wrong label (q = 0.2), 11
+  % are found: a label that a model often gives itself is not evidence against it.
+- A right label is doubted with probability at most min(P(B(n, p) <= 1), sum over wrong answers j of
+  P(B(n, r_j) >= 10)), where the model gives answer j with probability r_j. The first term is below
+  0.8 % from p = 0.36 on; the second is below 0.2 % for each answer with r_j <= 0.25, so below 0.8 %
+  for all. Problems with the same mistake in more than a quarter of the samples, and p < 0.36, may
+  be dropped as well: no vote can distinguish a frequent mistake from a wrong label.
+
+Source: Magistral (arXiv 2506.10910), section 4.1: problems whose majority answer disagrees with the
+label are dropped. The shares are ours.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
-from megatron_rl.curation.labels import Judgement, LabelRules, count_votes, judge, may_be_doubted
-from megatron_rl.curation.options import check_at_least, check_share
-from megatron_rl.curation.report import Report, Tally
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.samples import Sample, SampleFile, match
-from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
+from megatron_rl.curation.tool import Outcome, Tally, check_at_least, check_share
+from megatron_rl.protocol.class_messages import NO_ANSWER, ClassDone, ClassRequest
 from megatron_rl.protocol.types import Prompt, ScoreFailed
 from verification.library import Grading
 
 WITHOUT_VOTE = ("reasoning_gym", "code")
-"""Comparisons whose reference is in the prompt's `entry`: no answer can take its place."""
+"""Comparisons whose reference is the prompt's `entry`: an answer cannot replace it."""
 Classify = Callable[[Sequence[ClassRequest]], list[ClassDone | ScoreFailed]]
+Action = Literal["keep", "drop", "relabel"]
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class LabelRules:
+    """When a label is doubted, and what happens to it."""
+
+    action: Action = "keep"
+    """keep: labels are not checked; drop: problems with doubted labels are dropped; relabel: the
+    majority's answer replaces the label if its share is large enough, else they are dropped."""
+    label_share: float = 0.6
+    """Minimum share of the samples for an answer that speaks against the label."""
+    max_label_share: float = 0.1
+    """Maximum share of samples with a label that is doubted."""
+    relabel_share: float = 0.8
+    """Minimum share of samples for an answer that replaces the label."""
+
+    def __post_init__(self) -> None:
+        check_share("--label-share", self.label_share)
+        check_share("--max-label-share", self.max_label_share)
+        check_share("--relabel-share", self.relabel_share)
+        if self.max_label_share >= self.label_share:
+            raise InputError(
+                f"--max-label-share={self.max_label_share:g} must be below "
+                f"--label-share={self.label_share:g}: else label and majority are no rivals"
+            )
 
 
 @dataclass(frozen=True)
 class DifficultyOptions:
-    """Which problems are kept, by the share of their samples that are right."""
+    """Which problems are kept, by the share of right samples."""
 
     above: float = 0.0
-    """Problems solved in this share of samples or less are too hard; 0: never solved."""
+    """Problems with at most this share of right samples are too hard; 0: never solved."""
     up_to: float = 0.75
-    """Problems solved in a larger share are too easy: mostly solved."""
+    """Problems with a larger share are too easy."""
     min_samples: int = 8
     """Problems with fewer graded samples are dropped: the share would be a guess."""
     labels: LabelRules = LabelRules()
@@ -47,15 +91,26 @@ class DifficultyOptions:
         check_at_least("--min-samples", self.min_samples, 1)
 
 
-class Outcome(NamedTuple):
-    """What the tool makes of rows."""
+class Vote(NamedTuple):
+    """Samples with the label, and samples of the most frequent other answer."""
 
-    rows: list[Row]
-    report: Report
+    produced: int
+    """Samples that give the label, in any form."""
+    majority: int
+    answer: str
+    """The other answer, in its most frequent form."""
+
+
+class Judgement(NamedTuple):
+    """What happens to a label."""
+
+    action: Action
+    answer: str = ""
+    """The new label."""
 
 
 class _Doubt(NamedTuple):
-    """A problem whose wrong answers are to be compared."""
+    """A problem whose wrong answers will be compared."""
 
     prompt: Prompt
     answers: list[str | None]
@@ -64,14 +119,14 @@ class _Doubt(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What became of a label that was doubted."""
+    """The result for a label that was doubted."""
 
     judgement: Judgement
     majority: int = 0
     """Samples of the answer that speaks against it."""
     majority_answer: str = ""
     failure: str = ""
-    """Why nobody knows."""
+    """The reason why the comparison failed."""
 
 
 def filter_difficulty(
@@ -82,9 +137,9 @@ def filter_difficulty(
     reward: RewardConfig,
     classify: Classify,
 ) -> Outcome:
-    """The problems that remain, with `pass_rate` and `samples`; `original_answer` if relabelled.
+    """The kept problems, with `pass_rate` and `samples`; `original_answer` if relabelled.
 
-    A label is judged before the share of right samples: a problem with a wrong one looks unsolved.
+    Labels are judged first: a wrong label makes a problem look unsolved.
     """
     matched = match(rows, found.graded)
     tally = Tally("difficulty", asdict(options), read=len(rows))
@@ -104,13 +159,13 @@ def filter_difficulty(
         label = checked.get(row.prompt.id, _Checked(Judgement("keep")))
         if result := _decide(row, samples, label, options=options, tally=tally):
             kept.append(result)
-    return Outcome(kept, tally.report(written=len(kept)))
+    return tally.outcome(kept)
 
 
 def _decide(
     row: Row, samples: list[Sample], label: _Checked, *, options: DifficultyOptions, tally: Tally
 ) -> Row | None:
-    """The row as it is kept; None, and counted, if it is dropped."""
+    """The row to write; None if it is dropped and counted."""
     if len(samples) < options.min_samples:
         return tally.drop(row.prompt, "too_few_samples", f"{len(samples)} graded samples")
     if label.failure:
@@ -130,8 +185,8 @@ def _decide(
         return tally.drop(row.prompt, reason, f"{solved} of {len(samples)} samples are right")
     if is_relabelled:
         tally.changed["relabelled"] += 1
-        new = row.with_answer(label.judgement.answer)
-        row = new.with_fields(original_answer=row.prompt.answer)
+        original = row.prompt.answer
+        row = row.replace(answer=label.judgement.answer).with_fields(original_answer=original)
     return row.with_fields(pass_rate=round(rate, 6), samples=len(samples))
 
 
@@ -144,7 +199,7 @@ def _doubts(
     options: DifficultyOptions,
     reward: RewardConfig,
 ) -> tuple[list[_Doubt], int]:
-    """Problems whose labels may be wrong, and how many there are on which no vote is possible.
+    """Problems whose labels may be wrong, and the number of problems without a possible vote.
 
     Raises InputError for an unknown task.
     """
@@ -168,12 +223,12 @@ def _doubts(
 def _check_labels(
     doubts: list[_Doubt], rules: LabelRules, classify: Classify
 ) -> dict[str, _Checked]:
-    """What becomes of each label, by the problem's id."""
+    """The result for each label, by the problem's id."""
     requests = [
         ClassRequest(
             request_id=0,
             task=doubt.prompt.task,
-            # The label comes first: what is the same as it does not speak against it.
+            # The label comes first: answers of its class do not speak against it.
             texts=[doubt.prompt.answer, *(answer or "" for answer in doubt.answers)],
             prompt_tails=[""] * (1 + len(doubt.answers)),
             problem=doubt.prompt.question,
@@ -194,10 +249,57 @@ def _check_labels(
 
 @contextmanager
 def open_classes(reward: RewardConfig, verifier: VerifierConfig) -> Iterator[Classify]:
-    """Comparisons of answers in grading processes, as long as the context lasts."""
+    """Comparisons of answers in grading processes, which end with the context."""
     tasks = {
         name: task.model_copy(update={"format_check": "none"})
         for name, task in reward.all_tasks.items()
     }
     with Grading(reward.model_copy(update={"tasks": tasks}), verifier) as grading:
         yield grading.classes
+
+
+def least(share: float, samples: int) -> int:
+    """The smallest count that is at least this share of the samples."""
+    return math.ceil(share * samples - _ROUNDING)
+
+
+def most(share: float, samples: int) -> int:
+    """The largest count that is at most this share of the samples."""
+    return math.floor(share * samples + _ROUNDING)
+
+
+def may_be_doubted(answers: Sequence[str | None], *, correct: int, rules: LabelRules) -> bool:
+    """Whether any grouping of the wrong answers can speak against the label.
+
+    answers: of the samples that are not right. Avoids the comparisons of most problems.
+    """
+    samples = len(answers) + correct
+    given = sum(answer is not None for answer in answers)
+    enough = given >= max(1, least(rules.label_share, samples))
+    return enough and correct <= most(rules.max_label_share, samples)
+
+
+def count_votes(answers: Sequence[str | None], classes: Sequence[int], *, correct: int) -> Vote:
+    """The vote of the wrong answers. classes: of the label, then of each answer."""
+    label, *others = classes
+    same_as_label = sum(found == label != NO_ANSWER for found in others)
+    sizes = Counter(found for found in others if found not in (label, NO_ANSWER))
+    if not sizes:
+        return Vote(correct + same_as_label, 0, "")
+    majority, size = sizes.most_common(1)[0]
+    texts = Counter(
+        answer.strip()
+        for answer, found in zip(answers, others, strict=True)
+        if found == majority and answer is not None
+    )
+    return Vote(correct + same_as_label, size, texts.most_common(1)[0][0])
+
+
+def judge(vote: Vote, *, samples: int, rules: LabelRules) -> Judgement:
+    """What happens to the label after a vote of `samples`."""
+    speaks = vote.majority >= max(1, least(rules.label_share, samples))
+    if not speaks or vote.produced > most(rules.max_label_share, samples):
+        return Judgement("keep")
+    if rules.action == "relabel" and vote.majority >= least(rules.relabel_share, samples):
+        return Judgement("relabel", vote.answer)
+    return Judgement("drop")

@@ -1,7 +1,10 @@
-"""`data filter-format`: keeps problems with one answer that can be compared, and opens choices.
+"""`data filter-format`: keeps problems with one comparable answer, and opens multiple choice.
 
-A multiple-choice problem becomes an open question whose answer is the text of the right choice.
-Each rule has a name; what it drops is counted under it. Pure string code.
+A multiple-choice problem becomes an open question; its answer is the text of the right choice.
+Each rule that drops problems has a name, which counts them. Pure string code.
+
+Choices are three or more in alphabetical order from A with the same kind of mark: `(A)` (also in
+\\textbf, \\text and the like), or `A)`, `A.`, `A:` after a space. Two suffice if both begin lines.
 
 Source: Magistral (arXiv 2506.10910), section 4.1: proofs and multi-part problems are removed,
 multiple choice is reformulated. The rules are ours.
@@ -11,14 +14,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_rl.curation.choices import Asked, find_choices
-from megatron_rl.curation.report import Report, Tally
 from megatron_rl.curation.rows import Row
+from megatron_rl.curation.tool import Outcome, Tally
 from verification.math.choices import Choice, read_choice
 from verification.math.text import normalise
 
 MAX_WORDS = 3
-"""Words of a choice from which it is prose: a judge of mathematics cannot compare that."""
+"""A choice of more words is prose, which the comparison of mathematics cannot judge."""
 _SENTENCE = r"(?:^|[.!?:;]\s+|\n\s*|\b(?:and|then|also)\s+|\)\s+)"
 _ASKED = r"(?:\s+(?:that|why|whether|the|this|these|your|it|if)\b|\s*[:,$\\])"
 _PROOF = re.compile(
@@ -77,26 +79,49 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _TWO_WAYS = {"true", "false", "yes", "no", "correct", "incorrect"}
 _SPACES = re.compile(r"\s+")
 
+_STYLE = r"(?:\\(?:textbf|textrm|text|mathbf|mathrm|bf|rm)\s*\{\s*)"
+
+
+def _patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Marks in parentheses, and those of a list; one group of each match is the letter."""
+    marked = (
+        rf"{_STYLE}\(({letters})\)\s*\.?(?:\\\s|~|\s)*\}}|\{{\s*\\bf\s*\(({letters})\)\s*\}}"
+        rf"|\({_STYLE}({letters})\}}\)|(?<![\w)])\(({letters})\)(?!\w)"
+    )
+    listed = (
+        rf"(?:(?<=\s)|(?<=^)|(?<=\$))(?:{_STYLE}({letters})[.):]\s*\}}|({letters})[.):](?=\s|\$))"
+    )
+    return re.compile(marked), re.compile(listed, re.MULTILINE)
+
+
+_UPPER, _LOWER = _patterns("[A-J]"), _patterns("[a-j]")
+_GAP = r"(?:\\(?:q?quad|hfill|hspace\*?\{[^{}]*\}|newline|item|[ ,;:!])|\\\\|[~&;,]|\s)+"
+_GAP_BEFORE = re.compile(rf"^{_GAP}")
+_GAP_BEHIND = re.compile(rf"{_GAP}$")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{(?:enumerate|itemize|tabular|array|choices)\}\S*")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+
 
 class Verdict(NamedTuple):
     """What becomes of a problem."""
 
     rule: str = ""
-    """That drops it; empty: it is kept."""
+    """The rule that drops it; empty: it is kept."""
     question: str = ""
+    """As it will be written; likewise the answer."""
     answer: str = ""
-    """As they are to be; only where it is kept."""
 
 
-class Outcome(NamedTuple):
-    """What the tool makes of rows."""
+class Asked(NamedTuple):
+    """A question without its choices, and their texts."""
 
-    rows: list[Row]
-    report: Report
+    stem: str
+    choices: dict[str, str]
+    """By letter."""
 
 
 def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> Outcome:
-    """The rows that are kept, opened where they were multiple choice; other tasks as they are."""
+    """The kept rows, with multiple choice opened; rows of other tasks stay unchanged."""
     tally = Tally("filter-format", {"tasks": list(tasks)}, read=len(rows))
     kept, others = [], 0
     for row in rows:
@@ -113,14 +138,14 @@ def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> O
             tally.changed["choices_opened"] += 1
             row = row.with_question(verdict.question)
         if verdict.answer != prompt.answer:
-            row = row.with_answer(verdict.answer).with_fields(original_answer=prompt.answer)
+            row = row.replace(answer=verdict.answer).with_fields(original_answer=prompt.answer)
         kept.append(row)
     tally.figures = {"of_other_tasks": others}
-    return Outcome(kept, tally.report(written=len(kept)))
+    return tally.outcome(kept)
 
 
 def judge_format(question: str, answer: str) -> Verdict:
-    """Whether a problem has one answer that can be compared; choices opened."""
+    """Whether a problem has one comparable answer; with its choices opened."""
     if _NO_ANSWER.fullmatch(answer.strip()):
         return Verdict("no_answer")
     asked = find_choices(question)
@@ -157,7 +182,7 @@ def _is_list_of_tasks(found: re.Match[str]) -> bool:
 
 
 def _names_choice(question: str, answer: str) -> bool:
-    """Whether the answer is a letter of choices that the question no longer has."""
+    """Whether the answer is the letter of a choice that the question does not list."""
     chosen = read_choice(normalise(answer))
     if not isinstance(chosen, Choice) or chosen.text:
         return False
@@ -165,7 +190,7 @@ def _names_choice(question: str, answer: str) -> bool:
 
 
 def _open_choices(asked: Asked, answer: str) -> Verdict:
-    """The open question and the text of the right choice, or why that is impossible."""
+    """The open question and the text of the right choice, or the rule that drops the problem."""
     letter = _letter_of(asked, answer)
     if letter not in asked.choices:
         return Verdict(letter)
@@ -204,3 +229,74 @@ def _letter_of(asked: Asked, answer: str) -> str:
 
 def _compact(text: str) -> str:
     return _SPACES.sub("", text).casefold()
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+def find_choices(question: str, *, is_lower: bool = False) -> Asked | None:
+    """The question and its choices; None if no choices are found.
+
+    is_lower: marks are small letters, which may also number the parts of a problem. The text of a
+    choice is empty if it cannot be separated from its surroundings.
+    """
+    for pattern in _LOWER if is_lower else _UPPER:
+        marks = _last_sequence(question, pattern)
+        begins_lines = all(_begins_line(question, mark) for mark in marks)
+        if len(marks) >= 3 or (len(marks) == 2 and begins_lines):
+            return _take_apart(question, marks)
+    return None
+
+
+def _last_sequence(question: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    """The marks A, B, ... that begin at the last A from which there is a B."""
+    marks = list(pattern.finditer(question))
+    letters = [next(letter for letter in mark.groups() if letter).upper() for mark in marks]
+    found: list[re.Match[str]] = []
+    for start in [place for place, letter in enumerate(letters) if letter == "A"]:
+        count = 0
+        while start + count < len(marks) and letters[start + count] == "ABCDEFGHIJ"[count]:
+            count += 1
+        # A later letter out of order is a mention, which makes the texts unclear.
+        if count >= 2 and start + count == len(marks):
+            found = marks[start:]
+    return found
+
+
+def _begins_line(question: str, mark: re.Match[str]) -> bool:
+    return not question[question.rfind("\n", 0, mark.start()) + 1 : mark.start()].strip(" $")
+
+
+def _take_apart(question: str, marks: list[re.Match[str]]) -> Asked:
+    stem = question[: marks[0].start()]
+    # An odd dollar opens a formula that holds the choices.
+    in_formula = len(_DOLLAR.findall(stem)) % 2 == 1
+    if in_formula:
+        opening = list(_DOLLAR.finditer(stem))[-1].start()
+        is_clean = not _trimmed(stem[opening + 1 :])
+        stem = stem[:opening] if is_clean else ""
+    ends = [mark.start() for mark in marks[1:]] + [len(question)]
+    choices = {}
+    for letter, mark, end in zip("ABCDEFGHIJ", marks, ends, strict=False):
+        text = question[mark.end() : end]
+        is_last = end == len(question)
+        choices[letter] = _text_of(text, is_last=is_last, in_formula=in_formula)
+    return Asked(_trimmed(_ENVIRONMENT.sub(" ", stem)).strip(), choices)
+
+
+def _text_of(text: str, *, is_last: bool, in_formula: bool) -> str:
+    """The text of a choice; empty if other text follows it."""
+    text = _trimmed(_ENVIRONMENT.sub(" ", text))
+    if is_last and "\n" in text.strip():
+        return ""
+    if in_formula:
+        parts = [_trimmed(part) for part in _DOLLAR.split(text)]
+        return parts[0] if not any(parts[1:]) else ""
+    if len(_DOLLAR.findall(text)) == 2 and text.startswith("$") and text.endswith("$"):
+        text = text[1:-1].strip()
+    text = text.removesuffix(".") if not text.endswith("..") else text
+    return text if len(_DOLLAR.findall(text)) % 2 == 0 else ""
+
+
+def _trimmed(text: str) -> str:
+    return _GAP_BEHIND.sub("", _GAP_BEFORE.sub("", text.strip())).strip()

@@ -1,8 +1,8 @@
-"""Rows of prompts, read and written by data tools: all that a run reads, by its readers.
+"""Rows of prompts that tools read and write, by the readers of a run.
 
-A row keeps every key of its line as it was written, those that are not ours too. Rows are written
-with their `id`, because one that comes from the number of the line would change with the next tool.
-Rows of data sets get our keys for what the run takes of them, and keep their other columns.
+A row keeps every key of its line as written, other people's keys too. Rows are written with their
+`id`, because an id from the line number would change with the next tool. Rows of data sets get our
+keys for the columns that a run reads, and keep the other columns.
 """
 
 from pathlib import Path
@@ -12,15 +12,13 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.jsonl_source import is_ours, read_lines
-from megatron_rl.data.tables.formats import SUFFIXES
+from megatron_rl.data.jsonl_source import QUESTIONS, is_ours, read_lines
+from megatron_rl.data.tables.columns import ColumnMap
+from megatron_rl.data.tables.files import SUFFIXES
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
-from megatron_rl.data.tables.taking import Taking
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt
-
-_QUESTIONS = ("messages", "prompt", "question", "problem")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -29,41 +27,27 @@ class Row(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
     """Keys of the line, with values or raw JSON."""
     prompt: Prompt
-    """What the fields stand for."""
+    """The prompt that the fields describe."""
 
     def line(self) -> dict[str, Any]:
-        """What is written: its fields, with the id."""
+        """The fields, with the id: a line of the output."""
         return {"id": self.prompt.id, **self.fields}
 
     def with_fields(self, **values: Any) -> "Row":
-        """With further keys, which are not those of a prompt."""
+        """The row with further keys, which are not those of a prompt."""
         return Row({**self.fields, **values}, self.prompt)
 
-    def with_id(self, name: str) -> "Row":
-        """Another row that was made from this one."""
-        return Row({**self.fields, "id": name}, msgspec.structs.replace(self.prompt, id=name))
-
-    def with_answer(self, answer: str) -> "Row":
-        """With another reference answer."""
-        prompt = msgspec.structs.replace(self.prompt, answer=answer)
-        return Row({**self.fields, "answer": answer}, prompt)
-
-    def with_entry(self, entry: str) -> "Row":
-        """With another `entry`, such as other tests."""
-        prompt = msgspec.structs.replace(self.prompt, entry=entry)
-        return Row({**self.fields, "entry": entry}, prompt)
-
-    def with_language(self, language: str) -> "Row":
-        """With the language that the response must be in."""
-        prompt = msgspec.structs.replace(self.prompt, language=language)
-        return Row({**self.fields, "language": language}, prompt)
+    def replace(self, **values: str) -> "Row":
+        """The row with other values of its prompt: id, answer, entry or language."""
+        prompt = msgspec.structs.replace(self.prompt, **values)
+        return Row({**self.fields, **values}, prompt)
 
     def with_question(self, question: str) -> "Row":
-        """With another text in what the user wrote last, under the key that the line has."""
+        """The row with another text in the user's last message, under the key of the line."""
         messages = list(self.prompt.messages)
         last = max(i for i, message in enumerate(messages) if message.role == "user")
         messages[last] = ChatMessage("user", question)
-        key = next(key for key in _QUESTIONS if key in self.fields)
+        key = next(key for key in QUESTIONS if key in self.fields)
         is_text = bytes(msgspec.json.encode(self.fields[key])).lstrip().startswith(b'"')
         value = question if is_text else msgspec.to_builtins(messages)
         prompt = msgspec.structs.replace(self.prompt, messages=messages)
@@ -71,10 +55,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = "") -> list[Row]:
-    """All rows of a file or folder of prompts. task: of rows that name none.
+    """All rows of a file or folder of prompts. Raises InputError, also for an id that occurs twice.
 
-    subset, split: of a folder, as in a run. Raises InputError for a bad row, for a source without
-    rows, and for an id that occurs twice.
+    task: of rows that name none. subset, split: of a folder, as in a run.
     """
     rows = _read(path, task, subset=subset, split=split)
     if not rows:
@@ -91,44 +74,44 @@ def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = 
 
 def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
     source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
-    # What has another name, such as a pipe, has lines and can be read once.
+    # A file of another name, such as a pipe, has lines and can be read only once.
     is_other = not path.is_dir() and path.suffix not in SUFFIXES
     if is_other or is_in_our_form(source):
         return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
     kept = read_kept(source)
-    return [Row(_our_fields(fields, prompt, kept.taking), prompt) for fields, prompt in kept.rows]
+    return [Row(_our_fields(fields, prompt, kept.columns), prompt) for fields, prompt in kept.rows]
 
 
-def _our_fields(columns: dict[str, Any], prompt: Prompt, taking: Taking) -> dict[str, Any]:
-    """The columns of a row, with what the prompt took of them under our keys.
+def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> dict[str, Any]:
+    """The columns of a row, with those that the prompt uses under our keys.
 
-    So that a run reads from the line that is written what it reads from the row.
+    A run reads from the written line what it reads from the row.
     """
-    question = taking.question or next(key for key in _QUESTIONS if key in columns)
-    is_text = isinstance(value_of(columns, question), str)
-    key = question if question in _QUESTIONS else "question" if is_text else "messages"
-    taken = {
-        question: key, taking.answer: "answer", taking.tests: "entry", taking.id: "id",
-        taking.task: "task", taking.language: "language", taking.split: "split",
-        taking.pass_rate: "pass_rate",
+    question = columns.question or next(key for key in QUESTIONS if key in fields)
+    is_text = isinstance(value_of(fields, question), str)
+    key = question if question in QUESTIONS else "question" if is_text else "messages"
+    key_of = {
+        question: key, columns.answer: "answer", columns.tests: "entry", columns.id: "id",
+        columns.task: "task", columns.language: "language", columns.split: "split",
+        columns.pass_rate: "pass_rate",
     }  # fmt: skip
-    values: dict[str, Any] = {name: getattr(prompt, name) for name in taken.values() if name != key}
+    values: dict[str, Any] = {
+        name: getattr(prompt, name) for name in key_of.values() if name != key
+    }
     values[key] = prompt.question if is_text else msgspec.to_builtins(prompt.messages)
     found: dict[str, Any] = {}
-    for column, value in columns.items():
-        name = taken.get(column, "")
+    for column, value in fields.items():
+        name = key_of.get(column, "")
         if name:
-            # Where it says the same, a number stays one.
+            # Where both say the same, a number stays a number.
             found[name] = value if str(value) == str(values[name]) else values[name]
         else:
-            # A column that the run does not take must not be taken from the line.
+            # A run must not read a column from the line that it did not read from the row.
             found[f"original_{column}" if is_ours(column) else column] = value
-    rest = {name: value for name, value in values.items() if name not in found}
-    # The id is written anyway, and a task by default is not that of the row.
-    wanted = {column for column in taken if value_of(columns, column) is not None}
-    named = {"answer", *(taken[column] for column in wanted)}
-    named |= {"task"} if "entry" in named else set()
-    return found | {name: value for name, value in rest.items() if name in named}
+    named = {"answer"} | {n for column, n in key_of.items() if value_of(fields, column) is not None}
+    if "entry" in named:
+        named.add("task")
+    return found | {n: value for n, value in values.items() if n in named and n not in found}
 
 
 def encode_lines(lines: list[Any]) -> str:
@@ -139,7 +122,7 @@ def encode_lines(lines: list[Any]) -> str:
 def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]:
     """(number, line as `kind`) of a JSONL file; InputError names the first bad line.
 
-    expected: how a line looks, for the message.
+    expected: an example of a line, for the message.
     """
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.

@@ -1,14 +1,14 @@
-"""Graded samples of problems, read from what grading left behind.
+"""Completions of problems that grading has left: graded samples, and solutions of code problems.
 
-Either records of rollouts (a run's folder, an evaluation's, or one file of them), or JSONL of
-{"id" or "problem", "correct": [bool, ...], "answers": [str or null, ...]}. Text of models is only
-taken apart here, by the format check of its task, as in the verifier; nothing is compared.
+Read from records of rollouts (the folder of a run or an evaluation, or one file of records), or
+from JSONL: graded samples as {"id" or "problem", "correct": [bool, ...], "answers": [str or null,
+...]}, solutions as {"id", "language", "source"}. The format check of the task finds answers and
+programs in a completion, as in the verifier; nothing is compared here.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,11 +17,13 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.curation.rows import Row, read_jsonl
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
+from megatron_rl.protocol.types import Prompt
 from verification.format_checks import FORMAT_CHECKS
 
-_EXPECTED = (
+_SAMPLES = (
     'a rollout record, or {"id" or "problem": "...", "correct": [true, ...], "answers": ["7", ...]}'
 )
+_SOLUTIONS = '{"id": "...", "language": "python", "source": "..."}, or records of rollouts'
 
 
 class Sample(NamedTuple):
@@ -29,20 +31,11 @@ class Sample(NamedTuple):
 
     is_correct: bool
     answer: str | None
-    """None: it gave none, or the file does not say."""
-
-
-class _Line(msgspec.Struct, frozen=True):
-    """The plain form: all samples of a problem."""
-
-    correct: list[bool]
-    id: str | int = ""
-    problem: str = ""
-    answers: list[str | None] = []
+    """None: it has no answer, or the file does not say."""
 
 
 class Graded(NamedTuple):
-    """Samples of one line, and whose they are."""
+    """Samples of one line, and the problem that they belong to."""
 
     id: str
     problem: str
@@ -53,56 +46,125 @@ class Matched(NamedTuple):
     """Samples by problem."""
 
     by_id: dict[str, list[Sample]]
-    """Of each row's id; empty where it has none."""
+    """By the id of each row; empty for a row without samples."""
     unmatched: int
-    """Samples of problems that the rows do not have."""
+    """Samples of problems that the rows do not contain."""
 
 
 class SampleFile(NamedTuple):
-    """What was read."""
+    """Graded samples of a file or folder."""
 
     graded: list[Graded]
     ungraded: int
-    """Completions that could not be graded: they say nothing."""
+    """Completions that could not be graded, which do not count."""
+
+
+class Solution(NamedTuple):
+    """A program for a problem."""
+
+    source: str
+    tag: str
+    """Its language, as the tag of a code fence."""
+
+
+class Solutions(NamedTuple):
+    """Solutions of a file or folder."""
+
+    by_id: dict[str, list[Solution]]
+    without_program: int
+    """Completions in which the format check found no program."""
+    id_of: dict[str, str] = {}
+    """Normalized question of a record -> its id, which differs in sets of evaluations."""
+
+    def id_for(self, prompt: Prompt) -> str:
+        """The id that solutions of a problem have: that of the problem, or of its question."""
+        if prompt.id in self.by_id:
+            return prompt.id
+        return self.id_of.get(prompt.normalized_question, prompt.id)
+
+
+class _SampleLine(msgspec.Struct, frozen=True):
+    """All samples of a problem."""
+
+    correct: list[bool]
+    id: str | int = ""
+    problem: str = ""
+    answers: list[str | None] = []
+
+
+class _SolutionLine(msgspec.Struct, frozen=True):
+    id: str | int
+    source: str
+    language: str = "python"
 
 
 def read_samples(path: Path, reward: RewardConfig, *, label: str = "") -> SampleFile:
     """Samples of a folder with rollouts, or of a file. Raises InputError.
 
-    label: of one evaluation of the folder; empty: all rollouts of it.
+    label: one evaluation of the folder; empty: all of its rollouts.
     """
-    ungraded: Counter[str] = Counter()
-    graded = list(_of_records(_records(path, label), reward, ungraded))
-    return SampleFile(graded, ungraded.total())
+    graded, ungraded = [], 0
+    for place, item in _records(path, _SampleLine, _SAMPLES, label=label):
+        if isinstance(item, _SampleLine):
+            graded.append(_graded(item, place))
+        elif item.reward is None:
+            ungraded += 1
+        else:
+            graded.append(Graded(item.prompt_id, item.problem, [_sample(item, reward)]))
+    return SampleFile(graded, ungraded)
 
 
-def _records(path: Path, label: str) -> Iterator[RolloutRecord | Graded]:
+def read_solutions(path: Path, reward: RewardConfig) -> Solutions:
+    """Solutions by problem, of a folder with rollouts or a file. Raises InputError."""
+    by_id: dict[str, list[Solution]] = {}
+    id_of: dict[str, str] = {}
+    without = 0
+    for _, item in _records(path, _SolutionLine, _SOLUTIONS):
+        if isinstance(item, _SolutionLine):
+            by_id.setdefault(str(item.id), []).append(Solution(item.source, item.language))
+            continue
+        if item.problem:
+            id_of.setdefault(normalized(item.problem), item.prompt_id)
+        task = reward.all_tasks.get(item.task)
+        if task is None or task.format_check not in ("think_code", "code"):
+            without += 1
+            continue
+        checked = FORMAT_CHECKS[task.format_check](item.text, item.prompt_tail)
+        if checked.refusal:
+            without += 1
+        else:
+            solution = Solution(checked.answer, checked.tag)
+            by_id.setdefault(item.prompt_id, []).append(solution)
+    return Solutions(by_id, without, id_of)
+
+
+def _records(
+    path: Path, plain: Any, expected: str, *, label: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """(place, RolloutRecord or line of the type `plain`) of a folder or file."""
     if path.is_dir():
         files = [file for file in rollout_files(path) if not label or file.label == label]
         if not files:
             what = f"rollouts of an evaluation {label!r}" if label else "rollouts"
             raise InputError(f"{path} has no {what}")
         for file in files:
-            yield from read_records(file.path)
+            yield from ((str(file.path), record) for record in read_records(file.path))
         return
     if label:
         raise InputError(
             f"--label {label} needs a run folder, and {path} is a file: leave --label out"
         )
-    for number, raw in read_jsonl(path, dict[str, msgspec.Raw], expected=_EXPECTED):
-        is_record = "text" in raw
+    for number, raw in read_jsonl(path, dict[str, msgspec.Raw], expected=expected):
+        kind = RolloutRecord if "text" in raw else plain
         try:
-            line = msgspec.json.decode(
-                msgspec.json.encode(raw), type=RolloutRecord if is_record else _Line
-            )
+            yield f"{path}:{number}", msgspec.json.decode(msgspec.json.encode(raw), type=kind)
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}:{number}: {error}; expected {_EXPECTED}") from error
-        yield line if is_record else _of_line(line, f"{path}:{number}")
+            raise InputError(f"{path}:{number}: {error}; expected {expected}") from error
 
 
-def _of_line(line: _Line, place: str) -> Graded:
+def _graded(line: _SampleLine, place: str) -> Graded:
     if line.id == "" and not line.problem:
-        raise InputError(f"{place}: neither id nor problem is given; expected {_EXPECTED}")
+        raise InputError(f"{place}: neither id nor problem is given; expected {_SAMPLES}")
     if line.answers and len(line.answers) != len(line.correct):
         raise InputError(
             f"{place}: {len(line.correct)} values of correct, but {len(line.answers)} answers"
@@ -110,18 +172,6 @@ def _of_line(line: _Line, place: str) -> Graded:
     answers = line.answers or [None] * len(line.correct)
     samples = [Sample(*pair) for pair in zip(line.correct, answers, strict=True)]
     return Graded(str(line.id), line.problem, samples)
-
-
-def _of_records(
-    found: Iterable[RolloutRecord | Graded], reward: RewardConfig, ungraded: Counter[str]
-) -> Iterator[Graded]:
-    for item in found:
-        if isinstance(item, Graded):
-            yield item
-        elif item.reward is None:
-            ungraded[item.reason] += 1
-        else:
-            yield Graded(item.prompt_id, item.problem, [_sample(item, reward)])
 
 
 def _sample(record: RolloutRecord, reward: RewardConfig) -> Sample:
@@ -136,10 +186,10 @@ def _sample(record: RolloutRecord, reward: RewardConfig) -> Sample:
 
 
 def match(rows: list[Row], graded: Iterable[Graded]) -> Matched:
-    """Samples of each row: by the id where the question agrees or is not given, else by it.
+    """Samples of each row: by the id if the question agrees or is missing, else by the question.
 
-    Ids that come from line numbers change when a file does; so the question has the last word,
-    unless the row states its id.
+    Ids from line numbers change with the file, so the question decides unless the row states its
+    id.
     """
     by_id: dict[str, list[Sample]] = {row.prompt.id: [] for row in rows}
     question_of = {row.prompt.id: normalized(row.prompt.question) for row in rows}

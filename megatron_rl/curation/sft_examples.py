@@ -1,12 +1,12 @@
-"""`data sft`: mines the rollouts of a run for SFT examples, the cold start of another model.
+"""`data sft`: selects rollouts of a run as SFT examples, for the cold start of another model.
 
-Right rollouts of training only: evaluations are left alone, their prompts are held out. Each
-problem gives a few; problems that the run seldom solved count more; a share of instruction data is
-mixed in. The output is what `[sft] dataset` reads (`trainer/sft_dataset.py`).
+Only right rollouts of training are used, because prompts of evaluations are held out. Each problem
+gives a few; problems with a low pass rate count more; a share of instruction data is mixed in.
+`[sft] dataset` reads the output (`trainer/sft_dataset.py`).
 
 Source: Magistral (arXiv 2506.10910), on Magistral Small: correct SFT examples of the larger model's
 RL run without early short ones, capped per problem, low pass rates upsampled, 10 % instruction
-data, 4 epochs. How many are kept and repeated is ours.
+data, 4 epochs. The numbers of kept and repeated examples are ours.
 """
 
 import math
@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.draw import place_of
-from megatron_rl.curation.options import check_at_least, check_share
-from megatron_rl.curation.report import Report, Tally
+from megatron_rl.curation.tool import Outcome, Tally, check_at_least, check_share, place_of
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.trainer.sft_dataset import SftExample
@@ -28,28 +26,27 @@ from verification.format import with_opening
 
 @dataclass(frozen=True)
 class SftExampleOptions:
-    """Which rollouts become SFT examples, how often, and beside what."""
+    """Which rollouts become SFT examples, and how often."""
 
     first_step: int = 0
-    """Rollouts of batches before this one are too early to be learnt from."""
+    """Batches before this step are left out."""
     min_tokens: int = 0
-    """Rollouts of fewer completion tokens are too short."""
+    """Minimum tokens of a completion."""
     per_problem: int = 4
-    """Most SFT examples of a problem, before any is repeated."""
+    """Maximum SFT examples of a problem, before repetition."""
     upsample_below: float = 0.5
-    """An SFT example of a problem with a pass rate r below this is repeated upsample_below / r
-    times."""
+    """Examples of a problem with a pass rate r below this are repeated upsample_below / r times."""
     max_copies: int = 4
-    """Most times that an SFT example is there."""
+    """Maximum copies of an SFT example."""
     instruction_share: float = 0.1
-    """Share of the output that is instruction data."""
+    """Share of instruction data in the output."""
     epochs: int = 4
-    """How often the supervised phase is to go over the output: says how many steps that takes."""
+    """Epochs of the cold start, for the number of steps in the report."""
     batch_size: int = 32
-    """SFT examples a step of it (sft.batch_size)."""
+    """SFT examples per step of the cold start (sft.batch_size)."""
     template_opens_thoughts: bool = False
-    """The chat template of the model to be trained ends prompts with <think>: responses begin
-    behind it. Else a <think> that the run's own template has opened is put back."""
+    """The new model's chat template ends prompts with <think>, so responses begin after it. Else a
+    <think> that the run's template opened is put back."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,24 +59,16 @@ class SftExampleOptions:
 
 
 class Mined(NamedTuple):
-    """A rollout and where it was found."""
+    """A rollout and its place."""
 
     record: RolloutRecord
     step: int
-    """Of the batch that it is in, or before which it was dropped."""
+    """Of its batch, or of the batch before which it was dropped."""
     place: str
 
 
-class Outcome(NamedTuple):
-    """What the tool makes of rollouts."""
-
-    examples: list[SftExample]
-    report: Report
-
-
 def read_training_rollouts(run_dir: Path) -> Iterator[Mined]:
-    """Rollouts of a run's training, those of zero-variance and other dropped groups too.
-    InputError."""
+    """Rollouts of a run's training, including those of dropped groups. Raises InputError."""
     files = [file for file in rollout_files(run_dir) if file.step is not None]
     if not files:
         raise InputError(f"{run_dir} has no rollouts of training steps: expected step_NNNNNN.jsonl")
@@ -98,8 +87,8 @@ def mine_sft_examples(
 ) -> Outcome:
     """SFT examples of right rollouts and instruction data, shuffled by the seed.
 
-    prompts: by id, for the messages before the question; without, the question is all there is.
-    Raises InputError where nothing is left, or instructions are too few for their share.
+    prompts: by id, for the messages before the question, which records lack. Raises InputError if
+    nothing is left, or for too few instructions.
     """
     rollouts = list(rollouts)
     tally = Tally("sft", asdict(options), read=len(rollouts))
@@ -125,7 +114,7 @@ def mine_sft_examples(
         "sft_steps": math.ceil(options.epochs * (len(examples) + len(mixed)) / options.batch_size),
     }
     ordered = [example for _, example in sorted(examples + mixed, key=lambda pair: pair[0])]
-    return Outcome(ordered, tally.report(written=len(ordered)))
+    return tally.outcome(ordered)
 
 
 def _sift(
@@ -157,7 +146,7 @@ def _sift(
 
 
 def _capped(found: list[Mined], options: SftExampleOptions, tally: Tally) -> list[Mined]:
-    """At most so many rollouts of one problem, none with the text of another."""
+    """At most per_problem rollouts of one problem, with distinct texts."""
     kept: list[Mined] = []
     texts: set[str] = set()
     for mined in sorted(found, key=lambda m: (place_of(options.seed, "cap", _name(m)), _name(m))):
@@ -172,7 +161,7 @@ def _capped(found: list[Mined], options: SftExampleOptions, tally: Tally) -> lis
 
 
 def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
-    """How often an SFT example is there: upsample_below / rate on average, in [1, max_copies]."""
+    """Copies of an SFT example: upsample_below / rate on average, in [1, max_copies]."""
     wanted = min(max(1.0, options.upsample_below / rate), float(options.max_copies))
     whole = math.floor(wanted)
     return whole + (place_of(options.seed, "copies", _name(mined)) < wanted - whole)
@@ -190,7 +179,7 @@ def _example(
 def _choose(
     instructions: Sequence[SftExample], examples: int, options: SftExampleOptions
 ) -> list[tuple[float, SftExample]]:
-    """Instruction data beside so many SFT examples, each line at most once. Raises InputError."""
+    """(place, line) of the instruction data for `examples`, each line at most once."""
     share = options.instruction_share
     wanted = round(examples * share / (1 - share))
     if wanted > len(instructions):

@@ -1,10 +1,12 @@
-"""`data translate`: a share of the English problems in six other languages.
+"""`data translate`: puts a share of the English problems into six other languages.
 
-What translates is not ours: a served model (`asking.py`), a file that somebody has filled in, or
-another function from a text and a language to a text. What it says is checked: numbers and
-formulas are those of the source (`placeholders.py`), and the language is the one asked for, by the
-classifier that also judges completions. It is run on texts of bounded length; its time is linear
-in them. A translation that is refused leaves the problem as it was.
+A served model (`asking.py`), a filled-in file, or your own function translates. This tool checks
+the result: numbers, formulas and code must be those of the source, and the language the requested
+one, by the classifier that also judges completions. A refused translation leaves the problem
+unchanged.
+
+Before translation each number, formula and piece of code becomes a placeholder such as ⟦3⟧, which
+the translator keeps and may move. Every placeholder must return exactly once, without new pieces.
 
 Source: Magistral (arXiv 2506.10910), section 2.2.4: 10 % of the English problems are translated
 into French, Spanish, Italian, German, Chinese and Russian.
@@ -20,32 +22,51 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.draw import place_of
-from megatron_rl.curation.options import check_share
-from megatron_rl.curation.placeholders import Protected, protect, restore
-from megatron_rl.curation.report import Report, Tally
 from megatron_rl.curation.rows import Row, read_jsonl
+from megatron_rl.curation.tool import Outcome, Tally, check_share, place_of
 from verification.language import LanguageRules, canonical_code, detect
 
-LANGUAGES = ("fr", "es", "it", "de", "zh", "ru")
+NAMES = {"fr": "French", "es": "Spanish", "it": "Italian", "de": "German", "zh": "Chinese",
+         "ru": "Russian"}  # fmt: skip
+LANGUAGES = tuple(NAMES)
 GROWTH, GROWTH_CHARS = 3, 200
-"""A translation may have so many times the characters of the source, and so many more."""
+"""A translation has at most GROWTH times the characters of the source, plus GROWTH_CHARS."""
+OPEN, CLOSE = "⟦", "⟧"
 _RULES = LanguageRules()
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
 _EXPECTED = '{"id": "...", "language": "fr", "text": "... with the placeholders of --requests ..."}'
+# Lengths are bounded, because many openings would take quadratic time. In a longer formula every
+# number and command is its own piece.
+_PIECE = re.compile(
+    r"```.{0,4000}?```"
+    r"|`[^`\n]+`"
+    r"|\\begin\{(?P<name>[A-Za-z]+\*?)\}.{0,4000}?\\end\{(?P=name)\}"
+    r"|(?<!\\)\$\$.{1,4000}?(?<!\\)\$\$"
+    # As in pandoc, so that "$5 and $7" are prices: no space inside, no digit after it.
+    r"|(?<!\\)\$(?=\S)(?:\\.|[^$\\])*?(?<=\S)\$(?!\d)"
+    r"|\\\(.{1,2000}?\\\)|\\\[.{1,4000}?\\\]"
+    r"|https?://[!-~]+"
+    r"|\\[A-Za-z]+\*?|\\."
+    r"|\$?[-\u2212+]?\d+(?:[.,:/]\d+)*\s?%|\$?[-\u2212+]?\d+(?:[.,:/]\d+)*"
+    # Signs of formulas that stand alone: ASCII, superscripts, fractions, operators.
+    r"|[$^_=<>+*/|\u00b1-\u00b3\u00b9\u00bc-\u00be\u00d7\u00f7\u2070-\u209c\u2150-\u218b\u2200-\u22ff]",
+    re.DOTALL,
+)
+_SIGN = re.compile(f"{OPEN}(\\d{{1,6}}){CLOSE}", re.ASCII)
+_BRACES = re.compile(r"[{}]")
 
 
 @dataclass(frozen=True)
 class TranslateOptions:
-    """Which problems are translated, and into what."""
+    """Which problems are translated, and into which languages."""
 
     share: float = 0.1
-    """Of the problems that can be: which ones depends on seed and question alone."""
+    """Share of the eligible problems; seed and question alone decide which."""
     languages: tuple[str, ...] = LANGUAGES
     tasks: tuple[str, ...] = ("math",)
     keep_source: bool = False
-    """The English problem stays beside its translation."""
+    """Write the English problem too, before its translation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,7 +77,7 @@ class TranslateOptions:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is to be translated; also a line of the files of requests and of translations."""
+    """A text to translate; also a line of the files of requests and of translations."""
 
     id: str
     language: str
@@ -65,26 +86,32 @@ class Request(msgspec.Struct, frozen=True):
 
 
 Translator = Callable[[Request], str]
-"""Text of the request in its language, with the placeholders; empty: no translation."""
+"""The request's text in its language, with the placeholders; empty: no translation."""
+
+
+class Protected(NamedTuple):
+    """A text to translate, and the pieces that placeholders stand for."""
+
+    text: str
+    pieces: tuple[str, ...]
+    """By the number of the placeholder."""
 
 
 class Chosen(NamedTuple):
-    """A row, and what is to be translated of it."""
+    """A row that will be translated."""
 
     row: Row
     language: str
     protected: Protected
 
-
-class Outcome(NamedTuple):
-    """What the tool makes of rows."""
-
-    rows: list[Row]
-    report: Report
+    @property
+    def request(self) -> Request:
+        """What a translator is asked."""
+        return Request(self.row.prompt.id, self.language, self.protected.text)
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A translation that was not taken."""
+    """A refused translation; a line of the report."""
 
     id: str
     language: str
@@ -92,7 +119,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen], Counter[str]]:
-    """The rows to be translated, and how many cannot be, by reason."""
+    """The rows to translate, and the counts of rows that are not eligible, by reason."""
     chosen, ineligible = [], Counter[str]()
     for row in rows:
         protected = protect(row.prompt.question)
@@ -107,31 +134,22 @@ def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen]
     return chosen, ineligible
 
 
-def request_of(item: Chosen) -> Request:
-    """What a translator is asked."""
-    return Request(item.row.prompt.id, item.language, item.protected.text)
-
-
 def translate(rows: Sequence[Row], translator: Translator, options: TranslateOptions) -> Outcome:
-    """The rows, with translations in the places of those that were chosen, or behind them."""
+    """The rows with translations in place of the chosen rows, or after them."""
     chosen, ineligible = choose(rows, options)
     tally = Tally("translate", asdict(options), read=len(rows))
     translated: dict[str, Row] = {}
     refused: list[Refused] = []
     languages: Counter[str] = Counter()
     for item in chosen:
-        text = translator(request_of(item))
         name = item.row.prompt.id
-        question, refusal = check_translation(item, text)
+        question, refusal = check_translation(item, translator(item.request))
         if refusal:
             refused.append(Refused(name, item.language, refusal))
             continue
         languages[item.language] += 1
-        translated[name] = (
-            item.row.with_question(question)
-            .with_language(item.language)
-            .with_id(f"{name}/{item.language}")
-        )
+        row = item.row.with_question(question)
+        translated[name] = row.replace(language=item.language, id=f"{name}/{item.language}")
     written: list[Row] = []
     for row in rows:
         other = translated.get(row.prompt.id)
@@ -148,29 +166,26 @@ def translate(rows: Sequence[Row], translator: Translator, options: TranslateOpt
         "refused": dict(Counter(item.reason for item in refused).most_common()),
         "refused_rows": msgspec.to_builtins(refused),
     }
-    return Outcome(written, tally.report(written=len(written)))
+    return tally.outcome(written)
 
 
 def check_translation(item: Chosen, text: str) -> tuple[str, str]:
-    """(question with its pieces, empty), or (empty, why the translation is refused)."""
-    source = item.row.prompt.question
+    """(question with its pieces, empty), or (empty, the reason of the refusal)."""
     if not text.strip():
         return "", "no_translation"
     if len(text) > GROWTH * len(item.protected.text) + GROWTH_CHARS:
         return "", "too_long"
-    restored = restore(source, item.protected, text)
-    if restored.refusal:
-        return "", restored.refusal
-    code = detect(restored.text, _RULES).code
+    restored, refusal = restore(item.row.prompt.question, item.protected, text)
+    if refusal:
+        return "", refusal
+    code = detect(restored, _RULES).code
     if not code:
         return "", "language_unknown"
-    if code != canonical_code(item.language):
-        return "", "other_language"
-    return restored.text, ""
+    return (restored, "") if code == canonical_code(item.language) else ("", "other_language")
 
 
 def _ineligible(row: Row, options: TranslateOptions) -> str:
-    """Why a row is not translated whatever the draw; empty if it can be."""
+    """The reason why a row is never translated; empty: it is eligible."""
     prompt = row.prompt
     if prompt.task not in options.tasks:
         return "other_task"
@@ -194,3 +209,46 @@ def read_translations(path: Path) -> dict[tuple[str, str], str]:
             raise InputError(f"{path}:{number}: {line.id!r} in {line.language!r} is there twice")
         found[line.id, line.language] = line.text
     return found
+
+
+# --- placeholders ---------------------------------------------------------------------------------
+
+
+def protect(text: str) -> Protected | None:
+    """The text with placeholders for its pieces; None if it contains such signs already."""
+    if OPEN in text or CLOSE in text:
+        return None
+    pieces: list[str] = []
+
+    def take(found: re.Match[str]) -> str:
+        pieces.append(found[0])
+        return f"{OPEN}{len(pieces) - 1}{CLOSE}"
+
+    return Protected(_PIECE.sub(take, text), tuple(pieces))
+
+
+def restore(source: str, protected: Protected, translated: str) -> tuple[str, str]:
+    """(the translation of `source` with its pieces, empty), or (empty, reason of the refusal)."""
+    numbers = Counter(int(number) for number in _SIGN.findall(translated))
+    expected = Counter(range(len(protected.pieces)))
+    if expected - numbers:
+        return "", "placeholder_lost"
+    if numbers - expected:
+        return "", "placeholder_added"
+    rest = _SIGN.sub(" ", translated)
+    if OPEN in rest or CLOSE in rest:
+        return "", "placeholder_broken"
+    if any(sign.isnumeric() and not sign.isalpha() for sign in rest):
+        return "", "number_added"
+    plain = _SIGN.sub(" ", protected.text)
+    is_braced_alike = sorted(_BRACES.findall(rest)) == sorted(_BRACES.findall(plain))
+    if _PIECE.search(rest) or "\\" in rest or "`" in rest or not is_braced_alike:
+        return "", "formula_added"
+    # By number, not by str.replace: a piece may look like a placeholder.
+    text = _SIGN.sub(lambda found: protected.pieces[int(found[1])], translated)
+    return (text, "") if _pieces_of(text) == _pieces_of(source) else ("", "pieces_run_together")
+
+
+def _pieces_of(text: str) -> Counter[str]:
+    """Numbers, formulas and code of a text with their counts."""
+    return Counter(found[0] for found in _PIECE.finditer(text))

@@ -17,7 +17,7 @@ from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 _SPLITS = ("train", "held_out")
-_QUESTIONS = ("messages", "prompt", "question", "problem")
+QUESTIONS = ("messages", "prompt", "question", "problem")
 _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
@@ -163,7 +163,7 @@ def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
 
 def check_keys(line: Mapping[str, Any], place: str) -> None:
     """InputError for two questions, or a key that is ours but for a slip; others are ignored."""
-    questions = [key for key in _QUESTIONS if key in line]
+    questions = [key for key in QUESTIONS if key in line]
     if len(questions) > 1:
         raise InputError(f"{place}: {' and '.join(questions)} are both given: keep one")
     for key in line:

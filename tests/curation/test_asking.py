@@ -12,9 +12,9 @@ from aiohttp import web
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation import asking, chat_endpoint
-from megatron_rl.curation.asking import NAMES, ask_all
+from megatron_rl.curation.asking import ask_all
 from megatron_rl.curation.chat_endpoint import Endpoint
-from megatron_rl.curation.translate import Chosen, TranslateOptions, choose
+from megatron_rl.curation.translate import NAMES, Chosen, TranslateOptions, choose
 from tests.curation.chat_server import MODEL, ChatServer, completion
 from tests.curation.test_translate import PHRASES, case, honest, rows
 from tests.end_to_end.commands import launched

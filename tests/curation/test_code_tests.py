@@ -15,12 +15,14 @@ from megatron_rl.curation.code_tests import (
     Judged,
     OpenCase,
     Tests,
+    check_sandbox,
     check_tests,
     judge_test,
+    run_all,
     run_on_tests,
 )
 from megatron_rl.curation.rows import Row, read_rows
-from megatron_rl.curation.solutions import Solution, check_sandbox, read_solutions, run_all
+from megatron_rl.curation.samples import Solution, read_solutions
 from verification.code.outputs import Printed
 from verification.code.problem import parse_tests
 from verification.code.setup import CodeLimits
@@ -156,7 +158,7 @@ def test_a_solution_that_takes_too_long_altogether_is_killed_and_counted(
     [late] = run_all([(sleeper, ["1"])], limits, workers=1)
     assert late == [Printed(failure="test_timeout")]
     # Less than the process needs to begin: it cannot answer that it got too little of a core.
-    monkeypatch.setattr("megatron_rl.curation.solutions.START_S", 0.05)
+    monkeypatch.setattr("megatron_rl.curation.code_tests.START_S", 0.05)
     hurried = msgspec.structs.replace(limits, host_patience=0.0)
     [killed] = run_all([(sleeper, ["1"])], hurried, workers=1)
     assert killed == "no answer within 0 s"

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.dedupe import decontaminate, dedupe
-from megatron_rl.curation.near_duplicates import NearDuplicates, bands
+from megatron_rl.curation.duplicates import (
+    NearDuplicates,
+    bands,
+    decides_alike,
+    decontaminate,
+    dedupe,
+    fingerprint,
+    jaccard,
+)
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.similarity import decides_alike, fingerprint, jaccard
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 THINGS = "apples pears coins marbles books tiles stamps shells cards bricks".split()
@@ -200,7 +206,7 @@ def test_held_out_problems_stay_and_other_answers_are_named() -> None:
     train, held_out = rows([text, text]), rows([text], prefix="h", split="held_out")
     outcome = dedupe([*train, *held_out], threshold=0.7)
     assert [row.prompt.id for row in outcome.rows] == ["h0"]
-    other = rows([text], prefix="o")[0].with_answer("8")
+    other = rows([text], prefix="o")[0].replace(answer="8")
     assert dedupe([train[0], other], threshold=0.7).report.dropped == {
         "duplicate_with_other_answer": 1
     }

@@ -12,11 +12,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.curation.difficulty import (
     DifficultyOptions,
+    LabelRules,
     Outcome,
     filter_difficulty,
     open_classes,
 )
-from megatron_rl.curation.labels import LabelRules
 from megatron_rl.curation.rows import Row, read_rows
 from megatron_rl.curation.samples import Graded, Sample, SampleFile, read_samples
 from megatron_rl.protocol.types import ScoreFailed

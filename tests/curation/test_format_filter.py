@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.curation.choices import find_choices
-from megatron_rl.curation.format_filter import filter_format, judge_format
+from megatron_rl.curation.format_filter import filter_format, find_choices, judge_format
 from megatron_rl.curation.rows import read_rows
 
 AMC = (

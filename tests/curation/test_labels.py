@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.labels import (
+from megatron_rl.curation.difficulty import (
     LabelRules,
     Vote,
     count_votes,

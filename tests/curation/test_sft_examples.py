@@ -56,7 +56,7 @@ def test_each_rule_drops_what_it_names() -> None:
     assert outcome.report.dropped == {
         "not_correct": 1, "ungraded": 1, "cut_at_limit": 1, "short": 1, "same_text": 1,
     }  # fmt: skip
-    [example] = outcome.examples
+    [example] = outcome.rows
     assert example.messages == [ChatMessage("user", "q")] and example.task == "math"
     with pytest.raises(InputError, match="none of 1 rollouts is left: 1 early"):
         mine(record("q"), step=4, first_step=5)
@@ -65,9 +65,9 @@ def test_each_rule_drops_what_it_names() -> None:
 def test_a_problem_gives_at_most_its_cap_the_same_ones_for_the_same_seed() -> None:
     records = [record("q", i) for i in range(30)]
     first, again = mine(*records, per_problem=3), mine(*reversed(records), per_problem=3)
-    assert len(first.examples) == 3 and first.report.dropped == {"over_cap": 27}
-    assert first.examples == again.examples
-    chosen = {frozenset(t.response for t in mine(*records, seed=s).examples) for s in range(5)}
+    assert len(first.rows) == 3 and first.report.dropped == {"over_cap": 27}
+    assert first.rows == again.rows
+    chosen = {frozenset(t.response for t in mine(*records, seed=s).rows) for s in range(5)}
     assert len(chosen) > 1
 
 
@@ -76,7 +76,7 @@ def test_seldom_solved_problems_are_repeated_by_their_pass_rate() -> None:
     records = [record("often"), *wrong("often", 1), record("less"), *wrong("less", 3)]
     records += [record("rare"), *wrong("rare", 15)]
     outcome = mine(*records)
-    counts = Counter(example.messages[0].content for example in outcome.examples)
+    counts = Counter(example.messages[0].content for example in outcome.rows)
     assert counts == {"often": 1, "less": 2, "rare": 4}
     assert outcome.report.added == {"repeated": 4}
 
@@ -84,7 +84,7 @@ def test_seldom_solved_problems_are_repeated_by_their_pass_rate() -> None:
 def test_parts_of_a_copy_are_there_in_that_share_of_the_examples() -> None:
     # Pass rate 1/3: 0.5 / (1/3) = 1.5 copies on average.
     records = [r for i in range(400) for r in (record(f"q{i}"), *wrong(f"q{i}", 2))]
-    assert len(mine(*records).examples) == pytest.approx(600, abs=40)
+    assert len(mine(*records).rows) == pytest.approx(600, abs=40)
 
 
 def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
@@ -92,12 +92,12 @@ def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
     given = [SftExample([ChatMessage("user", f"i{i}")], "r", "open") for i in range(50)]
     options = SftExampleOptions(batch_size=8)
     outcome = mine_sft_examples(rollouts, instructions=given, prompts={}, options=options)
-    mixed = [example for example in outcome.examples if example.task == "open"]
+    mixed = [example for example in outcome.rows if example.task == "open"]
     assert len(mixed) == 10 == len(set(t.messages[0].content for t in mixed))
-    assert (len(outcome.examples), outcome.report.written) == (100, 100)
+    assert (len(outcome.rows), outcome.report.written) == (100, 100)
     # They are spread over the file: 4 epochs of 100 SFT examples are 50 steps of 8.
-    assert any(t.task == "open" for t in outcome.examples[:50])
-    assert any(t.task == "open" for t in outcome.examples[50:])
+    assert any(t.task == "open" for t in outcome.rows[:50])
+    assert any(t.task == "open" for t in outcome.rows[50:])
     assert (outcome.report.figures["epochs"], outcome.report.figures["sft_steps"]) == (4, 50)
     with pytest.raises(InputError, match="need 10 lines of instruction data, and 3"):
         mine_sft_examples(rollouts, instructions=given[:3], prompts={}, options=options)
@@ -105,8 +105,8 @@ def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
 
 def test_thoughts_that_the_template_opened_are_opened_in_the_example() -> None:
     opened = record("q", text="a</think>\\boxed{7}", prompt_tail="assistant\n<think>\n")
-    assert mine(opened).examples[0].response == "<think>a</think>\\boxed{7}"
-    kept = mine(opened, template_opens_thoughts=True).examples[0]
+    assert mine(opened).rows[0].response == "<think>a</think>\\boxed{7}"
+    kept = mine(opened, template_opens_thoughts=True).rows[0]
     assert kept.response == "a</think>\\boxed{7}"
 
 
@@ -119,7 +119,7 @@ def test_all_messages_come_from_the_prompts_where_they_are_given() -> None:
         prompts={"q": prompt},
         options=SftExampleOptions(**NO_INSTRUCTIONS),
     )
-    assert outcome.examples[0].messages == messages
+    assert outcome.rows[0].messages == messages
 
 
 def test_the_command_reads_training_steps_alone_and_writes_what_sft_reads(tmp_path: Path) -> None:

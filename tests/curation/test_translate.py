@@ -11,13 +11,15 @@ import pytest
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.placeholders import Protected, protect, restore
 from megatron_rl.curation.rows import Row, read_rows
 from megatron_rl.curation.translate import (
     LANGUAGES,
+    Protected,
     TranslateOptions,
     Translator,
     choose,
+    protect,
+    restore,
     translate,
 )
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -157,13 +159,13 @@ def test_nothing_that_a_hostile_translator_changes_is_taken() -> None:
         assert protected is not None
         language = rng.choice(LANGUAGES)
         translated = mutate(honest(protected.text, language), rng)
-        restored = restore(question, protected, translated)
-        if restored.refusal:
-            refused[restored.refusal] += 1
+        restored, refusal = restore(question, protected, translated)
+        if refusal:
+            refused[refusal] += 1
             continue
         taken += 1
-        assert numbers_and_latex(restored.text) == numbers_and_latex(question)
-        assert all(restored.text.count(p) >= question.count(p) for p in pieces)
+        assert numbers_and_latex(restored) == numbers_and_latex(question)
+        assert all(restored.count(p) >= question.count(p) for p in pieces)
     # Signs in another order and spaces left out harm nothing; all else is refused.
     assert taken < 700
     assert set(refused) == {
@@ -207,11 +209,11 @@ def test_problems_that_cannot_be_translated_are_counted() -> None:
     good = rows(1)[0]
     german = good.with_question("Wie viele Schafe hat der Bauer, wenn er noch drei weitere kauft?")
     lines = [
-        good.with_id("a").with_answer("Tuesday"),
-        german.with_id("b"),
-        good.with_id("c").with_question(good.prompt.question + " ⟦0⟧"),
-        good.with_id("d").with_language("fr"),
-        good.with_id("e").with_answer("5\\text{ cm}"),
+        good.replace(id="a").replace(answer="Tuesday"),
+        german.replace(id="b"),
+        good.replace(id="c").with_question(good.prompt.question + " ⟦0⟧"),
+        good.replace(id="d").replace(language="fr"),
+        good.replace(id="e").replace(answer="5\\text{ cm}"),
     ]
     chosen, ineligible = choose(lines, TranslateOptions(share=1.0))
     assert [item.row.prompt.id for item in chosen] == ["e"]
@@ -226,7 +228,7 @@ def test_prices_are_numbers_and_formulas_are_whole() -> None:
     assert protected.pieces == (
         "$5", "$7", "3", "^", "2", "$a\\$b$", "\\(c\\)", "\\textbf",
     )  # fmt: skip
-    assert restore("", Protected("", ()), "⟦0⟧").refusal == "placeholder_added"
+    assert restore("", Protected("", ()), "⟦0⟧") == ("", "placeholder_added")
 
 
 def test_a_file_of_translations_is_filled_in_between_two_commands(tmp_path: Path) -> None:

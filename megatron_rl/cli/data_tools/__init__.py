@@ -1,5 +1,5 @@
-"""`megatron-rl data`: tools on files of prompts and SFT examples; the work is in
-`megatron_rl/data/`.
+"""`megatron-rl data`: tools on files of prompts and SFT examples; `megatron_rl/curation/` does the
+work.
 
-One file a group of tools, each with an `app`; `command.py` has the table. May import anything.
+One file per group of tools, each with an `app`; `cli/data.py` has the table. May import anything.
 """

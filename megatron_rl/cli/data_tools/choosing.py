@@ -21,9 +21,13 @@ from megatron_rl.cli.data_tools.files import (
     read_prompts,
     write_rows,
 )
-from megatron_rl.curation.difficulty import DifficultyOptions, filter_difficulty, open_classes
+from megatron_rl.curation.difficulty import (
+    DifficultyOptions,
+    LabelRules,
+    filter_difficulty,
+    open_classes,
+)
 from megatron_rl.curation.format_filter import filter_format
-from megatron_rl.curation.labels import LabelRules
 from megatron_rl.curation.samples import read_samples
 
 app = plain_app()

@@ -23,9 +23,14 @@ from megatron_rl.cli.data_tools.files import (
     read_prompts,
     write_rows,
 )
-from megatron_rl.curation.code_tests import CodeTestOptions, check_tests, run_on_tests
-from megatron_rl.curation.options import check_at_least
-from megatron_rl.curation.solutions import check_sandbox, read_solutions
+from megatron_rl.curation.code_tests import (
+    CodeTestOptions,
+    check_sandbox,
+    check_tests,
+    run_on_tests,
+)
+from megatron_rl.curation.samples import read_solutions
+from megatron_rl.curation.tool import check_at_least
 from verification.comparisons import code_limits
 
 app = plain_app()

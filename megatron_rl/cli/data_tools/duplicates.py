@@ -20,8 +20,7 @@ from megatron_rl.cli.data_tools.files import (
     read_prompts,
     write_rows,
 )
-from megatron_rl.curation.dedupe import decontaminate, dedupe
-from megatron_rl.curation.near_duplicates import DEFAULT_THRESHOLD
+from megatron_rl.curation.duplicates import DEFAULT_THRESHOLD, decontaminate, dedupe
 from megatron_rl.curation.rows import read_rows
 
 app = plain_app()

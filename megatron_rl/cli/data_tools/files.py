@@ -15,8 +15,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
-from megatron_rl.curation.report import Report
 from megatron_rl.curation.rows import Row, encode_lines, read_rows
+from megatron_rl.curation.tool import Report
 from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.whole_file import write_whole
 

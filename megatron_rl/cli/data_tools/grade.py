@@ -20,8 +20,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
-from megatron_rl.curation.options import check_at_least
 from megatron_rl.curation.rows import Row, encode_lines
+from megatron_rl.curation.tool import check_at_least
 from megatron_rl.evaluation.runs.runner import evaluate
 from megatron_rl.launcher.intentions import say
 from megatron_rl.launcher.run_folder import CONFIG

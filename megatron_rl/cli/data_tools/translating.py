@@ -30,7 +30,6 @@ from megatron_rl.curation.translate import (
     TranslateOptions,
     choose,
     read_translations,
-    request_of,
     translate,
 )
 from megatron_rl.protocol.whole_file import write_whole
@@ -106,7 +105,7 @@ def translate_file(options: Options, console: Console) -> int:
     if options.dry_run:
         return _say_what_it_would_do(options, chosen, console)
     if options.requests:
-        write_whole(options.out, encode_lines([request_of(item) for item in chosen]))
+        write_whole(options.out, encode_lines([item.request for item in chosen]))
         said = ", ".join(f"{count} {reason}" for reason, count in ineligible.most_common())
         console.print(
             f"{options.out}: {len(chosen)} of {len(rows)} problems to translate; not eligible: "

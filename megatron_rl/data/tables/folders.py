@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.data.tables.formats import SUFFIXES
+from megatron_rl.data.tables.files import SUFFIXES
 
 _SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.data.tables.files import SUFFIXES
 from megatron_rl.data.tables.folders import TableFiles, find_files
-from megatron_rl.data.tables.formats import SUFFIXES
 from megatron_rl.data.tables.source import Reading, RowFault, read_table
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

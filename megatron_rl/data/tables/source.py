@@ -1,7 +1,7 @@
-"""Prompts of a data set: its files, what of their columns is taken, and rows that are left out.
+"""Prompts of a data set: reads the rows of its files, by the columns that hold prompts.
 
-The order of prompts and their ids come from names of files and numbers of rows alone, so that a run
-goes on with the same prompts under another version of the libraries.
+Order and ids of prompts come from file names and row numbers alone, so a resumed run reads the same
+prompts with other versions of the libraries.
 """
 
 from collections import Counter
@@ -17,21 +17,22 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.jsonl_source import (
     ENDS_IN_ANSWER,
+    QUESTIONS,
     check_keys,
     example_fault,
     make_prompt,
     with_splits,
 )
-from megatron_rl.data.tables.answers import BadTests, NoAnswer, entry_of, take_part
-from megatron_rl.data.tables.folders import TableFiles, find_files
-from megatron_rl.data.tables.formats import (
+from megatron_rl.data.tables.columns import SAMPLE_ROWS, ColumnMap, find_columns
+from megatron_rl.data.tables.data_sets import BadTests, NoAnswer, entry_of, take_part
+from megatron_rl.data.tables.files import (
     LINES,
     TableRow,
     place_of,
     read_columns,
     read_rows,
 )
-from megatron_rl.data.tables.taking import SAMPLE_ROWS, Taking, find_taking
+from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.where import (
     Condition,
     check_columns,
@@ -43,38 +44,37 @@ from megatron_rl.protocol.types import ChatMessage, Prompt
 
 
 class RowFault(NamedTuple):
-    """A row that is no prompt."""
+    """A row that is not a prompt."""
 
     place: str
     reason: str
-    """A word to count under."""
+    """One word, to count faults by."""
     text: str
     """For people; begins with the place."""
 
 
 class Reading(NamedTuple):
-    """What was read of a source."""
+    """Prompts of a source."""
 
     prompts: list[Prompt]
     notes: list[str]
-    """What was taken, and what was left out, for the user."""
+    """For the user: the columns that were read, and the rows that were left out."""
     files: list[Path]
 
 
 class Kept(NamedTuple):
-    """What tools keep of a source: rows with all their columns."""
+    """Rows of a source with all their columns, for tools."""
 
     rows: list[tuple[dict[str, Any], Prompt]]
-    """Each with the values of its columns; `split` is empty where a row has none."""
-    taking: Taking
-    """Which columns became what of the prompts."""
+    """Values by column, and the prompt; `split` is empty where a row has none."""
+    columns: ColumnMap
+    """Columns that the prompts were made of."""
 
 
 def read_files(source: PromptSource, on_fault: Callable[[RowFault], None] | None = None) -> Reading:
     """Prompts of prompts.path. Raises InputError.
 
-    on_fault: told of each faulty row, which is left out then; without it `source.faulty` says what
-    happens.
+    on_fault: called with each faulty row, which is left out. None: `source.faulty` decides.
     """
     files = _files_of(source)
     return read_table(source, files, str(source.path), on_fault)
@@ -84,21 +84,20 @@ def read_kept(source: PromptSource) -> Kept:
     """Rows of prompts.path with all their columns. Raises InputError for the first faulty row."""
     table = _Table(source, _files_of(source), str(source.path), keeps_columns=True)
     prompts: list[Prompt] = []
-    for name, found in table.rows():
+    for found in table.rows():
         if isinstance(found, RowFault):
             raise InputError(found.text)
         prompts.append(found)
-        table.names.append(name)
     prompts = table.with_unique_ids(prompts)
-    return Kept(list(zip(table.kept, prompts, strict=True)), table.taking)
+    return Kept(list(zip(table.kept, prompts, strict=True)), table.columns)
 
 
 def is_in_our_form(source: PromptSource) -> bool:
     """Whether prompts.path is one file of lines that need no column found. Raises InputError."""
     files = _files_of(source)
-    taking = _Table(source, files, str(source.path)).taking
+    columns = _Table(source, files, str(source.path)).columns
     is_lines = len(files.files) == 1 and files.files[0].suffix in LINES
-    own = (taking.question, taking.answer, taking.part, taking.tests)
+    own = (columns.question, columns.answer, columns.part, columns.tests)
     return is_lines and own == ("", "answer", "all", "entry")
 
 
@@ -114,57 +113,44 @@ def read_table(
     label: str,
     on_fault: Callable[[RowFault], None] | None = None,
 ) -> Reading:
-    """Prompts of the rows of files. label: what the source is called in notes."""
+    """Prompts of the rows of files. label: name of the source in notes."""
     if "{question}" not in source.template:
         raise InputError(f"prompts.template={source.template!r} does not contain {{question}}")
     table = _Table(source, files, label)
     prompts: list[Prompt] = []
-    faulty = _Faulty()
-    for row_name, found in table.rows():
+    faults: list[RowFault] = []
+    for found in table.rows():
         if isinstance(found, Prompt):
             prompts.append(found)
-            table.names.append(row_name)
         elif on_fault is not None:
             on_fault(found)
         else:
-            faulty.add(found)
-            table.left_out[found.reason] += 1
-            table.first.setdefault(found.reason, found.place)
-    if faulty.count and (source.faulty == "refuse" or not prompts):
-        raise InputError(faulty.describe(label, prompts=len(prompts)))
+            faults.append(found if not faults else found._replace(text=""))
+    if faults and (source.faulty == "refuse" or not prompts):
+        raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
+    table.leave_out(faults)
     prompts = table.with_unique_ids(prompts)
     return Reading(
         with_splits(prompts, source.held_out_share), table.notes(len(prompts)), files.files
     )
 
 
-class _Faulty:
-    """The faulty rows of a source: how many, and the first."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first = ""
-
-    def add(self, fault: RowFault) -> None:
-        self.count += 1
-        self._first = self._first or fault.text
-
-    def describe(self, label: str, *, prompts: int) -> str:
-        """What the user is told. prompts: rows without a fault."""
-        if not prompts:
-            rows = f"all {self.count:,} rows of {label} are faulty" if self.count > 1 else (
-                f"the only row of {label} is faulty"
-            )  # fmt: skip
-            return f"{rows}, so prompts.faulty='drop' would leave none; {self._first}"
-        rows = f"{self.count:,} of {self.count + prompts:,} rows of {label} are faulty"
-        return (
-            f"{rows}; first {self._first}; correct them, or leave such rows out by "
-            "prompts.faulty='drop'"
-        )
+def _describe_faults(faults: list[RowFault], label: str, *, prompts: int) -> str:
+    """The error for faulty rows. prompts: rows without a fault."""
+    count, first = len(faults), faults[0].text
+    if not prompts:
+        rows = f"all {count:,} rows of {label} are faulty" if count > 1 else (
+            f"the only row of {label} is faulty"
+        )  # fmt: skip
+        return f"{rows}, so prompts.faulty='drop' would leave none; {first}"
+    return (
+        f"{count:,} of {count + prompts:,} rows of {label} are faulty; first {first}; correct "
+        "them, or leave such rows out by prompts.faulty='drop'"
+    )
 
 
 class _Table:
-    """The rows of one source while they are read."""
+    """The rows of one source, while they are read."""
 
     def __init__(
         self, source: PromptSource, files: TableFiles, label: str, *, keeps_columns: bool = False
@@ -174,71 +160,79 @@ class _Table:
         self._label = label
         self._conditions = parse_conditions(source.where)
         self._is_lines = files.files[0].suffix in LINES
-        self.taking = self._find_taking()
+        self.columns = self._find_columns()
         self._keeps_columns = keeps_columns
         self.kept: list[dict[str, Any]] = []
-        """All columns of each row that is a prompt, where they are kept."""
+        """All columns of each row that is a prompt, with keeps_columns."""
         self._seen: set[bytes] = set()
-        self.names: list[str] = []
+        self._names: list[str] = []
         """Of each prompt, by its file and row."""
-        self.left_out: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
         """Rows, by reason."""
-        self.first: dict[str, str] = {}
+        self._first: dict[str, str] = {}
         """Place of the first row of each reason."""
 
-    def rows(self) -> Iterator[tuple[str, Prompt | RowFault]]:
-        """(name by file and row, prompt or fault) of each row that is wanted."""
-        needed = {name.split(".")[0] for name in self.taking.columns}
+    def rows(self) -> Iterator[Prompt | RowFault]:
+        """Each row that fulfils prompts.where, as a prompt or as a fault."""
+        needed = {name.split(".")[0] for name in self.columns.names}
         needed |= {condition.column.split(".")[0] for condition in self._conditions}
         for file in self._files.files:
             for row in read_rows(file, None if self._keeps_columns else needed):
                 place = place_of(file, row.number)
                 if row.fault:
-                    fault = RowFault(place, "no_json", f"{place}: {row.fault}")
-                    yield "", fault
-                elif not self._is_wanted(row.fields, place):
-                    self.left_out["where"] += 1
-                else:
-                    name = self._name_of(file, row.number)
-                    found = self._convert(row, place, name)
-                    if isinstance(found, Prompt) and self._is_repeated(found):
-                        self.left_out["repeated"] += 1
-                    else:
-                        if self._keeps_columns and isinstance(found, Prompt):
-                            self.kept.append(row.fields)
-                        yield name, found
+                    yield RowFault(place, "no_json", f"{place}: {row.fault}")
+                    continue
+                if not self._is_wanted(row.fields, place):
+                    self._left_out["where"] += 1
+                    continue
+                name = self._name_of(file, row.number)
+                found = self._convert(row, place, name)
+                if isinstance(found, Prompt):
+                    if self._is_repeated(found):
+                        self._left_out["repeated"] += 1
+                        continue
+                    self._names.append(name)
+                    if self._keeps_columns:
+                        self.kept.append(row.fields)
+                yield found
+
+    def leave_out(self, faults: list[RowFault]) -> None:
+        """Count faulty rows for `notes`."""
+        for fault in faults:
+            self._left_out[fault.reason] += 1
+            self._first.setdefault(fault.reason, fault.place)
 
     def with_unique_ids(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Ids by file and row where a column that nobody named repeats its own."""
-        if self._is_lines or self._source.columns.id or not self.taking.id:
+        """Ids by file and row, where a column that was found by its name repeats an id."""
+        if self._is_lines or self._source.columns.id or not self.columns.id:
             return prompts
         if len({prompt.id for prompt in prompts}) == len(prompts):
             return prompts
-        self.taking = self.taking._replace(id="")
+        self.columns = self.columns._replace(id="")
         return [
             msgspec.structs.replace(prompt, id=name)
-            for prompt, name in zip(prompts, self.names, strict=True)
+            for prompt, name in zip(prompts, self._names, strict=True)
         ]
 
     def notes(self, kept: int) -> list[str]:
-        """For the user; none for lines in our own form of which all are kept."""
+        """For the user; none if all lines are in our own form and kept."""
         source, own = self._source, PromptSource()
-        is_plain = self._is_lines and not self.taking.question and self.taking.part == "all"
-        if is_plain and not self.left_out and source.columns == own.columns:
+        is_plain = self._is_lines and not self.columns.question and self.columns.part == "all"
+        if is_plain and not self._left_out and source.columns == own.columns:
             return []
         where = f" ({self._files.chosen})" if self._files.chosen else ""
-        said = f"{self._label}{where}: {kept} prompts; taken: {self.taking.describe()}"
-        if self.left_out:
+        said = f"{self._label}{where}: {kept} prompts; columns: {self.columns.describe()}"
+        if self._left_out:
             said += "; rows left out: " + ", ".join(
                 f"{count} {reason}"
-                + (f" (first {self.first[reason]})" if reason in self.first else "")
-                for reason, count in self.left_out.most_common()
+                + (f" (first {self._first[reason]})" if reason in self._first else "")
+                for reason, count in self._left_out.most_common()
             )
         return [said]
 
-    def _find_taking(self) -> Taking:
+    def _find_columns(self) -> ColumnMap:
         file = self._files.files[0]
-        # Of all columns, some of which may be long: few rows at once.
+        # Few rows at once: some columns may be long.
         rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
         sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
         names = list(dict.fromkeys(read_columns(file)))
@@ -246,7 +240,7 @@ class _Table:
             names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
         if not self._is_lines or sample:
             check_columns(self._conditions, names, str(file))
-        return find_taking(self._source, names, sample, place=str(file), is_lines=self._is_lines)
+        return find_columns(self._source, names, sample, place=str(file), is_lines=self._is_lines)
 
     def _name_of(self, file: Path, number: int) -> str:
         """The id of a row without one."""
@@ -274,9 +268,9 @@ class _Table:
         return False
 
     def _convert(self, row: TableRow, place: str, name: str) -> Prompt | RowFault:
-        taking, source = self.taking, self._source
+        columns, source = self.columns, self._source
         try:
-            if not taking.question:
+            if not columns.question:
                 check_keys(row.fields, place)
             fields = self._our_fields(row.fields)
             task = "code" if fields.get("entry") and self._has_tests() else source.task
@@ -292,43 +286,42 @@ class _Table:
         return _with_question(prompt, self._shorten)
 
     def _has_tests(self) -> bool:
-        """Whether rows are programs because they have tests, and nothing says another task."""
-        column = self.taking.tests
+        """Whether a column of tests makes rows tasks of "code": no other task is configured."""
+        column = self.columns.tests
         return bool(column) and column != "entry" and self._source.task == PromptSource().task
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The row under our keys. Raises NoAnswer."""
-        taking = self.taking
-        if not taking.question:
-            found = {key: fields[key] for key in ("messages", "prompt", "question", "problem")
-                     if key in fields}  # fmt: skip
+        columns = self.columns
+        if not columns.question:
+            found = {key: fields[key] for key in QUESTIONS if key in fields}
         else:
-            found = _question(value_of(fields, taking.question))
-        answer = value_of(fields, taking.answer) if taking.answer else None
+            found = _question(value_of(fields, columns.question))
+        answer = value_of(fields, columns.answer) if columns.answer else None
         if answer is not None:
-            found["answer"] = take_part(answer, taking.part)
-        tests = value_of(fields, taking.tests) if taking.tests else None
+            found["answer"] = take_part(answer, columns.part)
+        tests = value_of(fields, columns.tests) if columns.tests else None
         if tests is not None:
-            is_ours = isinstance(tests, str) and taking.tests == "entry"
+            is_ours = isinstance(tests, str) and columns.tests == "entry"
             found["entry"] = tests if is_ours else entry_of(tests)
             found.setdefault("answer", "")
         for key in ("id", "task", "language", "split", "pass_rate"):
-            column = getattr(taking, key)
+            column = getattr(columns, key)
             value = value_of(fields, column) if column else None
             if value is not None:
                 found[key] = value
         return found
 
     def _shorten(self, text: str) -> str:
-        """The question of a row as the user is to ask it."""
-        taking, template = self.taking, self._source.template
-        if taking.prefix or taking.suffix:
-            text = text.strip().removeprefix(taking.prefix).removesuffix(taking.suffix).strip()
+        """The question without a data set's instructions, in prompts.template."""
+        columns, template = self.columns, self._source.template
+        if columns.prefix or columns.suffix:
+            text = text.strip().removeprefix(columns.prefix).removesuffix(columns.suffix).strip()
         return text if template == "{question}" else template.replace("{question}", text)
 
 
 def _question(value: Any) -> dict[str, Any]:
-    """A question under our key; messages keep their role and content alone."""
+    """A question under our key; messages keep only role and content."""
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
@@ -338,7 +331,7 @@ def _question(value: Any) -> dict[str, Any]:
 
 
 def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
-    """With another text in what the user says last."""
+    """The prompt with another text in the user's last message."""
     messages = list(prompt.messages)
     places = [place for place, message in enumerate(messages) if message.role == "user"]
     if not places:
@@ -351,7 +344,7 @@ def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
 
 
 def _reason(text: str) -> str:
-    """The word under which a row that is no prompt is counted."""
+    """The word that counts a row which is not a prompt."""
     if "missing required field `answer`" in text or "at `$.answer`" in text:
         return "no_answer"
     if "there is no question" in text:

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.data.tables.columns import find_columns
+from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, DataSet
 from megatron_rl.data.tables.source import Reading, read_files
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -26,6 +28,30 @@ def read(path: Path, **source: Any) -> Reading:
 
 def pairs(reading: Reading) -> list[tuple[str, str]]:
     return [(prompt.question, prompt.answer) for prompt in reading.prompts]
+
+
+ANSWERS = {"all": "7", "after_hashes": "3+4 = 7\n#### 7", "last_boxed": "so \\boxed{7}"}
+
+
+@pytest.mark.parametrize("one", [one for one in DATA_SETS if one.answer or one.tests])
+def test_columns_of_each_entry_of_the_table_are_found(one: DataSet) -> None:
+    row = {one.question: f"{one.prefix} 3+4? {one.suffix}", one.tests: "{}", one.id: "a"}
+    row |= {one.answer: ANSWERS[one.part], one.pass_rate: 0.5}
+    row.pop("", None)
+    # A dot enters a structure.
+    value: Any = {"ground_truth": "7"}
+    fields = row | {"reward_model": value} if "." in one.answer else row
+    found = find_columns(PromptSource(), list(row), [fields], place="file", is_lines=False)
+    keys = ("question", "answer", "part", "tests", "id", "pass_rate", "prefix", "suffix")
+    assert {key: getattr(found, key) for key in keys} == {key: getattr(one, key) for key in keys}
+
+
+def test_the_guide_lists_the_table() -> None:
+    assert set(PARTS) == {one.part for one in DATA_SETS} - {"all"}
+    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    names = {name for one in DATA_SETS for name in one.name.split(", ")}
+    known = names - {"others", "conversations", "lines in our own form"}
+    assert {name for name in known if name not in guide} == set()
 
 
 GSM8K = [

@@ -1,7 +1,6 @@
-"""Which columns of a data set hold what: as configured, else found by their names and first rows.
+"""Which columns of a data set hold what: configured, or found by their names and the first rows.
 
-Pure. Known are the names that GSM8K, MATH, DAPO-Math-17k, DeepScaleR, OpenR1-Math, NuminaMath,
-Big-Math, Skywork-OR1 and data sets in the form of verl give their columns.
+Pure. `data_sets.py` has the table of known names.
 """
 
 import re
@@ -11,35 +10,23 @@ from typing import Any, NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.tables.answers import choose_part
+from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, choose_part, known_names
 from megatron_rl.data.tables.where import value_of
 
 NOTHING = "-"
-"""In prompts.columns: nothing is taken, whatever the names say."""
+"""In prompts.columns: no column is read, whatever the names are."""
 SAMPLE_ROWS = 64
-"""Rows at the beginning by which columns are found."""
-_QUESTIONS = ("question", "problem", "prompt", "query", "messages")
-_ANSWERS = (
-    "answer", "final_answer", "expected_answer", "reward_model.ground_truth", "ground_truth",
-    "solution",
-)  # fmt: skip
-_TESTS = ("entry", "tests", "test_cases", "input_output")
-_DAPO = (
-    "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.",
-    'Remember to put your answer on its own line after "Answer:".',
-)
-"""What DAPO-Math-17k puts around each problem; our format checks ask for another form."""
+"""Rows at the start that decide about columns."""
 
 
-class Taking(NamedTuple):
-    """Which column holds what; empty: none does."""
+class ColumnMap(NamedTuple):
+    """The column of each part of a prompt; empty: no column has it."""
 
     question: str
-    """Empty, of lines in our own form: whichever of our names a line has."""
+    """Empty for lines in our own form: each line names its question."""
     answer: str
     part: str
-    """What of it is the answer: all, after_hashes, last_boxed."""
+    """What of the column is the answer: "all" or a key of PARTS."""
     id: str
     task: str
     language: str
@@ -47,21 +34,21 @@ class Taking(NamedTuple):
     split: str
     pass_rate: str
     prefix: str
-    """Removed from the start of questions that have it; so is the suffix from their end."""
+    """Removed from the start of questions; the suffix from their end."""
     suffix: str
 
     @property
-    def columns(self) -> list[str]:
-        """Those that are read."""
+    def names(self) -> list[str]:
+        """Columns to read."""
         return [name for name in (self.question, self.answer, *self[3:9]) if name]
 
     def describe(self) -> str:
-        """What is taken, for people."""
-        part = {"after_hashes": ' after "####"', "last_boxed": " in the last \\boxed{}"}
+        """What is read, for people."""
+        where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
-        said.append(f"answer = {self.answer or 'none'}{part.get(self.part, '')}")
-        for name in ("id", "task", "language", "tests", "split", "pass_rate"):
-            # Lines in our own form take every key of ours: there is nothing to tell.
+        said.append(f"answer = {self.answer or 'none'}{where}")
+        for name in _OPTIONAL | {"tests": None}:
+            # Lines in our own form have all of our keys: nothing needs saying.
             if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
         if self.prefix or self.suffix:
@@ -69,49 +56,61 @@ class Taking(NamedTuple):
         return ", ".join(said)
 
 
-def find_taking(
+def find_columns(
     source: PromptSource,
     names: Sequence[str],
     sample: Sequence[Mapping[str, Any]],
     *,
     place: str,
     is_lines: bool,
-) -> Taking:
-    """What of the columns `names` is taken, by the configuration and a sample of rows.
+) -> ColumnMap:
+    """The columns to read, by the configuration, the names and a sample of rows.
 
-    is_lines: JSONL, whose keys may differ from line to line: optional keys of ours always count.
-    Raises InputError where a column is missing, or a choice is to be made.
+    is_lines: JSONL, where a key may appear in later lines only, so our optional keys always count.
+    Raises InputError where a column is missing, or the user must choose.
     """
     given = source.columns
     _check_given(given, names, place, is_lines=is_lines)
-    found = _Finder(given, list(names), sample, place)
-    question = found.question(is_lines=is_lines)
-    answer = found.first("answer", _ANSWERS)
-    tests = found.first("tests", _TESTS)
+    finder = _Finder(given, list(names), sample, place)
+    question = finder.question(is_lines=is_lines)
+    answer = finder.first("answer")
+    tests = finder.first("tests")
     if not answer and not tests and given.answer != NOTHING and not is_lines:
         raise InputError(
-            f"{place} has no column of answers: expected {', '.join(_ANSWERS)}; it has "
-            f"{', '.join(names)}: name it by prompts.columns.answer"
+            f"{place} has no column of answers: expected {', '.join(known_names('answer'))}; it "
+            f"has {', '.join(names)}: name it by prompts.columns.answer"
         )
     part = source.answer_part
     if part == "auto":
-        values = [value_of(row, answer) for row in sample] if answer else []
-        part = choose_part(values, is_solution=answer.lower().endswith("solution"))
+        part = choose_part([value_of(row, answer) for row in sample] if answer else [], answer)
     prefix, suffix = source.strip_prefix, source.strip_suffix
-    if not prefix and not suffix and question and _is_dapo(sample, question):
-        prefix, suffix = _DAPO
-    optional = {
-        name: found.optional(name, known, fits, is_lines=is_lines)
-        for name, (known, fits) in _OPTIONAL.items()
-    }
-    # Lines in our own form say so themselves; those of a data set have none of ours.
-    return Taking(question, answer or ("answer" if is_lines else ""), part, optional["id"],
-                  optional["task"], optional["language"], tests or ("entry" if is_lines else ""),
-                  optional["split"], optional["pass_rate"], prefix, suffix)  # fmt: skip
+    if not prefix and not suffix and question:
+        prefix, suffix = _instructions([value_of(row, question) for row in sample])
+    return ColumnMap(
+        question=question,
+        # Lines in our own form name these parts; rows of a data set do not.
+        answer=answer or ("answer" if is_lines else ""),
+        part=part,
+        tests=tests or ("entry" if is_lines else ""),
+        prefix=prefix,
+        suffix=suffix,
+        **{name: finder.optional(name, is_lines=is_lines) for name in _OPTIONAL},
+    )
+
+
+def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
+    """Prefix and suffix of a known data set that all questions have; empty where none has."""
+    texts = [text_of(question).strip() for question in questions]
+    for one in DATA_SETS:
+        around = (one.prefix, one.suffix)
+        if any(around) and texts and all(t.startswith(around[0]) and t.endswith(around[1])
+                                         for t in texts):  # fmt: skip
+            return around
+    return "", ""
 
 
 def text_of(messages: Any) -> str:
-    """A question as one text: itself, or what the user says last in a list of messages."""
+    """A question as one text: itself, or the last message of the user."""
     if isinstance(messages, str):
         return messages
     turns = [turn for turn in messages or [] if isinstance(turn, Mapping)]
@@ -119,7 +118,7 @@ def text_of(messages: Any) -> str:
 
 
 class _Finder:
-    """Columns by what is configured, known names and the sample."""
+    """Columns by the configuration, the known names and the sample."""
 
     def __init__(
         self,
@@ -136,10 +135,10 @@ class _Finder:
     def question(self, *, is_lines: bool) -> str:
         if self._given.question:
             return self._given.question
-        known = [found for name in _QUESTIONS if (found := self._named(name))]
+        known = [found for name in known_names("question") if (found := self._named(name))]
         if is_lines and not _are_together(known, self._sample):
             return ""
-        # Beside a problem, messages are a worked example: they hold the answer.
+        # Next to a problem, messages are a worked example: they hold the answer.
         known = [name for name in known if name.lower() != "messages"] or known
         if len(known) == 1:
             return known[0]
@@ -148,31 +147,28 @@ class _Finder:
             f"of questions; it has {', '.join(self._names)}: name one by prompts.columns.question"
         )
 
-    def first(self, key: str, known: Sequence[str]) -> str:
-        """The configured column, or the first that has one of the names."""
+    def first(self, key: str) -> str:
+        """The configured column, or the first that has a known name."""
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
-        return next((found for name in known if (found := self._named(name))), "")
+        return next((found for name in known_names(key) if (found := self._named(name))), "")
 
-    def optional(
-        self, key: str, known: Sequence[str], fits: Callable[[list[Any]], bool], *, is_lines: bool
-    ) -> str:
-        """The same, but that a column which is not configured must hold values as ours are."""
+    def optional(self, key: str, *, is_lines: bool) -> str:
+        """The configured column, or a column of a known name whose values are like ours."""
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
         if is_lines and (key != "id" or "id" in self._names):
             return key
-        for name in known:
+        for name in known_names(key) if key in ("id", "pass_rate") else [key]:
             found = self._named(name)
-            values = [value_of(row, found) for row in self._sample] if found else []
-            if found and fits(values):
+            if found and _OPTIONAL[key]([value_of(row, found) for row in self._sample]):
                 return found
         return ""
 
     def _named(self, name: str) -> str:
-        """The column of this name, in whatever case."""
+        """The column of this name, in any case."""
         if name in self._names:
             return name
         return next((own for own in self._names if own.lower() == name), "")
@@ -196,11 +192,6 @@ def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> 
     return not ours.issuperset(known) or any(
         "messages" in row and not questions.isdisjoint(row) for row in sample
     )
-
-
-def _is_dapo(sample: Sequence[Mapping[str, Any]], question: str) -> bool:
-    texts = [text_of(value_of(row, question)).strip() for row in sample]
-    return bool(texts) and all(t.startswith(_DAPO[0]) and t.endswith(_DAPO[1]) for t in texts)
 
 
 def _are_ids(values: list[Any]) -> bool:
@@ -229,11 +220,11 @@ def _are_shares(values: list[Any]) -> bool:
     return bool(found) and all(isinstance(v, int | float) and 0 <= v <= 1 for v in found)
 
 
-_OPTIONAL: dict[str, tuple[Sequence[str], Callable[[list[Any]], bool]]] = {
-    "id": (("id", "unique_id", "uuid", "problem_id", "question_id"), _are_ids),
-    "task": (("task",), _are_tasks),
-    "language": (("language",), _are_languages),
-    "split": (("split",), _are_splits),
-    "pass_rate": (("pass_rate", "llama8b_solve_rate"), _are_shares),
+_OPTIONAL: dict[str, Callable[[list[Any]], bool]] = {
+    "id": _are_ids,
+    "task": _are_tasks,
+    "language": _are_languages,
+    "split": _are_splits,
+    "pass_rate": _are_shares,
 }
-"""Known names, and whether values of a column that nobody named are as ours are."""
+"""Columns that a data set may lack, and whether values of a column are like ours."""

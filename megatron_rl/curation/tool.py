@@ -1,0 +1,121 @@
+"""What all tools share: checks of options, seeded draws, counts of rows, and the report.
+
+`cli/data_tools/files.py` prints the report as a table and writes it next to the output.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.types import Prompt
+
+Progress = Callable[[int, int], None]
+"""Called with the items that are done, and all."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Default of `Progress`."""
+
+
+def check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0) -> None:
+    """Raise InputError unless low <= value <= high; NaN is refused too."""
+    if not low <= value <= high:
+        raise InputError(f"{name}={value:g}: expected a share from {low:g} to {high:g}")
+
+
+def check_at_least(name: str, value: float, low: float) -> None:
+    """Raise InputError unless value >= low."""
+    if not value >= low:
+        raise InputError(f"{name}={value:g}: expected at least {low:g}")
+
+
+def place_of(seed: int, *names: str) -> float:
+    """A number in [0, 1) that depends on seed and names only, not on the order of rows."""
+    digest = hashlib.sha256("\0".join((str(seed), *names)).encode(errors="backslashreplace"))
+    return int.from_bytes(digest.digest()[:6], "big") / 2**48
+
+
+class Drop(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row that is not in the output."""
+
+    id: str
+    place: str
+    """Where it was read, as file:line."""
+    reason: str
+    detail: str = ""
+    """For people: the other row of a pair, the share that was too low."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one call of a tool did. read + added - dropped = written."""
+
+    tool: str
+    options: dict[str, Any]
+    read: int
+    """Rows of the input."""
+    written: int
+    """Rows of the output."""
+    dropped: dict[str, int]
+    """By reason."""
+    added: dict[str, int]
+    """Rows of the output beyond one per kept row, by kind."""
+    changed: dict[str, int]
+    """Kept rows that were changed, by kind of change; a row may count in several."""
+    figures: dict[str, Any]
+    """Other figures of the tool."""
+    drops: list[Drop]
+
+
+class Outcome(NamedTuple):
+    """Rows that a tool writes, and its report."""
+
+    rows: list[Any]
+    report: Report
+
+
+class Tally:
+    """Counts while a tool reads its rows."""
+
+    def __init__(self, tool: str, options: dict[str, Any], *, read: int) -> None:
+        self._tool = tool
+        self._options = options
+        self._read = read
+        self._drops: list[Drop] = []
+        self.added: Counter[str] = Counter()
+        self.changed: Counter[str] = Counter()
+        self.figures: dict[str, Any] = {}
+
+    def drop(self, prompt: Prompt, reason: str, detail: str = "") -> None:
+        """Count a dropped row."""
+        self._drops.append(Drop(prompt.id, prompt.place, reason, detail))
+
+    def drop_item(self, name: str, place: str, reason: str) -> None:
+        """Count a dropped item that is not a prompt."""
+        self._drops.append(Drop(name, place, reason))
+
+    def dropped_text(self) -> str:
+        """Counts of drops, for people."""
+        counts = Counter(drop.reason for drop in self._drops).most_common()
+        return ", ".join(f"{count} {reason}" for reason, count in counts) or "nothing was dropped"
+
+    def outcome(self, rows: list[Any]) -> Outcome:
+        """The written rows and the report; every row must have been kept, added or dropped."""
+        dropped = Counter(drop.reason for drop in self._drops)
+        expected = self._read + self.added.total() - dropped.total()
+        assert expected == len(rows), (self._read, self.added, dropped)
+        report = Report(
+            tool=self._tool,
+            options=self._options,
+            read=self._read,
+            written=len(rows),
+            dropped=dict(dropped.most_common()),
+            added={name: n for name, n in self.added.most_common() if n},
+            changed={name: n for name, n in self.changed.most_common() if n},
+            figures=self.figures,
+            drops=self._drops,
+        )
+        return Outcome(rows, report)
