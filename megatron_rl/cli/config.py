@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import (
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import (
+    ConfigFiles,
+    Json,
     complete_config,
     complete_key,
     complete_override,
 )
-from megatron_rl.cli.command_line.groups import plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFiles, Json
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import ConfigError, InputError
@@ -101,7 +102,7 @@ class ShowOptions:
         ),
     ] = field(default_factory=list)
     config: ConfigFiles = field(default_factory=list)
-    changed: Annotated[bool, typer.Option(help="only what is not the default")] = False
+    changed: Annotated[bool, typer.Option("--changed", help="only what is not the default")] = False
     json: Json = False
 
 
@@ -219,7 +220,7 @@ def migrate_files(options: MigrateOptions, console: Console) -> int:
         if changes:
             write_whole(path, text)
         told = changes or ["nothing to change"]
-        console.print("\n".join(f"{path}: {line}" for line in told), soft_wrap=True, markup=False)
+        say(console, "\n".join(f"{path}: {line}" for line in told))
     return 0
 
 

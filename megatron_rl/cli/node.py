@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP, RunOptions, load
 
 app = plain_app()
@@ -51,7 +51,7 @@ def prepare(options: PrepareOptions, console: Console) -> int:
         return dry_run(config, console, machines)
     machines.place(config)
     config = nodes.prepare(config, console)
-    console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
+    say(console, f"{config.run.dir}: {ports_text(config.ports)}")
     return 0
 
 
@@ -79,7 +79,7 @@ def node(options: NodeOptions, console: Console) -> int:
             nodes=options.nodes,
             gpus_per_node=options.gpus_per_node,
         ):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
         return 0
     return until_death(
         lambda: nodes.run_node(

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -89,7 +89,7 @@ def status(options: StatusOptions, console: Console) -> int:
         print(json.dumps(asdict(found)), file=console.file)
     else:
         for line in describe(found):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
     return 1 if found.state == "stopped" else 0
 
 

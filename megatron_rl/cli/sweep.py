@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import preflight
@@ -36,9 +35,13 @@ class SweepOptions:
     file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
     overrides: Overrides = field(default_factory=list)
     sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
-    report: Annotated[bool, typer.Option(help="only print the table of what is there")] = False
-    dry_run: Annotated[bool, typer.Option(help="only print commands or scripts")] = False
-    slurm: Annotated[bool, typer.Option(help="submit each run as a job")] = False
+    report: Annotated[
+        bool, typer.Option("--report", help="only print the table of what is there")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print commands or scripts")] = (
+        False
+    )
+    slurm: Annotated[bool, typer.Option("--slurm", help="submit each run as a job")] = False
 
 
 @command(app, "sweep", "Run variants over seeds, and compare them.")

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.roster import Roster, is_restart, restart_line
@@ -241,7 +242,7 @@ class LiveView:
 
     def _say(self, line: str) -> None:
         self._said_at = self._clock()
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, line)
 
     def _draw(self, roles: dict[str, Role], awaited: str) -> Group:
         elapsed = self._clock() - self._started

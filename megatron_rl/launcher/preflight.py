@@ -25,6 +25,7 @@ from megatron_rl.backend.environment import (
     uses_gpus,
 )
 from megatron_rl.backend.tensor_overlap import check_shape
+from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
@@ -49,7 +50,6 @@ from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.observe.exporters.exporter import check_installed
-from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import describe_system_prompts, names_cpp
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
