@@ -1,7 +1,7 @@
 """Which generators and verifiers are there, as rows of the metrics.
 
 Used by the rollout queue, the one process that hears all of them; the launcher and `status` read
-the rows (`launcher/roster.py`). A row is written when something changes:
+the rows (`observe/run_state.py`). A row is written when something changes:
 
 | value                      | meaning                                                    |
 |----------------------------|------------------------------------------------------------|
