@@ -21,13 +21,20 @@ from megatron_rl.cli.command_line.parameters import (
 )
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.aliases import nearest
-from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import read_layers, resolve
 from megatron_rl.config.layers import DEFAULT, Layers, leaves
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.reference import Entry, find_entries, tables
+from megatron_rl.config.reference import (
+    Entry,
+    commented_toml,
+    explain,
+    find_entries,
+    markdown,
+    tables,
+    value_text,
+)
 from megatron_rl.config.renamed import migrate
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
