@@ -42,11 +42,10 @@ def prepare(options: PrepareOptions, console: Console) -> int:
     from megatron_rl.launcher.dry_run import dry_run
     from megatron_rl.launcher.placement import Machines
     from megatron_rl.launcher.ports import ports_text
-    from megatron_rl.launcher.scorer_checks import refuse_nodes
 
     config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.nodes, options.gpus_per_node)
-    refuse_nodes(config)
+    nodes.refuse_scorer(config)
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)
@@ -89,5 +88,5 @@ def node(options: NodeOptions, console: Console) -> int:
             nodes=options.nodes,
             gpus_per_node=options.gpus_per_node,
         ),
-        lambda: nodes.last_words(options.run_dir, options.node),
+        lambda: nodes.last_words(options.run_dir, options.node, options.nodes),
     )

@@ -132,7 +132,7 @@ def read_status(run_dir: Path, now: float) -> Status:
         elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
         run = config.run.model_copy(update={"dir": run_dir})
-        status.rerun = last_words(config.model_copy(update={"run": run}))
+        status.rerun = last_words(config.model_copy(update={"run": run}), beat.nodes if beat else 0)
     return status
 
 

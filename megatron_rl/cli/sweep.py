@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import model_checks, preflight
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.process import Interrupted
@@ -96,9 +96,9 @@ def _check_runs(runs: list[PlannedRun]) -> None:
     """
     checks: tuple[Callable[[PlannedRun], None], ...] = (
         lambda run: preflight.check_names(run.config),
-        lambda run: preflight.check_model_folder(run.config.model.path),
-        lambda run: preflight.check_model(run.config),
-        lambda run: preflight.check_megatron_path(run.config),
+        lambda run: model_checks.check_model_folder(run.config.model.path),
+        lambda run: model_checks.check_model(run.config),
+        lambda run: model_checks.check_megatron_path(run.config),
         lambda run: preflight.check_sft_dataset(run.config.sft),
     )
     problems = []

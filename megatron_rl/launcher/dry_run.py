@@ -75,11 +75,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     """
     config = pin_revisions(config)
     found = preflight.check(config, is_known_folder=True, calls_rewards=False)
-    try:
-        check_run_folder(config)
-    except InputError as error:
-        # Nothing is written: the rest is worth knowing whatever the folder holds.
-        say(console, f"note: a run would be refused: {error}")
+    say(console, *_notes_of_start(config, machines))
     parts = try_objective(config.algorithm) if config.train.steps else []
     for note in [*found.notes, *parts]:
         say(console, note)
@@ -89,6 +85,24 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     _print(reports, console)
     say(console, *run_lines(config, machines), NOTHING)
     return int(any(report.problems for report in reports))
+
+
+def _notes_of_start(config: Config, machines: Machines) -> list[str]:
+    """What a run would say or refuse when it starts here now, as notes.
+
+    Nothing is written, and the run may be for another host: the other checks are made anyway.
+    """
+    notes: list[str] = []
+    try:
+        check_run_folder(config)
+    except InputError as error:
+        notes.append(f"note: a run would be refused: {error}")
+    if machines.gpus_per_node is None:
+        try:
+            notes += preflight.notes_of_host(config)
+        except InputError as error:
+            notes.append(f"note: a run on this host would be refused: {error}")
+    return notes
 
 
 def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -182,13 +182,15 @@ class FirstNode(Node):
 @contextmanager
 def first_node(
     config: Config, console: Console, lock: FolderLock, *,
-    nodes: int = 1, roles: NodeRoles | None = None,
+    nodes: int = 1, roles: NodeRoles | None = None, gpus: list[str] | None = None,
 ) -> Iterator[FirstNode]:  # fmt: skip
     """The first node of a run; its processes end when the context is left.
 
-    roles: None: all of the run's. Raises InputError when they do not fit.
+    gpus: names of the GPUs that this node lists; None: they are listed here. roles: None: all of
+    the run's. Raises InputError when the roles do not fit.
     """
-    gpus, started = listed_gpus(), time.monotonic()
+    started = time.monotonic()
+    gpus = listed_gpus() if gpus is None else gpus
     roles = roles or only_node(config, gpus)
     # The view closes last, so that it still shows what the children wrote at their end; the link
     # first, so that other nodes hear of an error before this one ends its processes.
@@ -213,13 +215,15 @@ def first_node(
 
 
 @contextmanager
-def other_node(config: Config, roles: NodeRoles, *, number: int, nodes: int) -> Iterator[Node]:
+def other_node(
+    config: Config, roles: NodeRoles, gpus: list[str], *, number: int, nodes: int
+) -> Iterator[Node]:
     """A node that does what the first one says; its processes end when the context is left."""
     with (
         _supervisor(config) as supervisor,
         OtherNodeLink(config, number, nodes) as link,
     ):
-        yield Node(config, roles, listed_gpus(), supervisor, link, number, nodes)
+        yield Node(config, roles, gpus, supervisor, link, number, nodes)
 
 
 def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:

@@ -19,7 +19,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
-from megatron_rl.launcher.cpu_host import notes_of_host
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import lead
 from megatron_rl.launcher.placement import ONE_NODE
@@ -53,7 +52,7 @@ def run(config: Config, console: Console) -> None:
     config = pin_revisions(config)
     prompts = preflight.check(config)
     ONE_NODE.place(config)
-    for note in notes_of_host(config):
+    for note in preflight.notes_of_host(config):
         console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
