@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.presets import PRESETS
 
@@ -26,14 +26,8 @@ class AlgorithmsOptions:
 @command(app, "algorithms", "List the presets of the objective: parts, needs, sources.")
 def algorithms(options: AlgorithmsOptions, console: Console) -> int:
     """Exit code: 0."""
-    return list_presets(console, as_json=options.json)
-
-
-def list_presets(console: Console, *, as_json: bool) -> int:
-    """Print all presets; returns the exit code."""
     rows = [describe(name) for name in PRESETS]
-    lines = [json.dumps(rows, indent=2)] if as_json else [_text(row) for row in rows]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, *([json.dumps(rows, indent=2)] if options.json else map(_text, rows)))
     return 0
 
 

@@ -12,10 +12,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
-from megatron_rl.cli.command_line.progress import counted, progress
+from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -53,8 +52,10 @@ class PlaneOptions:
     read: Annotated[Path | None, typer.Option(metavar="GRID", help="collect their eval.json")] = (
         None
     )
-    points: Annotated[int, typer.Option(help="a side")] = 5
-    margin: Annotated[float, typer.Option(help="beyond checkpoints")] = 0.25
+    points: Annotated[int, typer.Option(help="number of points on a side of the grid")] = 5
+    margin: Annotated[
+        float, typer.Option(help="share of the extent that the grid goes beyond the checkpoints")
+    ] = 0.25
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="default: that of the first checkpoint"),
@@ -91,8 +92,8 @@ def weights(options: WeightsOptions, console: Console) -> int:
     analysis = _begin(options)
     if options.dry_run:
         for one in checkpoints:
-            _say(console, f"would compare {one.name}: {one.folder}")
-        _say(console, f"would write {options.out}; scratch files beside it. {_NOTHING}")
+            say(console, f"would compare {one.name}: {one.folder}")
+        say(console, f"would write {options.out}; scratch files beside it. {_NOTHING}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     # Scratch files lie beside the report: the system's folder may be in memory.
@@ -149,7 +150,7 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
     count = left if options.at_most is None else min(left, options.at_most)
     if options.dry_run:
         each = sum(path.stat().st_size for path in Path(grid.checkpoints[0]).glob("*.safetensors"))
-        _say(console, f"would write {count} of {left} models that are not there to "
+        say(console, f"would write {count} of {left} models that are not there to "
              f"{options.write}, {each / 1e9:.3g} GB each. {_NOTHING}")  # fmt: skip
         return 0
     written = write_grid(
@@ -157,9 +158,9 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
     )
     with progress(console, "models") as report:
         for name in counted(written, count, report):
-            _say(console, str(options.write / name))
+            say(console, str(options.write / name))
     left = len(points_left(grid, options.write))
-    _say(console, f"{left} of {len(grid.points)} points left to write")
+    say(console, f"{left} of {len(grid.points)} points left to write")
     return 0
 
 
@@ -199,9 +200,5 @@ def _write(
     for name, image in drawn.items():
         write_whole(options.out / name, image)
     write_whole(options.out / report.FILE, text)
-    _say(console, text)
-    _say(console, f"Report: {options.out / report.FILE}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, text)
+    say(console, f"Report: {options.out / report.FILE}")

@@ -9,13 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
-from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.cli.command_line.printing import printable, progress, say
 from megatron_rl.observe.audit.findings import Findings
 from megatron_rl.observe.audit.records import audit_records
-from megatron_rl.observe.terminal_text import printable
 
 app = plain_app()
 
@@ -28,8 +26,9 @@ class AuditOptions:
     model: Annotated[
         bool,
         typer.Option(
+            "--model",
             help="also load hf/final in transformers: compare its logits with the trainer's, and "
-            "repeat the evaluation; minutes"
+            "repeat the evaluation; minutes",
         ),
     ] = False
     json: Json = False
@@ -67,5 +66,5 @@ def _print(findings: Findings, found: dict[str, object], console: Console) -> No
     lines += [f"not looked at: {text}" for text in findings.skipped]
     lines += [f"{name} {value}" for name, value in found.items()]
     for line in lines:
-        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        say(console, printable(line))
     console.print("all rules hold" if findings.is_sound else "the records contradict each other")

@@ -11,22 +11,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import (
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import (
+    ConfigFiles,
+    Json,
     complete_config,
     complete_key,
     complete_override,
 )
-from megatron_rl.cli.command_line.groups import plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFiles, Json
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.aliases import nearest
-from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import read_layers, resolve
 from megatron_rl.config.layers import DEFAULT, Layers, leaves
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.reference import Entry, find_entries, tables
+from megatron_rl.config.reference import (
+    Entry,
+    commented_toml,
+    explain,
+    find_entries,
+    markdown,
+    tables,
+    value_text,
+)
 from megatron_rl.config.renamed import migrate
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
@@ -101,7 +109,7 @@ class ShowOptions:
         ),
     ] = field(default_factory=list)
     config: ConfigFiles = field(default_factory=list)
-    changed: Annotated[bool, typer.Option(help="only what is not the default")] = False
+    changed: Annotated[bool, typer.Option("--changed", help="only what is not the default")] = False
     json: Json = False
 
 
@@ -219,7 +227,7 @@ def migrate_files(options: MigrateOptions, console: Console) -> int:
         if changes:
             write_whole(path, text)
         told = changes or ["nothing to change"]
-        console.print("\n".join(f"{path}: {line}" for line in told), soft_wrap=True, markup=False)
+        say(console, "\n".join(f"{path}: {line}" for line in told))
     return 0
 
 

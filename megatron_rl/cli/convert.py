@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun
-from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.hub_models import folder_of
 
@@ -37,7 +36,7 @@ class ConvertOptions:
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="default: as they are"),
     ] = None
-    verify: Annotated[bool, typer.Option(help="read again and compare digests")] = False
+    verify: Annotated[bool, typer.Option("--verify", help="read again and compare digests")] = False
     shard_gb: Annotated[float, typer.Option(help="size of files")] = 4.0
     files_from: Annotated[
         Path | None,
@@ -78,11 +77,9 @@ def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
         return 1
     checked = ", every digest compared" if request.verify and not is_dry else ""
     checked += ". Dry run: nothing was written" if is_dry else ""
-    console.print(
+    say(
+        console,
         f"{request.target}: {done.architecture}, {done.kind} to {done.to}, {done.tensors} tensors, "
         f"{done.size_bytes / 1e9:.3f} GB{checked}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return 0

@@ -1,6 +1,6 @@
 """`megatron-rl data TOOL`: the table of the tools. A new one is a line here and its own module."""
 
-from megatron_rl.cli.command_line.groups import Entry, lazy_app
+from megatron_rl.cli.command_line.command import Entry, lazy_app
 
 _MAKE, _CHOOSE, _CHECK = "Make", "Choose", "Check and translate"
 TOOLS = tuple(
@@ -8,10 +8,10 @@ TOOLS = tuple(
     for name, module, help_text, panel in (
         ("grade", "grade", "Sample and grade every problem by a model.", _MAKE),
         ("sft", "sft_examples", "Mine a run for SFT examples of a cold start.", _MAKE),
-        ("difficulty", "choosing", "Keep what is neither too hard nor easy.", _CHOOSE),
-        ("filter-format", "choosing", "One comparable answer a problem.", _CHOOSE),
-        ("dedupe", "duplicates", "Drop near duplicates within a file.", _CHOOSE),
-        ("decontaminate", "duplicates", "Drop what evaluations ask.", _CHOOSE),
+        ("difficulty", "choosing", "Keep prompts neither too hard nor too easy.", _CHOOSE),
+        ("filter-format", "choosing", "Keep problems with one comparable answer.", _CHOOSE),
+        ("dedupe", "choosing", "Drop near duplicates within a file.", _CHOOSE),
+        ("decontaminate", "choosing", "Drop problems that evaluations ask.", _CHOOSE),
         ("check", "prompts", "Find faults of prompts, with their rows.", _CHECK),
         ("show", "prompts", "Show prompts as the model sees them.", _CHECK),
         ("code-tests", "code_tests", "Validate tests by running solutions.", _CHECK),

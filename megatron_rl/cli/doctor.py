@@ -25,8 +25,8 @@ from megatron_rl.backend.environment import (
     uses_gpus,
 )
 from megatron_rl.backend.gpu_host import check_host
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.placement import listed_gpus
@@ -96,7 +96,7 @@ def examine(console: Console) -> int:
         text = f"Nothing is missing for most runs; limited: {', '.join(limited)}."
     if lacking:
         text = f"Look at the lines with !!, each says what to do: {', '.join(lacking)}."
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, text)
     return len(lacking)
 
 

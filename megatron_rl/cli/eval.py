@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import complete_override
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import (
     ConfigFiles,
     DryRun,
     Json,
     RunDirOption,
+    complete_override,
 )
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
@@ -103,7 +103,7 @@ def _compare(options: EvalOptions, console: Console) -> int:
     first, second = options.compare
     compared = compare_folders(first, second)
     if options.json:
-        console.print(json.dumps(compared, indent=2), markup=False, highlight=False, soft_wrap=True)
+        say(console, json.dumps(compared, indent=2))
     else:
         print_comparison(compared, console)
     return 0

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.paths import is_hub_name
@@ -66,7 +66,7 @@ def init(options: InitOptions, console: Console) -> int:
         f"  megatron-rl run --config {options.file} --dry-run    # data, rewards, layout",
         f"  megatron-rl run --config {options.file}",
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(lines))
     return 0
 
 

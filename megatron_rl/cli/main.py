@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from typer.main import get_command
 
-from megatron_rl.cli.command_line.command import PROGRAM
-from megatron_rl.cli.command_line.groups import Entry, lazy_app
+from megatron_rl.cli.command_line.command import PROGRAM, Entry, lazy_app
 
 _RUNS, _DATA, _LOOK, _PLAN = "Run", "Models and data", "Look at runs", "Plan and check"
 COMMANDS = tuple(

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides, RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.observe.exporters.exporter import Exporter, destinations
@@ -55,7 +55,7 @@ class ExportOptions:
 
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)
-    follow: Annotated[bool, typer.Option(help="continue until Ctrl-C")] = False
+    follow: Annotated[bool, typer.Option("--follow", help="continue until Ctrl-C")] = False
 
 
 @command(app, "export", "Pass on the metrics of a run, finished or not.")
@@ -73,16 +73,12 @@ def export(options: ExportOptions, console: Console) -> int:
         )
     with Exporter(config) as exporter:
         where = " and ".join(destinations(config))
-        _say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
+        say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
         if options.follow:
-            _say(console, "new rows follow until Ctrl-C")
+            say(console, "new rows follow until Ctrl-C")
         elif config.metrics.prometheus_port:
-            _say(console, "the Prometheus server ends with this command: --follow keeps it")
+            say(console, "the Prometheus server ends with this command: --follow keeps it")
         while options.follow:
             time.sleep(config.metrics.poll_s)
             exporter.advance()
     return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP, RunOptions, load
 
 app = plain_app()
@@ -42,16 +42,15 @@ def prepare(options: PrepareOptions, console: Console) -> int:
     from megatron_rl.launcher.dry_run import dry_run
     from megatron_rl.launcher.placement import Machines
     from megatron_rl.launcher.ports import ports_text
-    from megatron_rl.launcher.scorer_checks import refuse_nodes
 
     config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.nodes, options.gpus_per_node)
-    refuse_nodes(config)
+    nodes.refuse_scorer(config)
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)
     config = nodes.prepare(config, console)
-    console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
+    say(console, f"{config.run.dir}: {ports_text(config.ports)}")
     return 0
 
 
@@ -79,7 +78,7 @@ def node(options: NodeOptions, console: Console) -> int:
             nodes=options.nodes,
             gpus_per_node=options.gpus_per_node,
         ):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
         return 0
     return until_death(
         lambda: nodes.run_node(
@@ -89,5 +88,5 @@ def node(options: NodeOptions, console: Console) -> int:
             nodes=options.nodes,
             gpus_per_node=options.gpus_per_node,
         ),
-        lambda: nodes.last_words(options.run_dir, options.node),
+        lambda: nodes.last_words(options.run_dir, options.node, options.nodes),
     )

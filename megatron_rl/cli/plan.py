@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import complete_config
-from megatron_rl.cli.command_line.groups import plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides, complete_config
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -52,17 +50,20 @@ class PlanOptions:
         float | None, typer.Option(help="memory of the GPU in GiB; default: that of --gpu")
     ] = None
     gpus: Annotated[
-        int | None, typer.Option(help="of the whole run; default: what the config uses")
+        int | None, typer.Option(help="GPUs of the whole run; default: what the config uses")
     ] = None
     mfu: Annotated[float, typer.Option(help="model FLOPs utilization of the trainer")] = (
         Hardware.mfu
     )
     mean_tokens: Annotated[
-        int | None, typer.Option(help="of a sequence; default: half of generator.context_tokens")
+        int | None,
+        typer.Option(help="mean tokens of a sequence; default: half of generator.context_tokens"),
     ] = None
     gb_per_s: Annotated[
         float | None,
-        typer.Option(help="that a rank sends or receives in a weight sync; default: 25, by host 2"),
+        typer.Option(
+            help="bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2"
+        ),
     ] = None
     json: Json = False
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import complete_run_folder
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import complete_run_folder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -42,7 +42,7 @@ class ReportOptions:
     trace: Annotated[
         Path | None, typer.Option(help="also write a timeline for ui.perfetto.dev")
     ] = None
-    text: Annotated[bool, typer.Option(help="print the summary alone")] = False
+    text: Annotated[bool, typer.Option("--text", help="print the summary alone")] = False
 
 
 @command(app, "report", "Say what runs came to, as text and as an HTML file.")
@@ -56,11 +56,11 @@ def report(options: ReportOptions, console: Console) -> int:
     texts = [render_text(*read_run(folder)) for folder in options.run_dirs]
     for folder, text in zip(options.run_dirs, texts, strict=True):
         if len(texts) > 1:
-            console.print(f"\n{folder}", markup=False, highlight=False, soft_wrap=True)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(console, f"\n{folder}")
+        say(console, text)
     if not options.text:
         write_report(options.run_dirs, texts, path, trace=options.trace)
-        console.print(f"Report              {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Report              {path}")
     return 0
 
 

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import (
     ConfigFiles,
     DryRun,
     Overrides,
     RunDirOption,
 )
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.cli.run import KEYS_HELP, load
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def sft(options: SftOptions, console: Console) -> int:
     from megatron_rl.launcher import preflight
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.cold_start import cold_start_folder
-    from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+    from megatron_rl.launcher.intentions import NOTHING, run_lines
     from megatron_rl.launcher.prompt_record import pin_revisions
     from megatron_rl.launcher.run_folder import last_words
     from megatron_rl.observe.deaths import until_death
@@ -58,11 +58,11 @@ def sft(options: SftOptions, console: Console) -> int:
     if options.dry_run:
         config = pin_revisions(config)
         found = preflight.check(config)
-        say([*found.notes, *run_lines(config), NOTHING], console)
+        say(console, *found.notes, *run_lines(config), NOTHING)
         return 0
     code = until_death(lambda: launch.run(config, console), lambda: last_words(config))
     if code == 0:
-        say([f"Model: {cold_start_folder(config)}"], console)
+        say(console, f"Model: {cold_start_folder(config)}")
     return code
 
 

@@ -7,17 +7,16 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides
-from megatron_rl.cli.command_line.progress import counted, progress
+from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -48,11 +47,11 @@ _ASSUMED = Assumptions()
 _MODELS, _GENERATED = "Assumed without --calibrate", "What is generated, without --calibrate"
 
 
-def _assumed(text: str | None = None) -> typer.models.OptionInfo:
-    return typer.Option(help=text, rich_help_panel=_MODELS)
+def _assumed(text: str | None = None, *flag: str) -> Any:
+    return typer.Option(*flag, help=text, rich_help_panel=_MODELS)
 
 
-def _generated(text: str | None = None) -> typer.models.OptionInfo:
+def _generated(text: str | None = None) -> Any:
     return typer.Option(help=text, rich_help_panel=_GENERATED)
 
 
@@ -77,17 +76,20 @@ class SimulateOptions:
         ),
     ] = dataclasses.field(default_factory=list)
     gpus: Annotated[
-        int | None, typer.Option(help="of the whole run; default: what the config uses")
+        int | None, typer.Option(help="GPUs of the whole run; default: what the config uses")
     ] = None
     json: Json = False
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="write PNGs to this folder")] = (
         None
     )
     gpu: Annotated[str, _assumed(f"one of {', '.join(GPUS)}")] = _ASSUMED.gpu
-    mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
+    mfu: Annotated[
+        float | None,
+        _assumed("model FLOPs utilization of the trainer; default: 0.35, with experts 0.2"),
+    ] = None
     gb_per_s: Annotated[
         float | None,
-        _assumed("that a rank sends or receives in a weight sync; default: 25, by host 2"),
+        _assumed("bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2"),
     ] = None
     lanes: Annotated[
         str,
@@ -97,21 +99,26 @@ class SimulateOptions:
         ),
     ] = "copies"
     overlap: Annotated[
-        bool, _assumed("weight sync beside the next step, as expert.weights.overlap")
+        bool,
+        _assumed("sync weights during the next step, as expert.weights.overlap", "--overlap"),
     ] = False
-    verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
-    verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
+    verify_s: Annotated[float, _assumed("seconds to grade one completion")] = _ASSUMED.verify_s
+    verifier_servers: Annotated[
+        int | None, _assumed("grading processes; default: those of the config on nodes of 8 GPUs")
+    ] = None
     deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
     restart_s: Annotated[float, _assumed()] = _ASSUMED.restart_s
-    dead: Annotated[int, _assumed("engines that never serve")] = 0
+    dead: Annotated[int, _assumed("number of engines that never serve")] = 0
     median_tokens: Annotated[float | None, _generated("default: a fifth of max_new_tokens")] = None
-    sigma: Annotated[float, _generated("of log length")] = 0.7
-    correlation: Annotated[float, _generated("of log length in a group")] = 0.5
+    sigma: Annotated[float, _generated("standard deviation of log length")] = 0.7
+    correlation: Annotated[float, _generated("correlation of log length in a group")] = 0.5
     prompt_tokens: Annotated[int, _generated()] = 300
     pass_rate: Annotated[float, _generated()] = 0.4
-    zero_variance_share: Annotated[float, _generated("of groups of the config's size")] = 0.25
-    steps: Annotated[int, typer.Option(help="measured")] = Span.steps
-    warm_up: Annotated[int, typer.Option(help="steps before those")] = Span.warm_up
+    zero_variance_share: Annotated[float, _generated("share of zero-variance groups")] = 0.25
+    steps: Annotated[int, typer.Option(help="number of measured steps")] = Span.steps
+    warm_up: Annotated[int, typer.Option(help="number of steps before the measured ones")] = (
+        Span.warm_up
+    )
     seed: int = 0
 
 
@@ -221,7 +228,7 @@ def _fits(
         raise InputError(f"the configuration does not work: {'; '.join(problems)}")
     if problems:
         text = f"left out: {variant.name}: {'; '.join(problems)}"
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        say(Console(stderr=True), text)
     return not problems
 
 
@@ -229,7 +236,7 @@ def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
     for variant, doubt in zip(variants, doubts, strict=True):
         if doubt:
             text = f"warning: {variant.name}: {doubt}"
-            Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+            say(Console(stderr=True), text)
 
 
 def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:
@@ -264,14 +271,14 @@ def _show(
         tree = runs[0] | {"reasons": why} if len(runs) == 1 else (
             {"runs": runs, "best": runs[best]["setting"], "reasons": why}
         )  # fmt: skip
-        console.print(json.dumps(tree), markup=False, highlight=False, soft_wrap=True)
+        say(console, json.dumps(tree))
         return
     console.print(_table(variants, outcomes), markup=False)
     label = "best split" if "split" in variants[best].values else "best"
     if len(variants) > 1:
-        console.print(f"{label}: {variants[best].name}", markup=False, highlight=False)
+        say(console, f"{label}: {variants[best].name}")
     for text in why:
-        console.print(f"- {text}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"- {text}")
 
 
 def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:

@@ -3,7 +3,6 @@
 Reads metrics.jsonl, the lock and heartbeat of the folder, and the notes of errors; asks no process.
 """
 
-import collections
 import json
 import time
 from collections.abc import Iterable
@@ -13,23 +12,28 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
-from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
-from megatron_rl.launcher.roster import Roster
 from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
-from megatron_rl.observe.activity_text import ActivityTotals, activity_line
-from megatron_rl.observe.evaluation_progress import EvaluationProgress
-from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warnings_of
+from megatron_rl.observe.activity_text import activity_line
 from megatron_rl.observe.heartbeat import PREPARED, read_beat
+from megatron_rl.observe.run_state import (
+    GAP_NOTE,
+    RunState,
+    duration_text,
+    evaluation_line,
+    lacks_gap,
+    step_line,
+    step_seconds,
+    warnings_of,
+)
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
-from megatron_rl.rollout_queue.peer_rows import generators_text
 
 app = plain_app()
 Row = dict[str, Any]
@@ -89,7 +93,7 @@ def status(options: StatusOptions, console: Console) -> int:
         print(json.dumps(asdict(found)), file=console.file)
     else:
         for line in describe(found):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
     return 1 if found.state == "stopped" else 0
 
 
@@ -128,53 +132,41 @@ def read_status(run_dir: Path, now: float) -> Status:
         elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
         run = config.run.model_copy(update={"dir": run_dir})
-        status.rerun = last_words(config.model_copy(update={"run": run}))
+        status.rerun = last_words(config.model_copy(update={"run": run}), beat.nodes if beat else 0)
     return status
 
 
 def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
     """What the metrics tell. Pure."""
-    status = Status(state, 0, config.train.steps)
-    steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
-    activity, progress, roster = ActivityTotals(), EvaluationProgress(), Roster()
-    last: dict[str, float] = {}
-    generators = ""
+    status, run = Status(state, 0, config.train.steps), RunState()
     for row in rows:
-        last[row["source"]] = row["time"]
-        progress.note(row)
-        roster.note(row)
-        generators = generators_text(row) or generators
-        if row["source"] == "trainer" and "train/loss" in row:
-            steps.append(row)
+        kind = run.take(row)
+        if kind == "step":
             _add_dropped(status.dropped, row)
-            activity = activity.next_part()
-        elif "eval/n" in row:
+        elif kind == "evaluation":
             status.evaluations.append(evaluation_line(row))
-            activity = activity.after_evaluation()
-        else:
-            activity.take(row)
-    if activity.counts():
-        since = f"after step {steps[-1]['step']}" if steps else "before the first step"
-        status.activity = f"{since}: {activity_line(activity)}"
-    if steps:
-        status.step = steps[-1]["step"]
-        status.last_step = step_line(steps[-1], config.train.steps)
-        if lacks_gap(steps[-1]):
+    if run.activity.counts():
+        since = f"after step {run.steps[-1]['step']}" if run.steps else "before the first step"
+        status.activity = f"{since}: {activity_line(run.activity)}"
+    if run.steps:
+        status.step = run.steps[-1]["step"]
+        status.last_step = step_line(run.steps[-1], config.train.steps)
+        if lacks_gap(run.steps[-1]):
             status.last_step += f" ({GAP_NOTE})"
-        status.step_s = step_seconds(list(steps))
+        status.step_s = step_seconds(run.steps)
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
-        # What ended in good order is silent for good.
+        # Roles that ended in good order stay silent.
         status.silent_s = {
             role: now - at
-            for role, at in last.items()
+            for role, at in run.heard.items()
             if role not in ("sft", "sft_baseline", "launch")
         }
-        status.evaluation, status.peers = progress.text(), roster.text()
-        status.generators = generators
-    diagnosis = [activity.diagnosis] if activity.diagnosis else []
-    status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
+        status.evaluation, status.peers = run.evaluation.text(), run.peers.text()
+        status.generators = run.generators
+    diagnosis = [run.activity.diagnosis] if run.activity.diagnosis else []
+    status.warnings = [*diagnosis, *warnings_of(run.steps, config).values()]
     return status
 
 

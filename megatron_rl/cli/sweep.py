@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import model_checks, preflight
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.process import Interrupted
@@ -36,9 +35,13 @@ class SweepOptions:
     file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
     overrides: Overrides = field(default_factory=list)
     sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
-    report: Annotated[bool, typer.Option(help="only print the table of what is there")] = False
-    dry_run: Annotated[bool, typer.Option(help="only print commands or scripts")] = False
-    slurm: Annotated[bool, typer.Option(help="submit each run as a job")] = False
+    report: Annotated[
+        bool, typer.Option("--report", help="only print the table of what is there")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print commands or scripts")] = (
+        False
+    )
+    slurm: Annotated[bool, typer.Option("--slurm", help="submit each run as a job")] = False
 
 
 @command(app, "sweep", "Run variants over seeds, and compare them.")
@@ -93,9 +96,9 @@ def _check_runs(runs: list[PlannedRun]) -> None:
     """
     checks: tuple[Callable[[PlannedRun], None], ...] = (
         lambda run: preflight.check_names(run.config),
-        lambda run: preflight.check_model_folder(run.config.model.path),
-        lambda run: preflight.check_model(run.config),
-        lambda run: preflight.check_megatron_path(run.config),
+        lambda run: model_checks.check_model_folder(run.config.model.path),
+        lambda run: model_checks.check_model(run.config),
+        lambda run: model_checks.check_megatron_path(run.config),
         lambda run: preflight.check_sft_dataset(run.config.sft),
     )
     problems = []

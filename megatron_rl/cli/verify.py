@@ -9,15 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import OneConfig, Overrides
+from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path as path_of
 from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
-from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
@@ -35,14 +34,18 @@ class VerifyOptions:
     file: Annotated[Path, typer.Argument(help="rollouts of a run, or JSONL of {text, answer}")]
     overrides: Overrides = field(default_factory=list)
     config: OneConfig = None
-    disagree: Annotated[bool, typer.Option(help="where math parsers differ")] = False
+    disagree: Annotated[bool, typer.Option("--disagree", help="show where math parsers differ")] = (
+        False
+    )
 
 
 @command(app, "verify", "Grade a file of completions again, and say why.")
 def verify_file(options: VerifyOptions, console: Console) -> int:
     """Exit code: 0, 1 (grading failed somewhere), 2 (bad input)."""
-    path = None if options.config is None else path_of(options.config)
-    return verify(options.file, path, options.overrides, disagree=options.disagree, console=console)
+    config_path = None if options.config is None else path_of(options.config)
+    return verify(
+        options.file, config_path, options.overrides, disagree=options.disagree, console=console
+    )
 
 
 def verify(
@@ -53,8 +56,8 @@ def verify(
     Without a configuration a file in RUN/rollouts is graded by RUN/config.toml. Raises InputError.
     """
     if config_path is None:
-        beside = path.resolve().parent.parent / "config.toml"
-        config_path = beside if beside.exists() else None
+        saved = path.resolve().parent.parent / "config.toml"
+        config_path = saved if saved.exists() else None
     config = load_config(config_path, overrides)
     settings.check_functions(config.reward)
     # Evaluations of a staged run are judged by the rule of its longest stage, whatever the record.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import RunFolder
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 
@@ -67,6 +67,6 @@ async def _until_signal(viewer: "Viewer", port: int, console: Console) -> None:
         loop.add_signal_handler(number, ending.set)
 
     def announce(address: str) -> None:
-        console.print(address, soft_wrap=True, highlight=False)
+        say(console, address)
 
     await serve(viewer, port, announce, ending)

@@ -1,10 +1,11 @@
-"""The sections `[generator]` (engine replicas) and `[weights]` (what they get of the trainer).
+"""The sections `[generator]` (engines), `[sampling]`, `[weights]` (weight sync to the engines) and
+`[scorer]` (an engine with the reference).
 
 Imported by every process, as part of the configuration tree.
 """
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -214,3 +215,61 @@ class WeightsConfig(Section):
                 "slices over a network; give reshard, or leave relay at false"
             )
         return self
+
+
+class SamplingConfig(Section):
+    """Sampling of training completions."""
+
+    max_new_tokens: PositiveInt = 1024
+    """Maximum number of new tokens per completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: total probability of the tokens to sample from. Below 1 the generator's
+    logprobs no longer match the trainer's."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most likely tokens; 0: from all. Above 0 the generator's logprobs no longer
+    match the trainer's."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out tokens less likely than this share of the most likely token's probability. Above 0
+    the generator's logprobs no longer match the trainer's."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Strings that end a completion, in training and in evaluations. The completion keeps all its
+    tokens, the one that completes the string included; its finish reason is "stop"."""
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        if len(set(self.stop)) < len(self.stop):
+            raise ValueError(f"sampling.stop={self.stop}: name each string once")
+        return self
+
+
+class ScorerConfig(Section):
+    """The SGLang server that computes the reference's logprobs for `algorithm.reference.source` =
+    "engine". It has its own GPUs, after the generators' GPUs."""
+
+    tensor_parallel: PositiveInt = 1
+    """Tensor-parallel ranks of the scorer, on one node."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Dtype of the scorer's weights and computations; "": model.dtype."""
+    quantization: str = ""
+    """Quantization of the scorer's weights (SGLang's option), such as "fp8"; "": none."""
+    max_running: PositiveInt = 32
+    """Number of sequences in work at once. Each data-parallel replica of the trainer requests as
+    many."""
+    kv_tokens: PositiveInt = 65_536
+    """Number of tokens in the scorer's KV cache. Must exceed generator.context_tokens."""
+    nice: int = Field(default=0, ge=0, le=19)
+    """Niceness of the engine's processes, where they share cores with the trainer."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds after which an engine that is not ready counts as failed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of the scorer within expert.scorer.restart_window_s, after 1, 2, 4 ... at most 60 s;
+    then its death ends the run. The trainer repeats the requests that the dead scorer had."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of the scorer are counted."""
+    request_timeout_s: PositiveFloat = 120.0
+    """Timeout of one sequence, in seconds; then the run ends."""
+    answer_within_s: PositiveFloat = 900.0
+    """Seconds without any answer after which the run ends. Must exceed start_timeout_s, because
+    the trainer waits through starts and restarts."""

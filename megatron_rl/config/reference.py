@@ -1,9 +1,10 @@
-"""Reference of every configuration key: type, limits, default and unit.
+"""Reference of every configuration key: type, limits, default and unit, as data, TOML and a page.
 
-Used by the launcher (`megatron-rl config`), which also prints docs/configuration.md. All of it is
-read from the sections, so it cannot differ from what a run accepts.
+Used by `megatron-rl config`; with `--markdown` it prints docs/configuration.md. All of it is read
+from the sections, so it cannot differ from what a run accepts.
 """
 
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import annotated_types
+import tomli_w
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -27,6 +29,33 @@ NAME = "NAME"
 """Stands for a name of the user's in the keys of the reference."""
 _PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
 _BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
+_WIDTH = 100
+_PRESET = "algorithm.preset"
+_HEAD = """\
+# Every key with its default. Keys behind "# " are not set: they have no default, or follow from
+# other keys ("auto"), or the preset of [algorithm] fills them in, or they belong to a table that is
+# there when you write it.
+"""
+_PAGE = """\
+# Configuration
+
+Every key that a run's TOML may hold; `megatron-rl config --markdown` prints this page, and
+`megatron-rl config` the same as TOML. `megatron-rl config explain KEY` tells about one key or
+section, `megatron-rl config show --config FILE` what a run would use and where each value comes
+from, and `megatron-rl config diff A B` how two files differ. `megatron-rl config migrate FILE`
+rewrites a file that uses former names of keys.
+
+Tables below `[expert]` hold keys that few runs need. `run.patience` scales all deadlines among
+them at once.
+
+`[[prompts]]`, `[[stages]]`, `[[eval.sets]]` and `[[reward.extra]]` are lists: write the table as
+often as needed; an override names an item by its number, as in `prompts.0.path=FILE`, and the
+next free number appends one. `NAME` is a name of yours. Defaults of `[algorithm]` are those of the
+preset magistral.
+
+A relative path in a TOML file is relative to the folder of that file. On the command line it is
+relative to the current folder, and so is `run.dir` everywhere.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +87,7 @@ class Table:
 
 def tables() -> list[Table]:
     """All sections of the tree, each before its subsections."""
-    found = list(_tables(Config, _Place("", "", Config(), is_given=True)))
+    found = list(_sections(Config, _Place("", "", Config(), is_given=True)))
     plain = [_part(table, expert=False) for table in found]
     experts = [_part(table, expert=True) for table in found]
     return [table for table in [*plain, *experts] if table.entries]
@@ -93,7 +122,7 @@ class _Place:
     is_given: bool
 
 
-def _tables(model: type[Section], place: _Place) -> Iterator[Table]:
+def _sections(model: type[Section], place: _Place) -> Iterator[Table]:
     entries: list[Entry] = []
     inner: list[tuple[type[Section], _Place]] = []
     for name, field in model.model_fields.items():
@@ -116,7 +145,7 @@ def _tables(model: type[Section], place: _Place) -> Iterator[Table]:
         meaning = " ".join(text for text in meanings if text)
         yield Table(place.key, meaning, tuple(entries), place.is_given)
     for section, there in inner:
-        yield from _tables(section, there)
+        yield from _sections(section, there)
 
 
 def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
@@ -190,3 +219,90 @@ def _bounds(metadata: list[Any]) -> list[str]:
                 if limit is not None:
                     found.append(words.format(f"{limit:g}"))
     return [" and ".join(found)] if found else []
+
+
+def commented_toml() -> str:
+    """The defaults as TOML with meanings; it loads and equals the defaults."""
+    return "\n".join([_HEAD, *(_table(table) for table in tables())])
+
+
+def _table(table: Table) -> str:
+    lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
+    for entry in table.entries:
+        lines += _comment(explain(entry))
+        is_open = entry.default in (None, AUTO) or entry.key in REQUIRED
+        is_set = table.is_given and not is_open and not _is_of_preset(entry.key)
+        name = entry.key.rpartition(".")[2]
+        lines.append(_mark(f"{name} = {value_text(entry.default, entry)}", is_set=is_set))
+    return "\n".join(lines) + "\n"
+
+
+def _heading(key: str) -> str:
+    """TOML's header of a table, given the key of one of its items."""
+    parts = key.split(".")
+    name = ".".join(part for part in parts if part != ITEM)
+    return f"[[{name}]]" if parts[-1] == ITEM else f"[{name}]"
+
+
+def _is_of_preset(key: str) -> bool:
+    return key.removeprefix("expert.").startswith("algorithm.") and key != _PRESET
+
+
+def _mark(text: str, *, is_set: bool) -> str:
+    return text if is_set else f"# {text}"
+
+
+def _comment(text: str) -> list[str]:
+    wrapped = textwrap.wrap(text, _WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+    return [f"#: {line}" for line in wrapped]
+
+
+def explain(entry: Entry) -> str:
+    """Meaning and type of a key in one line."""
+    need = "; has to be given" if entry.is_required else ""
+    return f"{entry.meaning} ({entry.kind}{need})"
+
+
+def value_text(value: Any, entry: Entry | None = None) -> str:
+    """A value as TOML writes it; of one that is not there, an ellipsis or the first choice."""
+    if value is None:
+        is_choice = entry is not None and entry.kind.startswith('"')
+        return entry.kind.partition(" | ")[0] if is_choice and entry is not None else "..."
+    if isinstance(value, dict) and not value:
+        return "{}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {value_text(v)}" for k, v in value.items()) + "}"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip()
+
+
+def markdown() -> str:
+    """The page docs/configuration.md."""
+    parts = [_PAGE]
+    for table in tables():
+        rows = [
+            f"| `{entry.key.rpartition('.')[2]}` | {_cell(entry.kind)} | {_default_cell(entry)} | "
+            f"{_cell(entry.meaning)} |"
+            for entry in table.entries
+        ]
+        parts += [
+            f"## `{_heading(table.key)}`\n",
+            f"{table.meaning}\n",
+            "| key | takes | default | meaning |\n|---|---|---|---|",
+            "\n".join(rows) + "\n",
+        ]
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\\boxed", "\\\\boxed")
+
+
+def _default_cell(entry: Entry) -> str:
+    if entry.is_required:
+        return "has to be given"
+    if entry.default is None:
+        return "not given"
+    text = " ".join(value_text(entry.default).split())
+    # A backtick or a bar would end the cell's code.
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return "`` " + shown.replace("|", "\\|") + " ``"

@@ -5,23 +5,23 @@ overrides; the resolved tree is saved in the run folder as `config.toml`, which 
 """
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.check import refusals
-from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
-from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
-from megatron_rl.config.metrics import MetricsConfig
-from megatron_rl.config.nodes import NodesConfig
+from megatron_rl.config.generator import (
+    GeneratorConfig,
+    SamplingConfig,
+    ScorerConfig,
+    WeightsConfig,
+)
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.prompts import PromptSource, RenderConfig
+from megatron_rl.config.prompts import CurriculumConfig, PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
-from megatron_rl.config.sampling import SamplingConfig
-from megatron_rl.config.scorer import ScorerConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
@@ -145,6 +145,50 @@ class PortsConfig(Section):
     takes the next two."""
     scorer: int = Field(default=0, ge=0, le=65535)
     """Port of the scorer for trainer ranks. Its engine takes the next two."""
+
+
+class NodesConfig(Section):
+    """When a run on several nodes gives up a node, and ends."""
+
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds to wait for all nodes to start."""
+    silence_timeout_s: PositiveFloat = 60.0
+    """A node is lost when its launcher was silent for this many seconds."""
+    end_timeout_s: PositiveFloat = 300.0
+    """Seconds in which the other nodes must end their processes of a phase, after the first node
+    has ended its own."""
+
+
+class MetricsConfig(Section):
+    """Exports of metrics to other programs. `RUN/metrics.jsonl` is always written."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files to RUN/tensorboard."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases; offline: in RUN/wandb, for `wandb sync`. Needs the package wandb:
+    `pip install wandb`, or the extra of that name."""
+    wandb_project: str = Field(default="megatron-rl", min_length=1)
+    """Project at Weights & Biases."""
+    wandb_entity: str = ""
+    """User or team at Weights & Biases; "": the account's default."""
+    wandb_name: str = ""
+    """Name of the run at Weights & Biases; "": that of the run folder."""
+    wandb_group: str = ""
+    """Group of runs at Weights & Biases, such as the seeds of one experiment; "": none."""
+    wandb_tags: list[str] = []
+    """Tags of the run at Weights & Biases."""
+    prometheus_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus endpoint http://HOST:PORT/metrics; 0: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of the Prometheus endpoint. It has no access control: anybody who reaches it can
+    read the metrics."""
+    poll_s: PositiveFloat = 2.0
+    """Seconds between two reads of metrics.jsonl."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any export is set."""
+        return self.tensorboard or self.wandb != "off" or self.prometheus_port > 0
 
 
 class Config(Section):

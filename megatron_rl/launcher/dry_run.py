@@ -13,17 +13,17 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+from megatron_rl.launcher.intentions import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
-from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
@@ -75,22 +75,34 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
     """
     config = pin_revisions(config)
     found = preflight.check(config, is_known_folder=True, calls_rewards=False)
-    try:
-        check_run_folder(config)
-    except InputError as error:
-        # Nothing is written: the rest is worth knowing whatever the folder holds.
-        console.print(
-            f"note: a run would be refused: {error}", markup=False, highlight=False, soft_wrap=True
-        )
+    say(console, *_notes_of_start(config, machines))
     parts = try_objective(config.algorithm) if config.train.steps else []
     for note in [*found.notes, *parts]:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)
     reports = rehearse(choose_prompts(sets.all), config)
     _print(reports, console)
-    say([*run_lines(config, machines), NOTHING], console)
+    say(console, *run_lines(config, machines), NOTHING)
     return int(any(report.problems for report in reports))
+
+
+def _notes_of_start(config: Config, machines: Machines) -> list[str]:
+    """What a run would say or refuse when it starts here now, as notes.
+
+    Nothing is written, and the run may be for another host: the other checks are made anyway.
+    """
+    notes: list[str] = []
+    try:
+        check_run_folder(config)
+    except InputError as error:
+        notes.append(f"note: a run would be refused: {error}")
+    if machines.gpus_per_node is None:
+        try:
+            notes += preflight.notes_of_host(config)
+        except InputError as error:
+            notes.append(f"note: a run on this host would be refused: {error}")
+    return notes
 
 
 def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -289,4 +301,4 @@ def _print(reports: Sequence[TaskReport], console: Console) -> None:
         for kind, texts in (("problem", report.problems), ("warning", report.warnings)):
             for text in texts:
                 line = printable(f"{kind}: {report.task}: {text}")
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(console, line)

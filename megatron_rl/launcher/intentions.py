@@ -6,20 +6,12 @@ Used by the commands that start processes. Starts nothing and writes nothing.
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.placement import ONE_NODE, Machines, NodeRoles
 from megatron_rl.launcher.ports import port_names
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 
 NOTHING = "Dry run: nothing was started."
-
-
-def say(lines: Sequence[str], console: Console) -> None:
-    """Print lines as they are."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def run_lines(config: Config, machines: Machines = ONE_NODE) -> list[str]:

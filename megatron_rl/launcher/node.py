@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,9 +25,17 @@ from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
 from megatron_rl.launcher.restarts import Restart, RestartRule
-from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, JsonlWriter
+
+_RESTARTS_OF = {
+    "generator": GENERATOR_RESTARTS,
+    "follower": "launch/follower_restarts",
+    "verifier": "launch/verifier_restarts",
+    "scorer": "launch/scorer_restarts",
+}
+"""Metric by kind of role."""
 
 log = logging.getLogger(__name__)
 
@@ -149,12 +157,20 @@ class FirstNode(Node):
         for restart in self.link.take_restarts():
             self.record(restart)
         self.view.refresh(self.supervisor.roles)
-        self.link.missing = list(self.view.roster.missing)
+        self.link.missing = list(self.view.state.peers.missing)
         self.lock.heartbeat.check()
 
     def record(self, restart: Restart) -> None:
         """Write a row about a role of any node that was started again."""
-        write_restart(self.run_dir, self.view.last_step, restart)
+        values = {
+            _RESTARTS_OF[restart.kind]: 1,
+            "role": restart.role,
+            "exit_code": restart.exit_code,
+            "restart": restart.count,
+            "max_restarts": restart.limit,
+        }
+        with closing(JsonlWriter(self.run_dir / "metrics.jsonl", "launch")) as metrics:
+            metrics.write(self.view.last_step, values)
 
     def show(self, text: str) -> None:
         """Say what the run does now."""
@@ -166,13 +182,15 @@ class FirstNode(Node):
 @contextmanager
 def first_node(
     config: Config, console: Console, lock: FolderLock, *,
-    nodes: int = 1, roles: NodeRoles | None = None,
+    nodes: int = 1, roles: NodeRoles | None = None, gpus: list[str] | None = None,
 ) -> Iterator[FirstNode]:  # fmt: skip
     """The first node of a run; its processes end when the context is left.
 
-    roles: None: all of the run's. Raises InputError when they do not fit.
+    gpus: names of the GPUs that this node lists; None: they are listed here. roles: None: all of
+    the run's. Raises InputError when the roles do not fit.
     """
-    gpus, started = listed_gpus(), time.monotonic()
+    started = time.monotonic()
+    gpus = listed_gpus() if gpus is None else gpus
     roles = roles or only_node(config, gpus)
     # The view closes last, so that it still shows what the children wrote at their end; the link
     # first, so that other nodes hear of an error before this one ends its processes.
@@ -197,13 +215,15 @@ def first_node(
 
 
 @contextmanager
-def other_node(config: Config, roles: NodeRoles, *, number: int, nodes: int) -> Iterator[Node]:
+def other_node(
+    config: Config, roles: NodeRoles, gpus: list[str], *, number: int, nodes: int
+) -> Iterator[Node]:
     """A node that does what the first one says; its processes end when the context is left."""
     with (
         _supervisor(config) as supervisor,
         OtherNodeLink(config, number, nodes) as link,
     ):
-        yield Node(config, roles, listed_gpus(), supervisor, link, number, nodes)
+        yield Node(config, roles, gpus, supervisor, link, number, nodes)
 
 
 def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:

@@ -18,8 +18,7 @@ from typing import Self
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.nodes import NodesConfig
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, NodesConfig
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES

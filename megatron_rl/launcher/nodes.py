@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import preflight, run_folder
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node import first_node, other_node
 from megatron_rl.launcher.phases import QUEUE, follow, lead
@@ -23,7 +23,6 @@ from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, locked
-from megatron_rl.launcher.scorer_checks import refuse_nodes
 from megatron_rl.observe.heartbeat import PREPARED
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.keys import make_keys
@@ -37,13 +36,22 @@ def prepare(config: Config, console: Console) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError, also where a run is going on in the folder.
     """
-    refuse_nodes(config)
+    refuse_scorer(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
     with locked(config.run.dir, PREPARED):
         beginning = check_run_folder(config)
         config = _with_keys(config, is_again=beginning.is_again)
         return begin(config, beginning, prompts, console)
+
+
+def refuse_scorer(config: Config) -> None:
+    """Raise InputError: only `megatron-rl run` starts a scorer."""
+    if config.has_scorer:
+        raise InputError(
+            "algorithm.reference.source = 'engine' needs a run on one node, by `megatron-rl run`: "
+            "`megatron-rl node` starts no scorer; set it to 'trainer'"
+        )
 
 
 def _with_keys(config: Config, *, is_again: bool) -> Config:
@@ -85,29 +93,26 @@ def run_node(
     node: its place among `nodes`, from 0; gpus_per_node: None: as many as this node lists. Raises
     InputError, RoleDied, NodeLost, DeadlineExceeded.
     """
-    config, roles, _ = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
+    config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     logs = config.run.dir / "logs"
     if node:
         log_into(logs / f"launch-node-{node}.log")
-        with other_node(config, roles, number=node, nodes=nodes) as other:
+        with other_node(config, roles, gpus, number=node, nodes=nodes) as other:
             follow(other)
         return
-    with locked(config.run.dir) as lock:
+    with locked(config.run.dir, nodes=nodes) as lock:
         log_into(logs / "launch.log")
         is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
-        with first_node(config, console, lock, nodes=nodes, roles=roles) as first:
+        with first_node(config, console, lock, nodes=nodes, roles=roles, gpus=gpus) as first:
             lead(first, is_resumed=is_resumed)
     conclude(config, first.wall_s, console)
 
 
-def last_words(run_dir: Path, node: int) -> str:
-    """What becomes of a run that has ended early, on the first node; "" elsewhere."""
+def last_words(run_dir: Path, node: int, nodes: int) -> str:
+    """What becomes of a run that ended early, on the first node; "" elsewhere."""
     if node or not (run_dir / CONFIG).exists():
         return ""
-    checkpoint = find_resume(load_config(run_dir / CONFIG).checkpoint, run_dir)
-    if checkpoint is None:
-        return "Nothing is saved: no checkpoint is complete yet."
-    return f"`megatron-rl prepare`, then the same command on each node, resume from {checkpoint}."
+    return run_folder.last_words(load_config(run_dir / CONFIG), nodes)
 
 
 def _placed(

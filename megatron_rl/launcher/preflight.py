@@ -1,40 +1,37 @@
 """Refuses bad input with one clear error before any process starts or any model is loaded.
 
-Used by `run.py`. Each check raises InputError: what was given, what was expected, what to do.
+Used by commands that start processes. It looks at the machine, files and prompts; `config/check.py`
+refuses what the configuration alone rules out. Each check raises InputError: what was given, what
+is allowed, what to do.
 """
 
 import importlib.metadata
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from generation.engine import ENGINES, EngineError, load_engine
+import psutil
+
+from generation.engine import ENGINES, load_engine
 from generation.sglang_arguments import check_extras
-from generation.sglang_command import FP8_RELOADS
-from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.environment import (
     ALLOCATOR,
     DeviceKind,
     device_of_host,
     uses_gpus,
 )
-from megatron_rl.backend.tensor_overlap import check_shape
-from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
+from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
     Config,
-    GeneratorConfig,
     SftConfig,
-    TrainConfig,
 )
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.data.prompts import (
@@ -43,14 +40,13 @@ from megatron_rl.data.prompts import (
     most_held_out,
     read_prompts,
 )
+from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
-from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.observe.exporters.exporter import check_installed
-from megatron_rl.observe.terminal_text import printable
-from megatron_rl.protocol.render import describe_system_prompts, names_cpp
+from megatron_rl.protocol.render import count_parameters, describe_system_prompts, names_cpp
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
@@ -60,17 +56,13 @@ from megatron_rl.rollout_queue.evaluation import (
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.sft_dataset import read_sft_dataset
-from megatron_rl.weights.layout.shape import (
-    ModelShape,
-    check_parallel,
-    check_teacher,
-    counts_of,
-    read_shape,
-)
 from verification import settings
 
 _MEMORY_SAVER = "torch-memory-saver"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_SLOW_FROM = 500_000_000
+"""Parameters from which a step on CPU cores takes many minutes."""
+_STATE_BYTES = 16
+"""A parameter in float32: master weight, gradient, two moments of Adam."""
 
 
 class PromptReport(NamedTuple):
@@ -94,26 +86,26 @@ def check(
     is_known_folder: the caller has looked at the run folder. calls_rewards: call the user's
     functions once.
     """
+    gpus = listed_gpus()
     check_tools()
     if not is_known_folder:
         check_run_folder(config)
     check_names(config)
     check_installed(config)
-    if config.weights.overlap:
-        check_overlap(config, listed_gpus())
+    check_overlap(config, gpus)
     if config.train.steps and config.generator.release_memory:
-        check_memory_saver(device_of_host(listed_gpus()), os.environ)
+        check_memory_saver(device_of_host(gpus), os.environ)
     if config.train.steps and config.weights.relay:
         refuse_relay(config.generator.quantization)
-    check_model_folder(config.model.path)
-    check_quantization(config)
-    check_vllm(config)
+    model_checks.check_model_folder(config.model.path)
+    model_checks.check_quantization(config)
+    model_checks.check_vllm(config)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
-        check_model(config)
+        model_checks.check_model(config)
     if config.train.steps:
-        check_reference(config)
-    check_megatron_path(config)
+        model_checks.check_reference(config, gpus)
+    model_checks.check_megatron_path(config)
     check_extras(config)
     check_ports(config)
     check_sft_dataset(config.sft)
@@ -142,49 +134,6 @@ def check_tools() -> None:
 def find_compiler() -> str | None:
     """Path of the C++ compiler that extensions would be built with."""
     return shutil.which(os.environ.get("CXX") or "g++")
-
-
-def check_model_folder(folder: Path) -> None:
-    """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
-    if not folder.is_dir():
-        raise InputError(
-            f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
-            "config.json, *.safetensors and a tokenizer, or the name of a model on the Hub, such "
-            "as Qwen/Qwen2.5-0.5B-Instruct (a path in a TOML file is relative to that file)"
-        )
-    if not (folder / "config.json").exists():
-        raise InputError(
-            f"model.path = {folder}: the folder has no config.json, so it is no HF model"
-        )
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(
-            f"model.path = {folder}: the folder has no tokenizer: "
-            f"expected one of {', '.join(_TOKENIZER_FILES)}"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
-
-
-def check_model(config: Config) -> None:
-    """The trainer knows the architecture, and the parallel sizes divide the model."""
-    shape = read_shape(config.model.path)
-    check_parallel(shape, config.parallel)
-    check_engine_tensor(config.generator.tensor_parallel, shape.heads)
-    check_expert_parallel(config.generator, shape)
-    check_router_replay(config.train, shape, config.model.path)
-    if config.parallel.overlap_tensor:
-        check_shape(shape.hidden, config.train.microbatch_tokens)
-
-
-def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
-    """An engine's ranks can divide the model's experts, and SGLang can run them so."""
-    check_engine_experts(generator.tensor_parallel, generator.expert_parallel, counts_of(shape))
-    if generator.expert_parallel > 1 and generator.engine == "sglang" and sglang_cpu.is_needed():
-        # Its layers/moe/fused_moe_native.py (0.5.23) knows no experts of other ranks.
-        raise InputError(
-            f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
-            "mode cannot compute with divided experts; set it to 1"
-        )
 
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
@@ -218,6 +167,47 @@ def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> No
             )
 
 
+def notes_of_host(config: Config) -> list[str]:
+    """Warnings about a model on this host's CPU cores; none where it lists GPUs.
+
+    Raises InputError for a model that the host's memory does not hold.
+    """
+    if listed_gpus():
+        return []
+    return check_cpu_host(
+        count_parameters(config.model.path),
+        item_bytes=2 if config.model.dtype == "bfloat16" else 4,
+        engines=config.generator.replicas,
+        trains=bool(config.train.steps or config.sft.steps),
+        memory_bytes=psutil.virtual_memory().total,
+    )
+
+
+def check_cpu_host(
+    parameters: int, *, item_bytes: int, engines: int, trains: bool, memory_bytes: int
+) -> list[str]:
+    """The same, by sizes. Pure.
+
+    item_bytes: of a weight in model.dtype. engines: copies of the model that engines hold.
+    memory_bytes: that the host has.
+    """
+    copies = engines + trains
+    needed = parameters * (copies * item_bytes + trains * _STATE_BYTES)
+    if needed > memory_bytes:
+        raise InputError(
+            f"this host lists no GPU, and its memory of {memory_bytes / 1e9:.1f} GB does not hold "
+            f"a model of {parameters / 1e9:.1f} billion parameters: weights, gradients and "
+            f"optimizer take {needed / 1e9:.1f} GB. Take a smaller model, or a host with GPUs"
+        )
+    if parameters < _SLOW_FROM:
+        return []
+    return [
+        f"warning: this host lists no GPU, so the run uses its CPU cores: with "
+        f"{parameters / 1e9:.1f} billion parameters a step takes many minutes. If it has GPUs, "
+        "nvidia-smi and CUDA_VISIBLE_DEVICES should show them; `megatron-rl doctor` says more"
+    ]
+
+
 def check_names(config: Config) -> None:
     """Every function that is named exists; the processes that use them start much later."""
     if config.train.steps:
@@ -226,83 +216,6 @@ def check_names(config: Config) -> None:
     # By name alone: the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")
-
-
-def check_quantization(config: Config) -> None:
-    """SGLang can load new weights into what it has quantised."""
-    given, engine = config.generator.quantization, config.generator.engine
-    if not given or engine != "sglang" or not config.train.steps:
-        return
-    architecture = sglang_cpu.architecture_of(config.model.path)
-    if given != "fp8" or architecture not in FP8_RELOADS:
-        raise InputError(
-            f"generator.quantization={given!r} with a model of architecture {architecture}: "
-            "SGLang 0.5.23 cannot load new weights into such an engine. Allowed in a training run: "
-            f"'fp8' with {' or '.join(FP8_RELOADS)}. Set generator.quantization=''"
-        )
-
-
-def check_vllm(config: Config) -> None:
-    """vLLM is there and has attention for the model, where it is the engine."""
-    if config.generator.engine != "vllm":
-        return
-    try:
-        installed_release()
-        refuse_model(config.model.path)
-    except EngineError as error:
-        raise InputError(str(error)) from error
-
-
-def check_reference(config: Config) -> None:
-    """A reference in a folder has the policy's tokens, and what computes it can divide it."""
-    by_engine = config.algorithm.needs_scorer
-    folder = config.algorithm.reference.folder
-    if folder is None and not by_engine:
-        return
-    folder = folder or config.model.path
-    if not (folder / "config.json").exists():
-        raise InputError(
-            f"algorithm.reference.policy = '{folder}' is none of none, start, ema, and no folder "
-            "of a Hugging Face model"
-        )
-    shape, own = read_shape(folder), read_shape(config.model.path)
-    check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
-    if by_engine:
-        check_scorer(config, shape, own, folder, gpus=listed_gpus())
-    else:
-        check_parallel(shape, config.parallel)
-    paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
-    if all(path.exists() for path in paths):
-        # Not the whole files: versions of libraries write them differently.
-        theirs, ours = (json.loads(path.read_text())["model"].get("vocab") for path in paths)
-        if theirs != ours:
-            raise InputError(
-                f"algorithm.reference.policy: {paths[0]} has other tokens than {paths[1]}: a "
-                "reference is given the policy's token ids, so take one with the same tokenizer"
-            )
-
-
-def check_megatron_path(config: Config) -> None:
-    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
-    path = config.model.megatron_path
-    if path is None:
-        return
-    if not path.is_dir():
-        raise InputError(f"model.megatron_path = {path}: there is no such folder")
-    if config.sft.steps or not config.train.steps:
-        raise InputError(
-            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
-            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
-            "and give that as model.path"
-        )
-
-
-def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
-    """Only a mixture of experts has choices to replay."""
-    if train.router_replay and not shape.experts:
-        raise InputError(
-            f"train.router_replay = true, but {folder} has no experts: set it to false"
-        )
 
 
 def check_sft_dataset(sft: SftConfig) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
-from megatron_rl.launcher.cpu_host import notes_of_host
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import lead
 from megatron_rl.launcher.placement import ONE_NODE
@@ -52,7 +52,7 @@ def run(config: Config, console: Console) -> None:
     config = pin_revisions(config)
     prompts = preflight.check(config)
     ONE_NODE.place(config)
-    for note in notes_of_host(config):
+    for note in preflight.notes_of_host(config):
         console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
@@ -72,10 +72,10 @@ def begin(
     """
     resumed = beginning.checkpoint
     if beginning.is_again and resumed is None:
-        console.print(begin_anew(config), highlight=False, soft_wrap=True)
+        say(console, begin_anew(config))
     config = prepare_run_folder(config, resumed, prompts, console)
     if resumed is not None:
-        console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
+        say(console, _resumption_text(config, resumed))
     return config
 
 
@@ -106,7 +106,7 @@ def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None
     summary = write_summary(run_dir, facts())
     # Found anew: the summary is one of the files that the text names.
     text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
-    console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n" + text)
 
 
 def _next_commands(run_dir: Path) -> str:
@@ -166,5 +166,5 @@ def prepare_run_folder(
     log.info("ports: %s", ports_text(resolved.ports))
     for note in notes:
         log.info("%s", note)
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        say(console, note)
     return resolved

@@ -153,22 +153,29 @@ def step_of(checkpoint: Path) -> int:
     return completion.step
 
 
-def last_words(config: Config) -> str:
-    """What becomes of a run that has ended early: where the same command resumes it."""
+def last_words(config: Config, nodes: int = 0) -> str:
+    """What becomes of a run that ended early: the command that resumes it; "" where none does.
+
+    nodes: as `megatron-rl node` was given; 0: another command started the run.
+    """
     run_dir = config.run.dir
     if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
         return ""
+    command = SAME_COMMAND
+    if nodes:
+        node = f"megatron-rl node {run_dir} --nodes {nodes} --node N"
+        command = f"Run `megatron-rl prepare` again, then `{node}` on each node: that"
     checkpoint = find_resume(config.checkpoint, run_dir)
     if checkpoint is not None:
         step = f"step {step_of(checkpoint)} of {config.train.steps}"
-        return f"{SAME_COMMAND} resumes the run after {step}, from {checkpoint}."
+        return f"{command} resumes the run after {step}, from {checkpoint}."
     every = config.checkpoint.every_steps
     why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
     if not every:
         why = "no checkpoints are made (checkpoint.every_steps=0)"
     steps = steps_left_behind(config)
     kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. {SAME_COMMAND} begins the run anew{kept}."
+    return f"Nothing is saved: {why}. {command} begins the run anew{kept}."
 
 
 class FolderLock(NamedTuple):
@@ -184,8 +191,10 @@ SIGNALLED = "stopped by signal"
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
-    """Keep other launchers out of the folder, those on other nodes by a heartbeat.
+def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLock]:
+    """Keep other launchers out of the folder, launchers on other nodes by a heartbeat.
+
+    nodes: as `megatron-rl node` was given; 0: another command started the launcher.
 
     Raises InputError when another launcher, or what it left behind, does not let go of it.
     """
@@ -200,7 +209,7 @@ def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
             if time.monotonic() > deadline:
                 raise InputError(_second_text(run_dir))
             time.sleep(0.2)
-        with Heartbeat(run_dir, phase) as heartbeat:
+        with Heartbeat(run_dir, phase, nodes) as heartbeat:
             try:
                 yield FolderLock(descriptor, heartbeat)
             except Interrupted as stop:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cli.command_line.command import PROGRAM
-from megatron_rl.observe.terminal_text import printable
+from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.protocol.failure import Failure
 from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded

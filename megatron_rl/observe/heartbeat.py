@@ -55,6 +55,8 @@ class Beat(msgspec.Struct, frozen=True):
     """Unix seconds at which the launcher took the folder, by its own clock."""
     phase: str = ""
     """What the run does now."""
+    nodes: int = 0
+    """As `megatron-rl node` was given; 0: another command started the launcher."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False
@@ -106,7 +108,7 @@ def find_living(
 class Heartbeat(Closing):
     """That of this launcher, from now until it is closed."""
 
-    def __init__(self, run_dir: Path, phase: str = "") -> None:
+    def __init__(self, run_dir: Path, phase: str = "", nodes: int = 0) -> None:
         """Raises InputError where the file cannot be written."""
         self._path = run_dir / ALIVE
         self._beat = Beat(
@@ -116,6 +118,7 @@ class Heartbeat(Closing):
             born=_born(os.getpid()) or 0,
             started=time.time(),
             phase=phase,
+            nodes=nodes,
         )
         self.phase = phase
         """What the run does now."""

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import CurriculumConfig
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import CurriculumState, PromptVisits

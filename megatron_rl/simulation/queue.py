@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.algorithms.minibatch import AdvantageFunctions
-from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.prompts import CurriculumConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.progress import Report, counted, progress
+from megatron_rl.cli.command_line.printing import Report, counted, progress
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
 from megatron_rl.sweep.folders import FAILURE, State, state_of

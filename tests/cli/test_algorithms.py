@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.algorithms import describe, list_presets
+from megatron_rl.cli.algorithms import AlgorithmsOptions, algorithms, describe
 from megatron_rl.config.presets import PRESETS
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
@@ -15,7 +15,7 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 def test_the_json_has_every_preset_with_all_values() -> None:
     file = io.StringIO()
-    assert list_presets(Console(file=file, width=80), as_json=True) == 0
+    assert algorithms(AlgorithmsOptions(json=True), Console(file=file, width=80)) == 0
     rows = json.loads(file.getvalue())
     assert [row["preset"] for row in rows] == list(PRESETS)
     gspo = next(row for row in rows if row["preset"] == "gspo")

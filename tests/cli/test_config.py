@@ -12,7 +12,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.data import tiny
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import model_checks
 from tests.cli.command_line.parsed import parse
 
 
@@ -111,7 +111,7 @@ def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
     start = run_dir / "start"
     assert files == ["tiny", str(start / "paths.toml")]
     config = load(files, options.overrides, None)
-    preflight.check_model_folder(config.model.path)
+    model_checks.check_model_folder(config.model.path)
     assert config.model.path == start / "model" and config.sft.dataset.is_file()
     assert len(config.prompts) == 1 and config.prompts[0].path.is_file()
     # The same command finds them again; another folder serves a dry run.

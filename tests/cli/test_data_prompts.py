@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.cli import main as cli
-from megatron_rl.cli.data_tools.prompts import check, show
+from megatron_rl.cli.data_tools.prompts import CheckOptions, ShowOptions, check, show
 from megatron_rl.config.errors import InputError
 from megatron_rl.data.tiny_model import write_tokenizer
 
@@ -24,7 +24,8 @@ def write(path: Path, *lines: dict[str, Any] | str) -> Path:
 
 def checked(source: Path, *overrides: str, **options: Any) -> tuple[int, dict[str, Any]]:
     console = Console(file=io.StringIO(), width=200)
-    code = check(str(source), overrides, console, as_json=True, **options)
+    given = CheckOptions(str(source), list(overrides), json=True, **options)
+    code = check(given, console)
     return code, json.loads(console.file.getvalue())
 
 
@@ -128,7 +129,7 @@ def test_few_faults_are_printed_and_all_are_counted(tmp_path: Path) -> None:
         *[{"question": f"q{n}", "answer": "1", "task": f"no{n}"} for n in range(30)],
     )
     console = Console(file=io.StringIO(), width=200)
-    assert check(str(path), [], console, limit=4) == 1
+    assert check(CheckOptions(str(path), [], limit=4), console) == 1
     said = console.file.getvalue()
     assert said.count("unknown_task: /") == 4 and "... and 26 more: --limit 30" in said
     assert "fault: unknown_task" in said and " 30 " in said
@@ -150,13 +151,13 @@ def test_rows_to_imitate_are_one_line_with_their_count(
 ) -> None:
     path = write(tmp_path / "sft.jsonl", *[row] * 1200)
     console = Console(file=io.StringIO(), width=200)
-    assert check(str(path), [], console) == 1
+    assert check(CheckOptions(str(path), []), console) == 1
     [line] = [text for text in console.file.getvalue().split("\n") if said in text]
     places = ", ".join(f"{path}:{n}" for n in (1, 2, 3))
     assert line.startswith(f"{reason}: 1,200 rows ({places}, ...): {said}")
     for faulty in ("refuse", "drop"):
         with pytest.raises(InputError, match="all 1,200 rows of .* would leave none") as error:
-            show(str(path), [f"prompts.0.faulty={faulty}"], console)
+            show(ShowOptions(str(path), [f"prompts.0.faulty={faulty}"]), console)
         assert said in str(error.value) and "leave such rows out" not in str(error.value)
 
 
@@ -185,8 +186,8 @@ def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:
     )
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     share = ["prompts.0.held_out_share=0"]
-    assert show(str(path), share, console, rows=2) == 0
-    assert check(str(path), share, console) == 1
+    assert show(ShowOptions(str(path), share, rows=2), console) == 0
+    assert check(CheckOptions(str(path), share), console) == 1
     said = console.file.getvalue()
     assert not {"\u001b[31m", "\u202e", "\u0007", "\u001b]"} & {
         part for part in ("\u001b[31m", "\u202e", "\u0007", "\u001b]") if part in said
@@ -201,7 +202,10 @@ def test_show_prints_the_rendered_prompt_and_its_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "model")
     path = write(tmp_path / "mine.jsonl", {"question": "1 + 2", "answer": "3", "split": "train"})
     console = Console(file=io.StringIO(), width=400)
-    assert show(str(path), ['render.system_prompt=""'], console, model=tmp_path / "model") == 0
+    assert (
+        show(ShowOptions(str(path), ['render.system_prompt=""'], model=tmp_path / "model"), console)
+        == 0
+    )
     said = console.file.getvalue()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     messages = [{"role": "user", "content": "1 + 2"}]
@@ -215,13 +219,13 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     path = write(tmp_path / "mine.jsonl", {"question": "q", "answer": "1", "split": "train"})
     with pytest.raises(InputError, match="expected one of train, held_out"):
-        show(str(path), [], console, split="test")
+        show(ShowOptions(str(path), [], split="test"), console)
     with pytest.raises(InputError, match="the split train has 1 prompts"):
-        show(str(path), [], console, start=5)
+        show(ShowOptions(str(path), [], start=5), console)
     with pytest.raises(InputError, match="there is no such folder"):
-        show(str(path), [], console, model=tmp_path / "none")
+        show(ShowOptions(str(path), [], model=tmp_path / "none"), console)
     with pytest.raises(InputError, match="cannot read the prompts"):
-        check(str(tmp_path / "none.jsonl"), [], console)
+        check(CheckOptions(str(tmp_path / "none.jsonl"), []), console)
 
 
 def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,4 +263,4 @@ def test_tasks_of_a_users_own_come_with_their_configuration(
     assert cli.main(["data", "show", "--config", str(mine)]) == 0
     assert "--- other:1 (" in capsys.readouterr().out
     with pytest.raises(InputError, match="give a file of prompts, or --config FILE"):
-        check(None, [], Console(file=io.StringIO()))
+        check(CheckOptions(None, []), Console(file=io.StringIO()))

@@ -125,6 +125,17 @@ def test_a_stopped_run_says_what_the_same_command_would_do(tmp_path: Path) -> No
         assert read_status(run, time.time()).rerun == ""
 
 
+def test_a_stopped_run_on_several_nodes_names_the_commands_of_the_nodes(tmp_path: Path) -> None:
+    run = leave(tmp_path / "run", [step(3, at=1000.0)])
+    with pytest.raises(Interrupted), locked(run, nodes=3):
+        raise Interrupted(143)
+    said = describe(read_status(run, time.time()))[-1]
+    assert said.endswith(
+        f"Run `megatron-rl prepare` again, then `megatron-rl node {run} --nodes 3 --node N` on "
+        "each node: that begins the run anew."
+    )
+
+
 def test_a_disk_that_becomes_full_is_warned_about_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,8 @@
 import re
 from pathlib import Path
 
-from megatron_rl.config.commented import commented_toml, markdown
 from megatron_rl.config.files import _known_keys, load_config
-from megatron_rl.config.reference import find_entries, tables
+from megatron_rl.config.reference import commented_toml, find_entries, markdown, tables
 from megatron_rl.config.tree import Config
 
 ROOT = Path(__file__).resolve().parents[2]

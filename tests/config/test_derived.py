@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli.run import load
-from megatron_rl.config.commented import commented_toml
 from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import dump_toml, load_config, read_layers
 from megatron_rl.config.generator import GeneratorConfig
 from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.config.reference import commented_toml
 from megatron_rl.config.reward import WorkerPoolConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import count_parameters

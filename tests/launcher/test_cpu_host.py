@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.cpu_host import check_cpu_host
+from megatron_rl.launcher.preflight import check_cpu_host
 
 
 def said(parameters: float, memory_gb: float, *, trains: bool = True) -> list[str]:

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.cli.main import main
@@ -120,6 +121,22 @@ def test_a_run_of_several_nodes_says_its_places_or_how_many_nodes_it_needs(
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert main(["prepare", *words]) == 2 and "need 3 nodes of 8 GPUs" in caplog.text
     assert not (files / "run").exists()
+
+
+def test_a_model_too_large_for_the_memory_of_a_cpu_host_is_said(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    memory = psutil.virtual_memory()._replace(total=int(20e9))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    words = ["run", "--config", "one_gpu", "--dry-run", "eval.prompts=4", "sft.steps=0"]
+    others = ["generator.colocate=false", "weights.method=reshard", "model.dtype=bfloat16"]
+    main([*words, *others, *given(files)])
+    # 8.03e9 parameters x (2 + 2 + 16) bytes.
+    text = capsys.readouterr().out
+    assert "note: a run on this host would be refused: this host lists no GPU" in text
+    assert "memory of 20.0 GB" in text and "take 160.6 GB" in text
+    assert text.rstrip().endswith("Dry run: nothing was started.")
 
 
 @pytest.mark.parametrize(("words", "said"), ASKED.items())

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.hub_models import choose_files
 from megatron_rl.weights.layout.shape import read_shape
 from tests.data.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
@@ -125,4 +125,4 @@ def test_a_folder_that_is_not_there_is_named_whole(
     monkeypatch.chdir(tmp_path)
     config = load_config(None, ["model.path=mine"])
     with pytest.raises(InputError, match=f"model.path = {tmp_path}/mine: there is no such folder"):
-        preflight.check_model_folder(config.model.path)
+        model_checks.check_model_folder(config.model.path)

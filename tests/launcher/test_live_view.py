@@ -10,13 +10,10 @@ from rich.console import Console
 
 from megatron_rl.cli.status import of_rows
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.live_view import (
-    LiveView,
-    evaluation_line,
-)
+from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.restarts import generator_rule
-from megatron_rl.launcher.roster import restart_line
 from megatron_rl.launcher.supervisor import Role
+from megatron_rl.observe.run_state import evaluation_line, restart_line
 
 STEP = {
     "time": 1.0, "source": "trainer", "step": 7, "train/loss": 0.1, "rollout/reward": 0.625,
@@ -179,13 +176,13 @@ def test_engines_and_verifiers_that_the_queue_misses_are_named_and_counted(
         assert "warning" not in output.getvalue()
         append(tmp_path / "metrics.jsonl", json.dumps(PEERS | gone) + "\n")
         look_every_second(view, clock, 1)
-        assert list(view.roster.missing) == ["verifier"]
+        assert list(view.state.peers.missing) == ["verifier"]
         append(tmp_path / "metrics.jsonl", json.dumps(PEERS) + "\n")
         look_every_second(view, clock, 1)
-        assert not view.roster.missing
+        assert not view.state.peers.missing
     shown = output.getvalue()
     assert (
-        "warning: the queue hears verifier no more, its work goes to others; engines 2 of 2, "
+        "warning: the queue no longer hears verifier and gives its work to others; engines 2 of 2, "
         "verifiers 0 of 1: see logs/verifier*"
     ) in shown
     assert ("engines 2 of 2, verifiers 0 of 1 (missing: verifier)" in shown) == is_terminal

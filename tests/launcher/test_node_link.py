@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.nodes import NodesConfig
-from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, NodeRegistry, OtherNodeLink
 from megatron_rl.launcher.restarts import Restart

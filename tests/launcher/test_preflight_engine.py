@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, GeneratorConfig
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher import model_checks, preflight
 from tests.generation.layout_models import shape_of, write_model
 from tests.tiny_models import write_model as write_policy
 
@@ -39,13 +39,13 @@ def test_engines_that_lose_their_weight_loaders_are_refused(
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
     config = load_config(None, [f"model.path={tmp_path}", f"generator.quantization={quantization}"])
     if quantization == "fp8" and f"{family}ForCausalLM" in reloadable_classes():
-        preflight.check_quantization(config)
+        model_checks.check_quantization(config)
         return
     with pytest.raises(InputError, match=f"{family}ForCausalLM.*Set generator.quantization=''"):
-        preflight.check_quantization(config)
+        model_checks.check_quantization(config)
     # A run that evaluates one folder loads it once.
     overrides = [f"model.path={tmp_path}", f"generator.quantization={quantization}"]
-    preflight.check_quantization(load_config(None, [*overrides, "train.steps=0"]))
+    model_checks.check_quantization(load_config(None, [*overrides, "train.steps=0"]))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -54,14 +54,14 @@ def test_divided_experts_need_a_gpu(
 ) -> None:
     write_model(tmp_path, family="Qwen3Moe", is_tied=False, seed=0)
     shape = shape_of(tmp_path)
-    monkeypatch.setattr(preflight.sglang_cpu, "is_needed", lambda: not has_gpu)
+    monkeypatch.setattr(model_checks.sglang_cpu, "is_needed", lambda: not has_gpu)
     divided = GeneratorConfig(tensor_parallel=2, expert_parallel=2)
-    preflight.check_expert_parallel(GeneratorConfig(tensor_parallel=2), shape)
+    model_checks.check_expert_parallel(GeneratorConfig(tensor_parallel=2), shape)
     if has_gpu:
-        preflight.check_expert_parallel(divided, shape)
+        model_checks.check_expert_parallel(divided, shape)
         return
     with pytest.raises(InputError, match="without a GPU: SGLang's CPU mode cannot .* set it to 1"):
-        preflight.check_expert_parallel(divided, shape)
+        model_checks.check_expert_parallel(divided, shape)
 
 
 def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Pat
     divided = ["generator.tensor_parallel=2", "generator.expert_parallel=2"]
     config = load_config(None, divided)
     with pytest.raises(InputError, match="expert_parallel = 2, but the model has no experts"):
-        preflight.check_expert_parallel(config.generator, shape_of(tmp_path))
+        model_checks.check_expert_parallel(config.generator, shape_of(tmp_path))
     with pytest.raises(ConfigError, match="must divide the generator.tensor_parallel=3"):
         load_config(None, ["generator.tensor_parallel=3", "generator.expert_parallel=2"])
     with pytest.raises(ConfigError, match="which is one process: set it to 1"):
@@ -89,9 +89,9 @@ def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
     overrides = [f"model.path={tmp_path}", "expert.train.pad_microbatches=true"]
     config = load_config(None, [*overrides, *overlapped])
     with pytest.raises(InputError, match="hidden size that 64 divides, and the model has 96"):
-        preflight.check_model(config)
+        model_checks.check_model(config)
     write_policy(tmp_path, **sizes | {"hidden_size": 128})
-    preflight.check_model(config)
+    model_checks.check_model(config)
 
 
 def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:

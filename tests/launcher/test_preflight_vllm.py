@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from generation.vllm_command import PYTHON_VARIABLE
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.preflight import check_vllm
+from megatron_rl.launcher.model_checks import check_vllm
 
 
 def test_a_missing_installation_is_refused_with_its_fix(

@@ -10,11 +10,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import preflight
+from megatron_rl.launcher.model_checks import check_reference
+from megatron_rl.launcher.nodes import refuse_scorer
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
-from megatron_rl.launcher.scorer_checks import refuse_nodes
 from megatron_rl.plan.plan import Hardware, make_plan
 
 SHAPE = {
@@ -38,21 +38,12 @@ def overrides(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "listed_gpus", list)
-
-
-@pytest.mark.usefixtures("no_gpus")
 def test_a_teacher_that_the_trainer_could_not_divide_passes(overrides: list[str]) -> None:
-    preflight.check_reference(load_config(None, overrides))
+    check_reference(load_config(None, overrides), [])
     with pytest.raises(InputError, match="7 layers"):
-        preflight.check_reference(
-            load_config(None, [*overrides, "algorithm.reference.source=trainer"])
-        )
+        check_reference(load_config(None, [*overrides, "algorithm.reference.source=trainer"]), [])
 
 
-@pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize(
     ("shape", "given", "words"),
     [
@@ -70,10 +61,9 @@ def test_a_teacher_that_cannot_be_served_is_refused(
 ) -> None:
     (tmp_path / "teacher" / "config.json").write_text(json.dumps(TEACHER | shape))
     with pytest.raises(InputError, match=words):
-        preflight.check_reference(load_config(None, [*overrides, *given]))
+        check_reference(load_config(None, [*overrides, *given]), [])
 
 
-@pytest.mark.usefixtures("no_gpus")
 def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
     tmp_path: Path, overrides: list[str]
 ) -> None:
@@ -81,14 +71,13 @@ def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
         shape = TEACHER | {"vocab_size": vocab}
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
     with pytest.raises(InputError, match="has 1025 token ids more than the policy"):
-        preflight.check_reference(load_config(None, overrides))
+        check_reference(load_config(None, overrides), [])
 
 
-@pytest.mark.usefixtures("no_gpus")
 def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[str]) -> None:
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"teacher has no \*.safetensors"):
-        preflight.check_reference(load_config(None, overrides))
+        check_reference(load_config(None, overrides), [])
 
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
@@ -103,15 +92,12 @@ def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[
     assert roles.scorer == range(0)
 
 
-def test_a_node_without_room_for_the_scorer_is_refused(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "listed_gpus", lambda: list("01234"))
+def test_a_node_without_room_for_the_scorer_is_refused(overrides: list[str]) -> None:
     words = "scorer.tensor_parallel=1 .* trainer and generators take 5 of the 5 GPUs"
     with pytest.raises(InputError, match=words):
-        preflight.check_reference(load_config(None, overrides))
+        check_reference(load_config(None, overrides), list("01234"))
     with pytest.raises(InputError, match="needs a run on one node"):
-        refuse_nodes(load_config(None, overrides))
+        refuse_scorer(load_config(None, overrides))
 
 
 def test_a_plan_counts_the_scorer(overrides: list[str]) -> None:

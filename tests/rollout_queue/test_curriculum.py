@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import CurriculumConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets, PromptStream
 from megatron_rl.protocol.queue_state import PromptVisits

@@ -1,72 +1,75 @@
-"""A command: a function of its options, which a dataclass describes, and of the console.
+"""A command is a function of its options, which a dataclass describes, and of the console.
 
-Used by every module that has commands. A field `name: Annotated[type, option(...)] = default`
-becomes `--name`, one with `argument(...)` a positional word.
+Used by every module of commands.
+
+- A field `name: Annotated[type, typer.Option(...)] = default` becomes `--name`, a field with
+  `typer.Argument(...)` a positional word.
+- A flag names itself, as in `typer.Option("--name")`: else typer adds `--no-name`.
+- An option with the metavar "FILE..." takes all words up to the next option, with "[NAME...]" also
+  none.
+- A group loads the module of a command when the command is called: help and completion of names
+  need the table alone.
 """
 
 import dataclasses
+import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_type_hints
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
-from typer.models import OptionInfo
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 PROGRAM = "megatron-rl"
 Handler = Callable[[Any, Console], int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Several:
-    """Marks an option that takes all words up to the next option: `--against A B`."""
-
-    or_none: bool = False
-    """Whether no word at all is meant too: it is then the list of one empty text."""
-
-
 class Command(TyperCommand):
     """Runs under `run_main`: exit code 0, 1, 2 (bad input) or 128 + signal."""
 
+    handler: Handler
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """As typer does, but for options that take several words."""
-        return super().parse_args(ctx, spread(args, getattr(self.callback, "several", {})))
+        several = {
+            o: str(p.metavar) for p in self.params for o in p.opts if "..." in (p.metavar or "")
+        }
+        optional = [option for option, metavar in several.items() if metavar.startswith("[")]
+        return super().parse_args(ctx, spread(args, several, optional))
 
     def invoke(self, ctx: typer.Context) -> int:
-        """Call the handler."""
-        # Sockets, and with them the configuration, are needed by those who call it only.
+        """Call the handler with the options."""
+        # Sockets, and with them the configuration, are needed by called commands alone.
         from megatron_rl.protocol.process import run_main
 
-        codes: list[int] = []
-        call = super().invoke
-        code = run_main(PROGRAM, lambda: codes.append(call(ctx)))
+        options, codes = super().invoke(ctx), list[int]()
+        code = run_main(PROGRAM, lambda: codes.append(self.handler(options, ctx.obj["console"])))
         return code or codes[0]
 
 
-def spread(words: Sequence[str], several: Mapping[str, Several]) -> list[str]:
-    """`--against A B` as `--against A --against B`."""
+def spread(
+    words: Sequence[str], several: Collection[str], optional: Collection[str] = ()
+) -> list[str]:
+    """`--against A B` as `--against A --against B`, for the options in `several`.
+
+    optional: those that no word may follow; they then get one empty text.
+    """
     found: list[str] = []
-    waiting = ""
     taking = ""
     for word in words:
         if word.startswith("-") and word != "-":
-            found += _alone(waiting, several)
-            taking = waiting = word if word in several else ""
-            found += [] if waiting else [word]
-        elif taking:
-            found += [taking, word]
-            waiting = ""
-        else:
-            found.append(word)
-    return found + _alone(waiting, several)
+            found += _empty(found, optional)
+            taking = word if word in several else ""
+        elif taking and found[-1] != taking:
+            found.append(taking)
+        found.append(word)
+    return found + _empty(found, optional)
 
 
-def _alone(option: str, several: Mapping[str, Several]) -> list[str]:
-    """An option that no word followed: typer says what it needs, unless it needs none."""
-    if not option:
-        return []
-    return [option, ""] if several[option].or_none else [option]
+def _empty(found: Sequence[str], optional: Collection[str]) -> list[str]:
+    return [""] if found and found[-1] in optional else []
 
 
 def command(
@@ -79,59 +82,98 @@ def command(
 
     def add(handler: Handler) -> Handler:
         kind = next(iter(get_type_hints(handler).values()))
-        app.command(name, cls=Command, help=help_text, epilog=epilog)(_flat(handler, kind))
+        bound = type("Command", (Command,), {"handler": staticmethod(handler)})
+        app.command(name, cls=bound, help=help_text, epilog=epilog)(_maker_of(kind))
         return handler
 
     return add
 
 
-def _flat(handler: Handler, kind: type) -> Callable[..., int]:
-    """The function that typer sees: it takes what the dataclass has fields for."""
+def _maker_of(kind: type) -> Callable[..., Any]:
+    """A function that typer can read: it takes the fields of a dataclass, and makes one."""
 
-    def call(ctx: typer.Context, **given: Any) -> int:
-        return handler(options(**given), ctx.obj["console"])
-
-    def options(**given: Any) -> Any:
+    def make(**given: Any) -> Any:
         # Typer gives None for a list that nobody has given.
         return kind(**{name: value for name, value in given.items() if value is not None})
 
-    hints = get_type_hints(kind, include_extras=True)
-    parameters = [_parameter(field, hints[field.name]) for field in dataclasses.fields(kind)]
-    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
-    call.__name__ = handler.__name__
-    call.options = options  # type: ignore[attr-defined]
-    call.several = {  # type: ignore[attr-defined]
-        _flag(name): note
-        for name, hint in hints.items()
-        for note in get_args(hint)
-        if isinstance(note, Several)
+    factories = {
+        field.name: field.default_factory()
+        for field in dataclasses.fields(kind)
+        if field.default_factory is not dataclasses.MISSING
     }
-    return call
+    parameters = [
+        one.replace(kind=one.KEYWORD_ONLY, default=factories.get(one.name, one.default))
+        for one in inspect.signature(kind).parameters.values()
+    ]
+    make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    make.__annotations__ = get_type_hints(kind, include_extras=True)
+    return make
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    default: Any = inspect.Parameter.empty
-    if field.default is not dataclasses.MISSING:
-        default = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_named(field, hint)
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One command of a group."""
+
+    name: str
+    module: str
+    """Dotted name of the module whose `app` has the command."""
+    help: str
+    panel: str = "Commands"
+    """Heading in the help of the group."""
+    is_group: bool = False
+    """Whether the whole `app` is meant, with its commands."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists stand-ins; `resolve_command`, which calls and completion use, gives the command."""
+
+    entries: Sequence[Entry] = ()
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for entry in self.entries:
+            self.add_command(TyperCommand(entry.name, help=entry.help, rich_help_panel=entry.panel))
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        """In the order of the table."""
+        return [entry.name for entry in self.entries]
+
+    def resolve_command(
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
+        """The command that the first word names, loaded, and the other words."""
+        name, found, rest = super().resolve_command(ctx, args)
+        entry = next((entry for entry in self.entries if entry.name == name), None)
+        return name, found if entry is None else load(entry), rest
+
+
+def load(entry: Entry) -> TyperCommand | TyperGroup:
+    """The command itself."""
+    found = get_command(importlib.import_module(entry.module).app)
+    if isinstance(found, TyperGroup) and not entry.is_group:
+        return found.commands[entry.name]
+    return found
+
+
+def lazy_app(help_text: str, entries: Sequence[Entry], *, add_completion: bool) -> typer.Typer:
+    """A typer app of these commands."""
+    kind = type("Group", (LazyGroup,), {"entries": tuple(entries)})
+    app = typer.Typer(cls=kind, help=help_text, no_args_is_help=True, add_completion=add_completion)
+    # Typer refuses an app without commands unless it has a callback.
+    app.callback()(lambda: None)
+    return app
+
+
+def plain_app(
+    help_text: str | None = None, *, callback: Callable[..., int] | None = None
+) -> typer.Typer:
+    """A typer app for the commands of one module; callback: called where no command is named."""
+    app = typer.Typer(
+        help=help_text,
+        add_completion=False,
+        no_args_is_help=callback is None,
+        invoke_without_command=callback is not None,
     )
-
-
-def _named(field: dataclasses.Field[Any], hint: Any) -> Any:
-    """The annotation, with a flag that has no `--no-...` beside it where it is a bool."""
-    if get_origin(hint) is not Annotated:
-        return hint
-    kind, *notes = get_args(hint)
-    info = next(note for note in notes if not isinstance(note, Several))
-    if isinstance(info, OptionInfo) and info.default is ... and kind is bool:
-        info.default = _flag(field.name)
-    return Annotated[kind, info]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    if callback is not None:
+        app.callback()(callback)
+    return app

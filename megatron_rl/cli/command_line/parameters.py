@@ -1,46 +1,99 @@
-"""Options and arguments that several commands have. Used by the modules of commands."""
+"""Options and arguments that several commands have, and what a shell offers for them.
 
+A shell waits for completions, so nothing heavier than the configuration tree is imported, and only
+where it is needed. Where nothing is offered, bash completes file names.
+"""
+
+import functools
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_rl.cli.command_line.completion import (
-    complete_config,
-    complete_override,
-    complete_run_folder,
-)
+_QUOTED = re.compile(r'"([^"]*)"')
 
-_KEYS = "change single keys, anywhere on the line; `megatron-rl config` lists all"
+
+def complete_override(incomplete: str) -> list[str]:
+    """Keys with `=`, then the values of a key that has a fixed set of values."""
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in _values_of(key)]
+    return [f"{name}=" for name in complete_key(incomplete)]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Keys that begin with this text; list indices and the user's own names as typed."""
+    typed = incomplete.split(".")
+    keys = (_as_typed(key.split("."), typed) for key in _kinds())
+    return sorted(key for key in keys if key.startswith(incomplete))
+
+
+def _values_of(key: str) -> list[str]:
+    """Values of a key with a fixed set of values, such as names of presets; [] for other keys."""
+    from megatron_rl.config.presets import PRESETS
+
+    if key == "algorithm.preset":
+        return list(PRESETS)
+    kinds = (
+        kind for one, kind in _kinds().items() if _as_typed(one.split("."), key.split(".")) == key
+    )
+    kind = next(kinds, "")
+    return ["true", "false"] if kind == "true or false" else _QUOTED.findall(kind)
+
+
+@functools.cache
+def _kinds() -> dict[str, str]:
+    """What each key takes."""
+    from megatron_rl.config.reference import tables
+
+    return {entry.key: entry.kind for table in tables() for entry in table.entries}
+
+
+def _as_typed(parts: list[str], typed: list[str]) -> str:
+    """The key with a typed index for 0, and a typed name for NAME."""
+    given = [*typed, *parts[len(typed) :]]
+    return ".".join(
+        text if text and (part == "NAME" or (part == "0" and text.isdigit())) else part
+        for part, text in zip(parts, given, strict=False)
+    )
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Names of shipped configurations."""
+    from megatron_rl.config.shipped import shipped
+
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
+def complete_run_folder(incomplete: str) -> list[str]:
+    """Folders of runs in runs/."""
+    found = sorted(str(path.parent) for path in Path("runs").glob("*/config.toml"))
+    return [name for name in found if name.startswith(incomplete)]
+
+
+_FILE_HELP = "TOML file, or the name of a shipped configuration"
 Overrides = Annotated[
     list[str],
     typer.Argument(
-        metavar="section.key=value", help=_KEYS, autocompletion=complete_override,
-        show_default=False,
+        metavar="section.key=value", autocompletion=complete_override, show_default=False,
+        help="change single keys, anywhere on the line; `megatron-rl config` lists all keys",
     ),
 ]  # fmt: skip
 ConfigFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG",
-        help="TOML file, or the name of a shipped one",
-        autocompletion=complete_config,
-    ),
+    str, typer.Argument(metavar="CONFIG", help=_FILE_HELP, autocompletion=complete_config)
 ]
 ConfigFiles = Annotated[
     list[str],
     typer.Option(
         "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-        help="TOML file, or the name of a shipped one; of several, later ones win",
+        help=f"{_FILE_HELP}; of several, later ones win",
     ),
 ]  # fmt: skip
 OneConfig = Annotated[
     str | None,
-    typer.Option(
-        "--config", metavar="FILE", help="TOML file, or the name of a shipped one",
-        autocompletion=complete_config,
-    ),
-]  # fmt: skip
+    typer.Option("--config", metavar="FILE", help=_FILE_HELP, autocompletion=complete_config),
+]
 RunFolder = Annotated[
     Path,
     typer.Argument(metavar="RUN_DIR", help="folder of the run", autocompletion=complete_run_folder),

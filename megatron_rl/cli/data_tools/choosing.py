@@ -1,4 +1,6 @@
-"""`megatron-rl data difficulty` and `data filter-format`."""
+"""`megatron-rl data difficulty`, `filter-format`, `dedupe` and `decontaminate`: tools that leave
+prompts out.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,15 +9,11 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import Several, command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import OneConfig
+from megatron_rl.cli.command_line.printing import progress
 from megatron_rl.cli.data_tools.files import (
-    DatasetSplit,
-    Out,
-    Prompts,
-    Subset,
-    Task,
+    ToolOptions,
     check_output,
     read_config,
     read_prompts,
@@ -27,28 +25,25 @@ from megatron_rl.curation.difficulty import (
     filter_difficulty,
     open_classes,
 )
+from megatron_rl.curation.duplicates import DEFAULT_THRESHOLD, decontaminate, dedupe
 from megatron_rl.curation.format_filter import filter_format
+from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import read_samples
 
 app = plain_app()
 _RULES, _LIMITS = LabelRules(), DifficultyOptions()
 
 
-@dataclass(frozen=True)
-class ChoiceOptions:
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(ToolOptions):
     """What `data difficulty` is given."""
 
-    prompts: Prompts
-    out: Out
     samples: Annotated[
         Path,
         typer.Option(
-            help="folder with rollouts, a file of them, or JSONL of {id, correct, answers}"
+            help="folder with rollouts, a file of rollouts, or JSONL of {id, correct, answers}"
         ),
     ]
-    task: Task = "math"
-    subset: Subset = ""
-    dataset_split: DatasetSplit = ""
     label: Annotated[str, typer.Option(help="one evaluation of the folder of samples")] = ""
     config: OneConfig = None
     labels: Literal["keep", "drop", "relabel"] = _RULES.action
@@ -60,7 +55,7 @@ class ChoiceOptions:
     min_samples: int = _LIMITS.min_samples
 
 
-@command(app, "difficulty", "Keep what is neither too hard nor too easy.")
+@command(app, "difficulty", "Keep prompts that are neither too hard nor too easy.")
 def difficulty(options: ChoiceOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     rules = LabelRules(
@@ -81,24 +76,55 @@ def difficulty(options: ChoiceOptions, console: Console) -> int:
     return write_rows(options.out, kept, report, console)
 
 
-@dataclass(frozen=True)
-class FormatOptions:
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions(ToolOptions):
     """What `data filter-format` is given."""
 
-    prompts: Prompts
-    out: Out
-    task: Task = "math"
-    subset: Subset = ""
-    dataset_split: DatasetSplit = ""
-    tasks: Annotated[list[str], typer.Option(metavar="NAME...", help="to filter"), Several()] = (
-        field(default_factory=lambda: ["math"])
+    tasks: Annotated[list[str], typer.Option(metavar="NAME...", help="tasks to filter")] = field(
+        default_factory=lambda: ["math"]
     )
 
 
-@command(app, "filter-format", "Leave one comparable answer a problem.")
+@command(app, "filter-format", "Keep problems with one answer that can be compared.")
 def filter_file(options: FormatOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     check_output(options)
+    kept, report = filter_format(read_prompts(options), tasks=options.tasks)
+    return write_rows(options.out, kept, report, console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupeOptions(ToolOptions):
+    """What `data dedupe` is given."""
+
+    threshold: float = DEFAULT_THRESHOLD
+
+
+@command(app, "dedupe", "Drop near duplicates within a file.")
+def dedupe_file(options: DedupeOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    check_output(options)
     rows = read_prompts(options)
-    kept, report = filter_format(rows, tasks=options.tasks)
+    with progress(console, "problems") as report_on:
+        kept, report = dedupe(rows, threshold=options.threshold, progress=report_on)
+    return write_rows(options.out, kept, report, console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecontaminateOptions(DedupeOptions):
+    """What `data decontaminate` is given."""
+
+    against: Annotated[list[Path], typer.Option(metavar="FILE...", help="evaluation problems")]
+
+
+@command(app, "decontaminate", "Drop problems that evaluations ask.")
+def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    check_output(options)
+    rows = read_prompts(options)
+    evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
+    with progress(console, "problems") as report_on:
+        kept, report = decontaminate(
+            rows, evaluations, threshold=options.threshold, progress=report_on
+        )
     return write_rows(options.out, kept, report, console)

@@ -8,16 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import Several, command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import OneConfig
-from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.cli.command_line.printing import progress
 from megatron_rl.cli.data_tools.files import (
-    DatasetSplit,
-    Out,
-    Prompts,
-    Subset,
-    Task,
+    ToolOptions,
     check_output,
     read_config,
     read_prompts,
@@ -37,27 +32,22 @@ app = plain_app()
 _DEFAULTS = CodeTestOptions()
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(ToolOptions):
     """What the command is given."""
 
-    prompts: Prompts
-    out: Out
     solutions: Annotated[
         Path,
         typer.Option(
-            help="folder with rollouts, a file of them, or JSONL of {id, language, source}"
+            help="folder with rollouts, a file of rollouts, or JSONL of {id, language, source}"
         ),
     ]
-    task: Task = "code"
-    subset: Subset = ""
-    dataset_split: DatasetSplit = ""
+    task: Annotated[str, typer.Option(help="task of rows that name none")] = "code"
     config: OneConfig = None
-    workers: Annotated[int, typer.Option(help="processes")] = os.cpu_count() or 1
+    workers: Annotated[int, typer.Option(help="number of processes")] = os.cpu_count() or 1
     languages: Annotated[
         list[str],
-        typer.Option(metavar="NAME...", help="that a problem may be solved in; none: any"),
-        Several(or_none=True),
+        typer.Option(metavar="[NAME...]", help="languages of solutions; no name: any language"),
     ] = field(default_factory=lambda: list(_DEFAULTS.languages))
     min_solutions: int = _DEFAULTS.min_solutions
     agreement: float = _DEFAULTS.agreement

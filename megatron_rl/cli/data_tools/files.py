@@ -1,46 +1,41 @@
-"""What all tools of `megatron-rl data` share: their files, and the report on what was done.
+"""Files and reports of all tools of `megatron-rl data`.
 
-The report is printed as a table and written beside the output as OUT.report.json.
+A report is printed as a table, and written to OUT.report.json.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import Row, encode_lines, read_rows
 from megatron_rl.curation.tool import Report
-from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.whole_file import write_whole
 
-Prompts = Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
-Subset = Annotated[str, typer.Option(help="of a folder that has several")]
-DatasetSplit = Annotated[str, typer.Option(help="of a folder that has several")]
-Out = Annotated[Path, typer.Option(help="JSONL to write")]
-Task = Annotated[str, typer.Option(help="of rows that name none")]
+Out = Annotated[Path, typer.Option(help="JSONL file to write")]
 
 
-class Given(Protocol):
-    """Options of a tool that reads prompts."""
+@dataclass(frozen=True, kw_only=True)
+class ToolOptions:
+    """What every tool that reads a file of prompts is given."""
 
-    @property
-    def prompts(self) -> Path: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def subset(self) -> str: ...
-    @property
-    def dataset_split(self) -> str: ...
+    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
+    out: Out
+    task: Annotated[str, typer.Option(help="task of rows that name none")] = "math"
+    subset: Annotated[str, typer.Option(help="subset of a folder that has several")] = ""
+    dataset_split: Annotated[str, typer.Option(help="split of a folder that has several")] = ""
 
 
-def read_prompts(options: Given) -> list[Row]:
+def read_prompts(options: ToolOptions) -> list[Row]:
     """The rows that a tool is given. Raises InputError."""
     return read_rows(
         options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
@@ -77,7 +72,7 @@ def write_lines(out: Path, lines: list[Any], report: Report, console: Console) -
     beside = out.with_name(f"{out.name}.report.json")
     write_whole(beside, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     print_report(report, console)
-    console.print(f"{out}, {beside}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"{out}, {beside}")
     return 0
 
 

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun, OneConfig, Overrides
-from megatron_rl.cli.data_tools.files import DatasetSplit, Subset, Task, read_prompts
+from megatron_rl.cli.command_line.printing import say
+from megatron_rl.cli.data_tools.files import ToolOptions, read_prompts
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.shipped import config_path
@@ -23,7 +23,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import Row, encode_lines
 from megatron_rl.curation.tool import check_at_least
 from megatron_rl.evaluation.runs.runner import evaluate
-from megatron_rl.launcher.intentions import say
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.observe.deaths import until_death
 from megatron_rl.protocol.whole_file import write_whole
@@ -35,19 +34,15 @@ PROBLEMS = "problems.jsonl"
 """File of the folder: the rows, as an evaluation set."""
 
 
-@dataclass(frozen=True)
-class GradeOptions:
+@dataclass(frozen=True, kw_only=True)
+class GradeOptions(ToolOptions):
     """What the command is given."""
 
-    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
     model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
     out: Annotated[Path, typer.Option(help="folder of the results; an existing one is resumed")]
     overrides: Overrides = field(default_factory=list)
-    samples: Annotated[int, typer.Option(help="a problem")] = 16
+    samples: Annotated[int, typer.Option(help="completions of a problem")] = 16
     config: OneConfig = None
-    task: Task = "math"
-    subset: Subset = ""
-    dataset_split: DatasetSplit = ""
     temperature: Annotated[
         float | None, typer.Option(help="default: sampling.temperature, as in training")
     ] = None
@@ -80,7 +75,7 @@ def _grade(options: GradeOptions, console: Console) -> None:
 def _check(config: Config, rows: list[Row], console: Console) -> None:
     """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
     if (config.run.dir / CONFIG).exists():
-        say([f"{config.run.dir} holds an earlier call: it would resume"], console)
+        say(console, f"{config.run.dir} holds an earlier call: it would resume")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
         path = Path(name) / PROBLEMS
         path.write_text(encode_lines([problem_line(row) for row in rows]))

@@ -11,10 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.completion import complete_config
-from megatron_rl.cli.command_line.groups import plain_app
-from megatron_rl.cli.command_line.parameters import Json, Overrides
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import Json, Overrides, complete_config
+from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, shipped
@@ -22,7 +21,6 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
 from megatron_rl.launcher.hub_models import folder_of
-from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
@@ -39,122 +37,67 @@ class Shown(NamedTuple):
     text: str
     tokens: int
     refusal: str
-    """Why a run would leave it out; empty: it would not."""
+    """Why a run would leave the prompt out; empty: it would not."""
 
 
 app = plain_app()
-Source = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="SOURCE",
-        help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
-        "reasoning_gym:NAME",
-        show_default=False,
-    ),
-]
-Configs = Annotated[
-    list[str],
-    typer.Option(
-        "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-        help="configuration whose tasks, model and lengths hold for SOURCE; alone: its own prompts",
-    ),
-]  # fmt: skip
-Model = Annotated[
-    Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
-]
 
 
 @dataclass(frozen=True)
-class CheckOptions:
+class SourceOptions:
+    """What both commands are given."""
+
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
+            "reasoning_gym:NAME",
+            show_default=False,
+        ),
+    ] = None
+    overrides: Overrides = field(default_factory=list)
+    config: Annotated[
+        list[str],
+        typer.Option(
+            "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
+            help="configuration with the tasks, model and lengths for SOURCE; without SOURCE: the "
+            "configuration whose prompts are meant",
+        ),
+    ] = field(default_factory=list)  # fmt: skip
+    model: Annotated[
+        Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
+    ] = None
+
+
+@dataclass(frozen=True)
+class CheckOptions(SourceOptions):
     """What `data check` is given."""
 
-    source: Source = None
-    overrides: Overrides = field(default_factory=list)
-    config: Configs = field(default_factory=list)
-    model: Model = None
-    limit: Annotated[int, typer.Option(help="different faults to print")] = 20
+    limit: Annotated[int, typer.Option(help="number of different faults to print")] = 20
     json: Json = False
 
 
-@command(app, "check", "Faults of prompts, with their rows.")
-def check_source(options: CheckOptions, console: Console) -> int:
+@command(app, "check", "Find faults of prompts, with their rows.")
+def check(options: CheckOptions, console: Console) -> int:
     """Exit code: 0, 1 (there are faults), 2 (bad input)."""
-    return check(
-        options.source,
-        options.overrides,
-        console,
-        configs=options.config,
-        model=options.model,
-        limit=options.limit,
-        as_json=options.json,
-    )
-
-
-@dataclass(frozen=True)
-class ShowOptions:
-    """What `data show` is given."""
-
-    source: Source = None
-    overrides: Overrides = field(default_factory=list)
-    config: Configs = field(default_factory=list)
-    model: Model = None
-    rows: Annotated[int, typer.Option(help="prompts to print")] = 3
-    start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0
-    split: Annotated[str, typer.Option(help="train, held_out or a set's name")] = "train"
-    chars: Annotated[int, typer.Option(help="of each prompt")] = 4000
-
-
-@command(app, "show", "Prompts as the model sees them.")
-def show_source(options: ShowOptions, console: Console) -> int:
-    """Exit code: 0, 2 (bad input)."""
-    return show(
-        options.source,
-        options.overrides,
-        console,
-        configs=options.config,
-        model=options.model,
-        rows=options.rows,
-        start=options.start,
-        split=options.split,
-        chars=options.chars,
-    )
-
-
-def check(
-    source: str | None,
-    overrides: Sequence[str],
-    console: Console,
-    *,
-    configs: Sequence[str] = (),
-    model: Path | None = None,
-    limit: int = 20,
-    as_json: bool = False,
-) -> int:
-    """Print the faults of prompts; exit code 1 where there are any. Raises InputError.
-
-    limit: different faults that are printed; all are counted.
-    """
-    config = read_source_config(source, overrides, model, configs)
-    findings = check_prompts(config, with_lengths=_has_model(config, model))
-    if as_json:
+    config = read_source_config(options)
+    findings = check_prompts(config, with_lengths=_has_model(config, options.model))
+    if options.json:
         print(json.dumps(_as_json(findings)), file=console.file)
         return int(bool(findings.faults))
-    for note in findings.notes:
-        _say(console, note)
-    lines = fault_lines(findings.faults)
-    for line in lines[: max(0, limit)]:
-        _say(console, line)
-    hidden = len(lines) - max(0, limit)
-    if hidden > 0:
-        _say(console, f"... and {hidden} more: --limit {len(lines)} prints all")
+    lines, limit = fault_lines(findings.faults), max(0, options.limit)
+    _say(console, *findings.notes, *lines[:limit])
+    if len(lines) > limit:
+        _say(console, f"... and {len(lines) - limit} more: --limit {len(lines)} prints all")
     _print_counts(findings, console)
-    if not configs and any(fault.reason == UNKNOWN_TASK for fault in findings.faults):
-        _say(console, "tasks of your own: --config FILE that has their [reward.tasks.NAME]")
+    if not options.config and any(fault.reason == UNKNOWN_TASK for fault in findings.faults):
+        _say(console, "for your own tasks give --config FILE that has their [reward.tasks.NAME]")
     return int(bool(findings.faults))
 
 
 def fault_lines(faults: Sequence[Fault]) -> list[str]:
-    """A line for each different fault; equal ones of several rows are one line with their count."""
+    """A line for each different fault; equal faults of several rows share a line with a count."""
     places: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
         text = fault.text.removeprefix(fault.place).removeprefix(": ")
@@ -170,59 +113,54 @@ def fault_lines(faults: Sequence[Fault]) -> list[str]:
     return lines
 
 
-def show(
-    source: str | None,
-    overrides: Sequence[str],
-    console: Console,
-    *,
-    configs: Sequence[str] = (),
-    model: Path | None = None,
-    rows: int = 3,
-    start: int = 0,
-    split: str = "train",
-    chars: int = 4000,
-) -> int:
-    """Print prompts as the model sees them, with their tokens; exit code 0. Raises InputError.
+@dataclass(frozen=True)
+class ShowOptions(SourceOptions):
+    """What `data show` is given."""
 
-    split: train, held_out, or the name of an evaluation set. chars: of each, from its start.
-    """
-    for name, value in (("--rows", rows), ("--chars", chars)):
-        if value < 1:
-            raise InputError(f"{name} {value}: expected 1 or more")
-    config = read_source_config(source, overrides, model, configs)
+    rows: Annotated[int, typer.Option(help="number of prompts to print")] = 3
+    start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0
+    split: Annotated[str, typer.Option(help="train, held_out or an evaluation set's name")] = (
+        "train"
+    )
+    chars: Annotated[int, typer.Option(help="most characters of each prompt")] = 4000
+
+
+@command(app, "show", "Show prompts as the model sees them, with their tokens.")
+def show(options: ShowOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    for name in ("rows", "chars"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name} {getattr(options, name)}: expected 1 or more")
+    config = read_source_config(options)
     sets = prompts_of_run(config)
-    known = _of_split(sets, split)
-    chosen = known[max(0, start) : max(0, start) + rows]
+    known, start = _of_split(sets, options.split), max(0, options.start)
+    chosen = known[start : start + options.rows]
     if not chosen:
-        raise InputError(f"--start {start}: the split {split} has {len(known)} prompts")
-    for note in [sets.describe(), *sets.notes]:
-        _say(console, note)
+        raise InputError(
+            f"--start {options.start}: the split {options.split} has {len(known)} prompts"
+        )
+    _say(console, sets.describe(), *sets.notes)
     shown: list[Shown] | None = None
-    if _has_model(config, model):
+    if _has_model(config, options.model):
         shown = call_in_child(
             render_shown, config, chosen, what="rendering the prompts", limit_s=_RENDER_S
         )
     else:
         _say(console, "as written: give --model DIR for the chat template and token counts")
     for number, prompt in enumerate(chosen):
-        _print_prompt(prompt, shown[number] if shown else None, chars, console)
+        _print_prompt(prompt, shown[number] if shown else None, options.chars, console)
     return 0
 
 
-def read_source_config(
-    source: str | None, overrides: Sequence[str], model: Path | None, configs: Sequence[str] = ()
-) -> Config:
-    """The configuration that names, or stands for, a source of prompts. Raises InputError.
-
-    configs: what holds for the source beside its prompts; without a source, their own prompts.
-    """
-    given = []
-    if model is not None:
-        given.append(override("model.path", str(folder_of(model, key="--model"))))
+def read_source_config(options: SourceOptions) -> Config:
+    """The configuration that names, or stands for, a source of prompts. Raises InputError."""
+    source, overrides, given = options.source, list(options.overrides), []
+    if options.model is not None:
+        given.append(override("model.path", str(folder_of(options.model, key="--model"))))
     if source is not None and "=" in source and not Path(source).exists():
         source, overrides = None, [source, *overrides]
     given += overrides
-    files = [config_path(name) for name in configs]
+    files = [config_path(name) for name in options.config]
     if source is None and not files:
         raise InputError("nothing to look at: give a file of prompts, or --config FILE")
     kind, _, name = (source or "").partition(":")
@@ -236,7 +174,7 @@ def read_source_config(
         config = _of_one_source({"path": source}, files, given)
     if not config.prompts and not config.eval.sets:
         raise InputError(
-            f"{source or ', '.join(configs)} names no prompts: add a [[prompts]] section"
+            f"{source or ', '.join(options.config)} names no prompts: add a [[prompts]] section"
         )
     return config
 
@@ -303,7 +241,9 @@ def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Cons
     if shown is not None and shown.refusal:
         _say(console, f"a run leaves it out: {shown.refusal}")
     text = shown.text if shown is not None and shown.text else _as_written(prompt)
-    _say_lines(console, text, chars)
+    _say(console, *text[:chars].split("\n"))
+    if len(text) > chars:
+        _say(console, f"... {len(text) - chars} more characters: --chars {len(text)}")
     _say(console, f"answer: {prompt.answer[:chars]}")
     if prompt.entry:
         _say(console, f"entry: {prompt.entry[:chars]}")
@@ -325,24 +265,14 @@ def _print_counts(findings: Findings, console: Console) -> None:
 
 
 def _as_json(findings: Findings) -> dict[str, object]:
-    def described(fault: Fault) -> dict[str, str]:
-        return fault._asdict()
-
     return {
         "prompts": sum(len(part.prompts) for part in findings.parts),
         "counts": dict(Counter(fault.reason for fault in findings.faults).most_common()),
-        "faults": [described(fault) for fault in findings.faults],
+        "faults": [fault._asdict() for fault in findings.faults],
         "notes": findings.notes,
     }
 
 
-def _say_lines(console: Console, text: str, chars: int) -> None:
-    """Text of a data set line by line: its characters move no cursor."""
-    for line in text[:chars].split("\n"):
-        _say(console, line)
-    if len(text) > chars:
-        _say(console, f"... {len(text) - chars} more characters: --chars {len(text)}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+def _say(console: Console, *lines: str) -> None:
+    """Print lines that may hold texts of a data set: their characters move no cursor."""
+    say(console, *map(printable, lines))

@@ -8,10 +8,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import RunFolder
-from megatron_rl.cli.command_line.progress import counted, progress
+from megatron_rl.cli.command_line.printing import counted, progress
 from megatron_rl.cli.data_tools.files import Out, check_output, write_lines
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.sft_examples import (
@@ -39,7 +38,10 @@ class MiningOptions:
         str | None, typer.Option(help="task of those; default: as they are")
     ] = None
     template_opens_thoughts: Annotated[
-        bool, typer.Option(help="the chat template ends prompts with <think>")
+        bool,
+        typer.Option(
+            "--template-opens-thoughts", help="the chat template ends prompts with <think>"
+        ),
     ] = False
     first_step: Annotated[int, typer.Option(help="earlier batches are left out")] = (
         _DEFAULTS.first_step

@@ -9,16 +9,11 @@ import msgspec
 import typer
 from rich.console import Console
 
-from megatron_rl.cli.command_line.command import Several, command
-from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun
-from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.cli.data_tools.files import (
-    DatasetSplit,
-    Out,
-    Prompts,
-    Subset,
-    Task,
+    ToolOptions,
     check_output,
     read_prompts,
     write_rows,
@@ -43,17 +38,13 @@ _HOW = "Who translates: one of these"
 _SERVER = "With --endpoint"
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(ToolOptions):
     """What the command is given."""
 
-    prompts: Prompts
-    out: Out
-    task: Task = "math"
-    subset: Subset = ""
-    dataset_split: DatasetSplit = ""
     requests: Annotated[
-        bool, typer.Option(help="write what is to be translated to --out", rich_help_panel=_HOW)
+        bool,
+        typer.Option("--requests", help="write the requests to --out", rich_help_panel=_HOW),
     ] = False
     translations: Annotated[
         Path | None,
@@ -74,15 +65,17 @@ class Options:
     at_once: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 16
     timeout_s: Annotated[float, typer.Option(rich_help_panel=_SERVER)] = 120.0
     max_tokens: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 4096
-    share: Annotated[float, typer.Option(help="of the problems")] = _DEFAULTS.share
+    share: Annotated[float, typer.Option(help="share of the problems to translate")] = (
+        _DEFAULTS.share
+    )
     seed: int = _DEFAULTS.seed
-    languages: Annotated[list[str], typer.Option(metavar="CODE..."), Several()] = field(
+    languages: Annotated[list[str], typer.Option(metavar="CODE...")] = field(
         default_factory=lambda: list(_DEFAULTS.languages)
     )
-    tasks: Annotated[list[str], typer.Option(metavar="NAME..."), Several()] = field(
+    tasks: Annotated[list[str], typer.Option(metavar="NAME...")] = field(
         default_factory=lambda: list(_DEFAULTS.tasks)
     )
-    keep_source: Annotated[bool, typer.Option(help="add translations")] = False
+    keep_source: Annotated[bool, typer.Option("--keep-source", help="add translations")] = False
     dry_run: DryRun = False
 
 
@@ -107,11 +100,8 @@ def translate_file(options: Options, console: Console) -> int:
     if options.requests:
         write_whole(options.out, encode_lines([item.request for item in chosen]))
         said = ", ".join(f"{count} {reason}" for reason, count in ineligible.most_common())
-        console.print(
-            f"{options.out}: {len(chosen)} of {len(rows)} problems to translate; not eligible: "
-            f"{said or 'none'}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        count = f"{len(chosen)} of {len(rows)} problems to translate"
+        say(console, f"{options.out}: {count}; not eligible: {said or 'none'}")
         return 0
     if options.translations is not None:
         found, figures = read_translations(options.translations), {}
@@ -126,11 +116,8 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
     source = options.endpoint or options.translations or "nobody: requests are written"
     if options.endpoint is not None:
         _endpoint(options)
-    console.print(
-        f"would have {len(chosen)} problems translated by {source}, and write {options.out}. "
-        "Dry run: nothing was asked or written.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    would = f"would have {len(chosen)} problems translated by {source}, and write {options.out}"
+    say(console, f"{would}. Dry run: nothing was asked or written.")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -22,7 +23,7 @@ from megatron_rl.evaluation.runs.results import (
 from megatron_rl.evaluation.runs.tables import print_report
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import evaluate_folder
-from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
+from megatron_rl.launcher.intentions import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
@@ -55,7 +56,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     if dry_in is not None:
         problems = sum(len(one.prompts) for one in sets)
         missing = _missing(config, label, sets)
-        say([*evaluation_lines(config, label, dry_in, problems, missing), NOTHING], console)
+        say(console, *evaluation_lines(config, label, dry_in, problems, missing), NOTHING)
         return
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.evaluation.runs.results import Report
-from megatron_rl.observe.terminal_text import printable
+from megatron_rl.cli.command_line.printing import printable
 
 _NONE = "-"
 

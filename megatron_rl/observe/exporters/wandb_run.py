@@ -8,7 +8,7 @@ from typing import Any
 
 import wandb
 
-from megatron_rl.config.metrics import MetricsConfig
+from megatron_rl.config.tree import MetricsConfig
 from megatron_rl.observe.exporters.follow import Row, numbers, split_label
 
 ID_FILE = "megatron_rl_run_id"

@@ -7,7 +7,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from megatron_rl.cli import main as cli
-from megatron_rl.cli.command_line.groups import lazy_app
+from megatron_rl.cli.command_line.command import lazy_app
 
 
 def parse(words: list[str]) -> Any:
@@ -17,4 +17,4 @@ def parse(words: list[str]) -> Any:
     while isinstance(ctx.command, TyperGroup):
         name, command, rest = ctx.command.resolve_command(ctx, [*ctx._protected_args, *ctx.args])
         ctx = command.make_context(name, rest, parent=ctx)
-    return ctx.command.callback.options(**ctx.params)
+    return ctx.command.callback(**ctx.params)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main as cli
-from megatron_rl.cli.command_line.command import Several, spread
+from megatron_rl.cli.command_line.command import spread
 from megatron_rl.cli.eval import EvalOptions
 from tests.cli.command_line.parsed import parse
 
-SEVERAL = {"--against": Several(), "--languages": Several(or_none=True)}
+SEVERAL, OPTIONAL = ("--against", "--languages"), ("--languages",)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ SEVERAL = {"--against": Several(), "--languages": Several(or_none=True)}
 )
 def test_an_option_takes_all_words_up_to_the_next(words: str, spread_out: str) -> None:
     wanted = [part for word in spread_out.split() for part in word.split("|")]
-    assert spread(words.split(), SEVERAL) == wanted
+    assert spread(words.split(), SEVERAL, OPTIONAL) == wanted
 
 
 def test_overrides_may_stand_anywhere() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.command_line.completion import (
+from megatron_rl.cli.command_line.parameters import (
     complete_config,
     complete_key,
     complete_override,

@@ -8,7 +8,7 @@ import pytest
 from typer.core import TyperGroup
 
 from megatron_rl.cli import main as cli
-from megatron_rl.cli.command_line.groups import Entry, load
+from megatron_rl.cli.command_line.command import Entry, load
 from megatron_rl.cli.data import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,6 +30,9 @@ def test_a_line_of_the_table_names_its_command(entry: Entry) -> None:
     assert isinstance(found, TyperGroup) == entry.is_group
     assert entry.is_group or found.name == entry.name
     assert found.help and len(entry.help) < 60
+    commands = found.commands.values() if isinstance(found, TyperGroup) else [found]
+    flags = [option for command in commands for p in command.params for option in p.secondary_opts]
+    assert flags == [], "a flag that does not name itself"
 
 
 @pytest.mark.parametrize(

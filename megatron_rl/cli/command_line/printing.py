@@ -1,6 +1,7 @@
-"""How far a long work is: a bar on a terminal, else a line every so often.
+"""What commands print: plain lines, texts of models, and how far a long work is.
 
-Used by commands whose work reports `(done, all)`. One thread; drawn only when the work reports.
+Used by commands, the launcher and whatever looks at a run. One thread; a bar is drawn only when the
+work reports `(done, all)`.
 """
 
 import time
@@ -22,9 +23,20 @@ from rich.progress import (
 
 Item = TypeVar("Item")
 PLAIN_S = 10.0
-"""So often a line is printed where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 Report = Callable[[int, int | None], None]
 """f(done, all): all is None while it is not known."""
+
+
+def printable(text: str) -> str:
+    """The text with a blank for each character that could move the cursor or change colors."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: rich neither wraps nor colors them, and reads no markup in them."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -53,7 +65,7 @@ def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterato
 
 
 class _Lines:
-    """Prints where a work stands, at most every PLAIN_S; of a shorter one nothing."""
+    """Prints how far a work is, at most every PLAIN_S; nothing for a shorter work."""
 
     def __init__(
         self, console: Console, what: str, clock: Callable[[], float], *, in_bytes: bool
@@ -75,7 +87,7 @@ class _Lines:
             if done:
                 left_s = (now - self._started) * (total - done) / done
                 text += f", {left_s:.0f} s left"
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def _number(self, value: int) -> str:
         unit = " GB" if self._unit > 1 else ""

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.progress import PLAIN_S, counted, progress
+from megatron_rl.cli.command_line.printing import PLAIN_S, counted, printable, progress
 
 
 class Clock:
@@ -63,3 +63,7 @@ def test_a_terminal_has_a_bar_that_goes() -> None:
     assert "[parts]" in text and "1/4" in text
     # The line is erased at the end.
     assert "\x1b[2K" in text
+
+
+def test_control_characters_of_a_model_become_blanks_and_letters_stay() -> None:
+    assert printable("a\x1b[31mé\r\x9b1m\x07\u2028\u202e√") == "a [31mé  1m   √"

@@ -1,7 +1,7 @@
 """What a run is said to wait for."""
 
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.awaited import Awaited
+from megatron_rl.launcher.live_view import Awaited
 
 SERVING = ["queue", "generator-0", "verifier"]
 

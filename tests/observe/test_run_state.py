@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.observe.evaluation_progress import EvaluationProgress
+from megatron_rl.observe.run_state import EvaluationProgress
 
 
 def going_on(at: float, label: str, done: int, wanted: int = 2400) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""Refuses models, references and sizes that the trainer or the engines cannot take.
+
+Used by `preflight.py`, and by sweeps. Reads config.json and the tokenizer of a folder, no weights.
+Each check raises InputError: what was given, what is allowed, what to do.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from generation import sglang_cpu
+from generation.engine import EngineError
+from generation.sglang_command import FP8_RELOADS
+from generation.vllm_command import installed_release, refuse_model
+from megatron_rl.backend.tensor_overlap import check_shape
+from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config, GeneratorConfig, TrainConfig
+from megatron_rl.launcher.placement import place
+from megatron_rl.weights.layout.shape import (
+    ModelShape,
+    check_parallel,
+    check_teacher,
+    counts_of,
+    read_shape,
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+MAX_FOREIGN_IDS = 1024
+"""Token ids that a teacher may have beside the policy's: each costs a logprob of every token."""
+
+
+def check_model_folder(folder: Path) -> None:
+    """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
+    if not folder.is_dir():
+        raise InputError(
+            f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
+            "config.json, *.safetensors and a tokenizer, or the name of a model on the Hub, such "
+            "as Qwen/Qwen2.5-0.5B-Instruct (a path in a TOML file is relative to that file)"
+        )
+    if not (folder / "config.json").exists():
+        raise InputError(
+            f"model.path = {folder}: the folder has no config.json, so it is no HF model"
+        )
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model.path = {folder}: the folder has no tokenizer: "
+            f"expected one of {', '.join(_TOKENIZER_FILES)}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
+
+
+def check_model(config: Config) -> None:
+    """The trainer knows the architecture, and the parallel sizes divide the model."""
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    check_engine_tensor(config.generator.tensor_parallel, shape.heads)
+    check_expert_parallel(config.generator, shape)
+    check_router_replay(config.train, shape, config.model.path)
+    if config.parallel.overlap_tensor:
+        check_shape(shape.hidden, config.train.microbatch_tokens)
+
+
+def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
+    """An engine's ranks can divide the model's experts, and SGLang can run them so."""
+    check_engine_experts(generator.tensor_parallel, generator.expert_parallel, counts_of(shape))
+    if generator.expert_parallel > 1 and generator.engine == "sglang" and sglang_cpu.is_needed():
+        # Its layers/moe/fused_moe_native.py (0.5.23) knows no experts of other ranks.
+        raise InputError(
+            f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
+            "mode cannot compute with divided experts; set it to 1"
+        )
+
+
+def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
+    """Only a mixture of experts has choices to replay."""
+    if train.router_replay and not shape.experts:
+        raise InputError(
+            f"train.router_replay = true, but {folder} has no experts: set it to false"
+        )
+
+
+def check_quantization(config: Config) -> None:
+    """SGLang can load new weights into what it has quantised."""
+    given, engine = config.generator.quantization, config.generator.engine
+    if not given or engine != "sglang" or not config.train.steps:
+        return
+    architecture = sglang_cpu.architecture_of(config.model.path)
+    if given != "fp8" or architecture not in FP8_RELOADS:
+        raise InputError(
+            f"generator.quantization={given!r} with a model of architecture {architecture}: "
+            "SGLang 0.5.23 cannot load new weights into such an engine. Allowed in a training run: "
+            f"'fp8' with {' or '.join(FP8_RELOADS)}. Set generator.quantization=''"
+        )
+
+
+def check_vllm(config: Config) -> None:
+    """vLLM is there and has attention for the model, where it is the engine."""
+    if config.generator.engine != "vllm":
+        return
+    try:
+        installed_release()
+        refuse_model(config.model.path)
+    except EngineError as error:
+        raise InputError(str(error)) from error
+
+
+def check_reference(config: Config, gpus: Sequence[str]) -> None:
+    """A reference in a folder has the policy's tokens, and its ranks can divide it.
+
+    gpus: those that this host lists.
+    """
+    by_engine = config.algorithm.needs_scorer
+    folder = config.algorithm.reference.folder
+    if folder is None and not by_engine:
+        return
+    folder = folder or config.model.path
+    if not (folder / "config.json").exists():
+        raise InputError(
+            f"algorithm.reference.policy = '{folder}' is none of none, start, ema, and no folder "
+            "of a Hugging Face model"
+        )
+    shape, own = read_shape(folder), read_shape(config.model.path)
+    check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
+    if by_engine:
+        check_scorer(config, shape, own, folder, gpus=gpus)
+    else:
+        check_parallel(shape, config.parallel)
+    paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
+    if all(path.exists() for path in paths):
+        # Not the whole files: versions of libraries write them differently.
+        theirs, ours = (json.loads(path.read_text())["model"].get("vocab") for path in paths)
+        if theirs != ours:
+            raise InputError(
+                f"algorithm.reference.policy: {paths[0]} has other tokens than {paths[1]}: a "
+                "reference is given the policy's token ids, so take one with the same tokenizer"
+            )
+
+
+def check_megatron_path(config: Config) -> None:
+    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    path = config.model.megatron_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise InputError(f"model.megatron_path = {path}: there is no such folder")
+    if config.sft.steps or not config.train.steps:
+        raise InputError(
+            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
+            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
+            "and give that as model.path"
+        )
+
+
+def check_scorer(
+    config: Config, shape: ModelShape, own: ModelShape, folder: Path, *, gpus: Sequence[str]
+) -> None:
+    """Raise InputError for a reference that the engine could not serve.
+
+    shape: of the reference in `folder`; own: the policy's; gpus: those that this host lists.
+    """
+    ranks = config.scorer.tensor_parallel
+    check_engine_tensor(ranks, shape.heads, key="scorer.tensor_parallel")
+    longest = config.generator.context_tokens
+    if shape.max_positions < longest:
+        raise InputError(
+            f"generator.context_tokens = {longest} is above the {shape.max_positions} positions of "
+            f"algorithm.reference.policy = {folder}: lower generator.context_tokens, or choose "
+            "another reference"
+        )
+    if shape.vocab - own.vocab > MAX_FOREIGN_IDS:
+        raise InputError(
+            f"algorithm.reference.policy: {folder} has {shape.vocab - own.vocab} token ids more "
+            f"than the policy, and an engine leaves out {MAX_FOREIGN_IDS} at most: take "
+            "algorithm.reference.source = 'trainer', or another reference"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"algorithm.reference.policy: {folder} has no *.safetensors")
+    if gpus:
+        place(config, nodes=1, gpus_per_node=len(gpus))

@@ -1,0 +1,277 @@
+"""How a run stands, by the rows of its metrics, and plain lines about these rows. Pure.
+
+The live view and `megatron-rl status` show what `RunState` holds.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.config.tree import Config
+from megatron_rl.observe.activity_text import ActivityTotals
+from megatron_rl.observe.deaths import how_it_ended
+from megatron_rl.observe.metrics_table import find
+from megatron_rl.protocol.metrics import (
+    COMPLETIONS_DONE,
+    COMPLETIONS_WANTED,
+    EVALUATION_RUNNING,
+    GROUPS_DROPPED,
+)
+from megatron_rl.rollout_queue.generator_rows import generators_text
+from megatron_rl.rollout_queue.peer_rows import GENERATORS, MISSING, VERIFIERS, WANTED
+
+Row = dict[str, Any]
+Kind = Literal["evaluation", "restart", "activity", "step", "sft step", "other"]
+RECENT = 10
+"""Steps that speed and warnings are about."""
+KEPT_STEPS = 12
+_LARGE_GAP_NATS = 0.05
+_MANY_ZERO_VARIANCE = 2.0
+"""Zero-variance groups for each trained group."""
+_BAR_COLUMNS = 30
+COLUMNS = (
+    # heading, metric, format
+    ("reward", "rollout/reward", ".3f"),
+    ("correct", "rollout/correct", ".3f"),
+    ("length", "rollout/length_tokens", ".1f"),
+    ("stale max", "queue/staleness_versions_max", ".0f"),
+    ("gap", "train/logprob_gap", ".4f"),
+    ("trainer tok/s", "train/tokens_per_s", ".0f"),
+    ("update s", "train/update_s", ".2f"),
+    ("weight sync s", "weight_sync/s", ".2f"),
+    ("waited s", "wait/batch_s", ".2f"),
+)
+"""Shown of a step."""
+GAP_NOTE = "gap -: no token of the step was sampled under the current policy version"
+
+
+class RunState:
+    """Follows the rows of a run."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Row] = deque(maxlen=KEPT_STEPS)
+        """The latest steps of the trainer, oldest first."""
+        self.activity = ActivityTotals()
+        """Since the last step or evaluation."""
+        self.evaluation = EvaluationProgress()
+        self.peers = Peers()
+        self.generators = ""
+        """How busy the generators are; "" before the first row about them."""
+        self.heard: dict[str, float] = {}
+        """Role -> unix seconds of its last row."""
+
+    def take(self, row: Row) -> Kind:
+        """Take in a row; what it is about."""
+        self.heard[row["source"]] = row["time"]
+        self.evaluation.note(row)
+        self.peers.note(row)
+        self.generators = generators_text(row) or self.generators
+        if "eval/n" in row:
+            self.activity = self.activity.after_evaluation()
+            return "evaluation"
+        if "max_restarts" in row:
+            return "restart"
+        if self.activity.take(row):
+            return "activity"
+        if "train/loss" not in row:
+            return "other"
+        if row["source"] != "trainer":
+            return "sft step"
+        self.steps.append(row)
+        self.activity = self.activity.next_part()
+        return "step"
+
+
+class EvaluationProgress:
+    """How far the current evaluation is, by the rows of the queue."""
+
+    def __init__(self) -> None:
+        self._first: Row | None = None
+        """The first row about the current evaluation; its sets count as one."""
+        self._last: Row | None = None
+
+    def note(self, row: Row) -> None:
+        """Take in a row of any role."""
+        if EVALUATION_RUNNING in row:
+            if self._first is None or _base(self._first) != _base(row):
+                self._first = row
+            self._last = row
+        elif "eval/n" in row or "activity/seconds" in row:
+            # The figures of a set, or work of the queue without an evaluation.
+            self._last = None
+
+    def text(self) -> str:
+        """One line about the current evaluation; empty without one."""
+        if self._last is None:
+            return ""
+        done, wanted = self._last[COMPLETIONS_DONE], self._last[COMPLETIONS_WANTED]
+        label = self._last[EVALUATION_RUNNING]
+        text = f"evaluation {label}: {done:,} of {wanted:,} completions scored"
+        left_s = self._left_s()
+        return text if left_s is None else f"{text}, about {duration_text(left_s)} left"
+
+    def bar(self) -> Table:
+        """The same as a bar."""
+        assert self._last is not None
+        table = Table.grid(padding=(0, 1))
+        bar = ProgressBar(
+            self._last[COMPLETIONS_WANTED], self._last[COMPLETIONS_DONE], width=_BAR_COLUMNS
+        )
+        table.add_row(bar, Text(self.text()))
+        return table
+
+    def _left_s(self) -> float | None:
+        """At the speed so far; None before the first completions."""
+        assert self._first is not None and self._last is not None
+        done = self._last[COMPLETIONS_DONE]
+        made = done - self._first[COMPLETIONS_DONE]
+        seconds: float = self._last["time"] - self._first["time"]
+        left: int = self._last[COMPLETIONS_WANTED] - done
+        return seconds * left / made if made > 0 and seconds > 0 else None
+
+
+def _base(row: Row) -> str:
+    """Name of an evaluation without the name of its set."""
+    label: str = row[EVALUATION_RUNNING]
+    return label.partition(".")[0]
+
+
+class Peers:
+    """Which engines and verifiers the queue hears, by the rows of `rollout_queue/peer_rows.py`."""
+
+    def __init__(self) -> None:
+        self._counts = ""
+        self.missing: dict[str, float] = {}
+        """Name of each process that fell silent or ended -> unix seconds when the queue said so."""
+        self.newly_missing: list[str] = []
+        """Names that the last row added to `missing`."""
+
+    def note(self, row: Row) -> None:
+        """Take in a row."""
+        self.newly_missing = []
+        if GENERATORS not in row:
+            return
+        known = self.missing
+        self.missing = {name: known.get(name, row["time"]) for name in row[MISSING].split()}
+        self.newly_missing = [name for name in self.missing if name not in known]
+        self._counts = (
+            f"engines {row[GENERATORS]} of {row[GENERATORS + WANTED]}, "
+            f"verifiers {row[VERIFIERS]} of {row[VERIFIERS + WANTED]}"
+        )
+
+    def text(self) -> str:
+        """How many processes live, and which are missing; "" before the queue has heard any."""
+        missing = f" (missing: {', '.join(self.missing)})" if self.missing else ""
+        return self._counts + missing
+
+    def missing_line(self, name: str) -> str:
+        """One plain line about a process that is newly missing."""
+        return (
+            f"warning: the queue no longer hears {name} and gives its work to others; "
+            f"{self._counts}: see logs/{name}*"
+        )
+
+
+def step_seconds(steps: Sequence[Row]) -> float | None:
+    """Median seconds from one of the latest steps to the next; None with fewer than two."""
+    times = [row["time"] for row in steps][-RECENT - 1 :]
+    if len(times) < 2:
+        return None
+    return statistics.median(late - early for early, late in zip(times, times[1:], strict=False))
+
+
+def warnings_of(steps: Sequence[Row], config: Config) -> dict[str, str]:
+    """Metric -> its value, its limit and what to do, for metrics beyond their limits lately.
+
+    steps: the trainer's rows, oldest first.
+    """
+    steps = list(steps)[-RECENT:]
+    if not steps:
+        return {}
+
+    def median(name: str) -> float:
+        return statistics.median([row.get(name, 0.0) for row in steps])
+
+    def total(name: str) -> float:
+        return sum(row.get(name, 0) for row in steps)
+
+    dropped = f"{GROUPS_DROPPED}zero_variance"
+    staleness, gap = "queue/staleness_versions_mean", "train/logprob_gap"
+    checks = (
+        (staleness, median(staleness), float(config.queue.max_staleness)),
+        (gap, median(gap), _LARGE_GAP_NATS),
+        (dropped, total(dropped), _MANY_ZERO_VARIANCE * total("queue/groups_trained")),
+        ("train/skipped_steps", total("train/skipped_steps"), 0.0),
+    )
+    found = {}
+    for name, value, limit in checks:
+        documented = find(name)
+        if value > limit and documented is not None:
+            found[name] = (
+                f"{name} is {value:.4g} in the latest {len(steps)} steps, above {limit:.4g}: "
+                f"{documented[0].fix}"
+            )
+    return found
+
+
+def duration_text(seconds: float) -> str:
+    """Hours and minutes, minutes and seconds, or seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def lacks_gap(step: Row) -> bool:
+    """Whether a step could not measure the logprob gap."""
+    return "train/logprob_gap" not in step
+
+
+def step_line(row: Row, total: int) -> str:
+    """One plain line about a training step."""
+    cells = [f"{heading} {cell(row, name, form)}" for heading, name, form in COLUMNS]
+    return f"step {row['step']}/{total}: " + "  ".join(cells)
+
+
+def sft_line(row: Row) -> str:
+    """One plain line about a step of supervised fine-tuning."""
+    return (
+        f"{row['source']} step {row['step']}: loss {cell(row, 'train/loss', '.4f')}  "
+        f"lr {cell(row, 'train/lr', '.2e')}  tok/s {cell(row, 'train/tokens_per_s', '.0f')}"
+    )
+
+
+def evaluation_line(row: Row) -> str:
+    """One plain line about an evaluation."""
+    lost = row.get("eval/not_graded", 0)
+    ungraded = f", {lost} completions could not be graded" if lost else ""
+    if "eval/accuracy" not in row:
+        return f"evaluation {row['label']}: not measured{ungraded}"
+    # The label of a set's evaluation ends with a full stop and the set's name.
+    what = "prompts" if "." in row["label"] else "held-out prompts"
+    return (
+        f"evaluation {row['label']}: accuracy {row['eval/accuracy']:.3f} +- "
+        f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} {what}, "
+        f"format {cell(row, 'eval/format', '.3f')}, "
+        f"length {cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
+    )
+
+
+def restart_line(row: Row) -> str:
+    """One plain line about a process that was started again."""
+    when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
+    return (
+        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
+        f"restart {row['restart']} of {row['max_restarts']}"
+    )
+
+
+def cell(row: Row, name: str, form: str) -> str:
+    """A value of a row in a format; "-" without the value."""
+    return format(row[name], form) if name in row else "-"
