@@ -15,8 +15,9 @@ from typing import Any
 
 from verification.sandbox import package_values
 from verification.sandbox.call_proxy import SolutionGone, new_module
+from verification.sandbox.link import Link, SolutionModule
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
-from verification.sandbox.remote_values import Link, Result, SolutionModule
+from verification.sandbox.solution_process import ENTRY, MODULE
 from verification.sandbox.stand_ins import (
     Capture,
     Skipped,
@@ -87,8 +88,9 @@ class TestRun:
         self._tree = _without_stubs(ast.parse(job["source"], UNIT_TESTS_FILE), job["replaced"])
         path = job["entry_point"]
         name = (path.rpartition(".")[2] or path).removesuffix("()")
-        data = [[0], [["object", 0, name, ["__call__"], [["solution", name]], None]]]
-        self._candidate = Result(data, link).decode()
+        self._candidate = link.make_remote(
+            ENTRY, "callable", name, ["__call__"], [["solution", name]], None
+        )
         self._namespace = new_module("__main__").__dict__
         link.namespace = self._namespace
         self._own = {name: self._candidate, "candidate": self._candidate}
@@ -109,7 +111,7 @@ class TestRun:
     def _prepare(self) -> None:
         """Set the world up that the tests expect."""
         for name in self._job["names"]:
-            self._own[name] = self._link.ask("name", name)
+            self._own[name] = self._link.look_up(name)
         builtin = dict(builtins.__dict__, eval=self._eval)
         self._namespace.update(self._own, __builtins__=builtin, __file__=UNIT_TESTS_FILE)
         for name in self._job["solution_modules"]:
@@ -135,12 +137,12 @@ class TestRun:
 
     def _eval(self, text: Any, *scopes: Any) -> Any:
         """`eval` of the tests: text may be the solution's, so it runs in the solution's process."""
-        variables: dict[str, Any] = {}
+        variables: dict[str, Any] = {"candidate": self._candidate}
         for scope in scopes:
             # All that the tests know would tell the solution what is expected.
             if scope and scope is not self._namespace and scope is not sys._getframe(1).f_locals:
                 variables |= {name: scope[name] for name in scope if name != "__builtins__"}
-        return self._link.ask("eval", text, variables)
+        return self._link.ask("eval", MODULE, text, variables)
 
     def _count(self, action: Callable[[], Any], is_test: bool = True) -> None:
         """Run a part of the tests to its end."""
