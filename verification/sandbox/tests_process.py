@@ -6,6 +6,7 @@ tests know nothing of; how the process ends says nothing, since tests may exit a
 
 import ast
 import builtins
+import functools
 import json
 import os
 import sys
@@ -24,9 +25,8 @@ from verification.sandbox.stand_ins import (
     argument_names,
     autouse_names,
     find_fixtures,
-    fixture_sets,
     make_pytest,
-    parameter_sets,
+    runs_of,
 )
 
 _end_process = os._exit
@@ -157,10 +157,9 @@ class TestRun:
         self.tests_run += is_test
 
     def _run_function(self, function: Any, fixtures: dict[str, Any]) -> None:
-        for rows in fixture_sets(function, fixtures):
-            for given in parameter_sets(function):
-                scene = Scene(self._candidate, fixtures, rows)
-                self._count(lambda given=given, scene=scene: scene.run(function, given))
+        for given, parameters in runs_of(function, fixtures):
+            scene = Scene(self._candidate, fixtures, parameters)
+            self._count(functools.partial(scene.run, function, given))
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
         unittest = sys.modules.get("unittest")
@@ -173,16 +172,14 @@ class TestRun:
 
     def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
         own = find_fixtures((one, getattr(kind, one)) for one in dir(kind))
-        for rows in fixture_sets(getattr(kind(), name), fixtures | own):
-            for given in parameter_sets(getattr(kind, name)):
-                instance = kind()
-                bound = {one: getattr(instance, one) for one in own}
-                for before in ("setup_class", "setup_method", "setup"):
-                    self._call_if_there(instance, before)
-                scene = Scene(self._candidate, fixtures | bound, rows)
-                method = getattr(instance, name)
-                self._count(lambda given=given, m=method, scene=scene: scene.run(m, given))
-                self._call_if_there(instance, "teardown_method")
+        for given, parameters in runs_of(getattr(kind(), name), fixtures | own):
+            instance = kind()
+            bound = {one: getattr(instance, one) for one in own}
+            for before in ("setup_class", "setup_method", "setup"):
+                self._call_if_there(instance, before)
+            scene = Scene(self._candidate, fixtures | bound, parameters)
+            self._count(functools.partial(scene.run, getattr(instance, name), given))
+            self._call_if_there(instance, "teardown_method")
 
     def _call_if_there(self, instance: Any, name: str) -> None:
         method = getattr(instance, name, None)
