@@ -141,7 +141,7 @@ def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            name = _name_of(node.func)
             if name in ("raises", "fail", "exit", "_exit", "quit") or "assert" in name.lower():
                 return True
         if isinstance(node, _FUNCTIONS) and node.name in functions:
@@ -183,7 +183,7 @@ class _Reader:
             if not isinstance(node, _FUNCTIONS) or _is_fixture(node) or self._is_used(name):
                 continue
             is_reaching = self._reaches(node, set())
-            is_named = name.startswith("test") and not node.name.startswith("testing")
+            is_named = name.startswith("test") and not name.startswith("testing")
             if not is_reaching and not is_named:
                 continue
             problem = self._parameter_problem(node)
@@ -196,16 +196,17 @@ class _Reader:
     def missing_fixture(self) -> str:
         """A fixture of pytest's own that fixtures and methods want and nobody makes; else empty."""
         classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
-        owners = [ast.Module([*self._definitions.values()], []), *classes]
-        for owner in owners:
-            methods = [n for n in owner.body if isinstance(n, _FUNCTIONS)]
-            made = {one.name for one in methods if _is_fixture(one)}
-            for one in methods:
-                is_method = owner is not owners[0] and one.name.startswith("test")
-                known = made | self._given(one) | ({"request"} if _is_fixture(one) else set())
-                wanted = set(_required(one)) & used_names.PYTEST_FIXTURES
-                if (is_method or _is_fixture(one)) and wanted - known:
-                    return min(wanted - known)
+        for owner in [None, *classes]:
+            body = owner.body if owner else self._definitions.values()
+            functions = [node for node in body if isinstance(node, _FUNCTIONS)]
+            fixtures = [node for node in functions if _is_fixture(node)]
+            methods = [node for node in functions if owner and node.name.startswith("test")]
+            for one in [*fixtures, *methods]:
+                known = {node.name for node in fixtures}
+                known |= {"request"} if one in fixtures else set()
+                wanted = used_names.PYTEST_FIXTURES & set(self._unknown(one)) - known
+                if wanted:
+                    return min(wanted)
         return ""
 
     def can_call(self, functions: list[str]) -> bool:
@@ -220,13 +221,11 @@ class _Reader:
         if node.name.startswith("Test"):
             return True
         for base in node.bases:
-            name = getattr(base, "id", None) or getattr(base, "attr", "")
+            name = _name_of(base)
             parent = self._definitions.get(name)
-            if name.endswith("TestCase"):
+            is_class = isinstance(parent, ast.ClassDef) and parent is not node
+            if name.endswith("TestCase") or (is_class and self._is_test_class(parent)):
                 return True
-            if isinstance(parent, ast.ClassDef) and parent is not node:
-                if self._is_test_class(parent):
-                    return True
         return False
 
     def _is_used(self, name: str) -> bool:
@@ -252,7 +251,7 @@ class _Reader:
         if not isinstance(node, _FUNCTIONS) or self._is_used(node.name):
             return False
         # A single argument that is called, or given to a function of the tests, is the candidate.
-        unknown = [name for name in _required(node) if name not in self._given(node)]
+        unknown = self._unknown(node)
         return len(unknown) == 1 and any(
             isinstance(child, ast.Name)
             and child.id == unknown[0]
@@ -279,29 +278,34 @@ class _Reader:
             parent, ast.Expr | ast.Assert | ast.Compare | ast.BoolOp | ast.UnaryOp | ast.If
         )
 
-    def _given(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-        """Parameters that fixtures and `parametrize` give."""
-        fixtures = {name for name, one in self._definitions.items() if _is_fixture(one)}
-        fixtures |= {"capsys", "capfd"}
+    def _unknown(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+        """Parameters without a default that neither fixtures nor `parametrize` give."""
+        known = {name for name, one in self._definitions.items() if _is_fixture(one)}
+        known |= {"capsys", "capfd"}
         for decorator in node.decorator_list:
             call = decorator if isinstance(decorator, ast.Call) else None
             if call and getattr(call.func, "attr", "") == "parametrize" and call.args:
-                for inner in ast.walk(call.args[0]):
-                    if isinstance(inner, ast.Constant):
-                        fixtures |= {part.strip() for part in str(inner.value).split(",")}
-        return fixtures
+                texts = (n for n in ast.walk(call.args[0]) if isinstance(n, ast.Constant))
+                known |= {part.strip() for text in texts for part in str(text.value).split(",")}
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        required = arguments[: len(arguments) - len(node.args.defaults)]
+        pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        required += [one for one, default in pairs if default is None]
+        return [one.arg for one in required if one.arg not in known]
 
     def _parameter_problem(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         """Why the tests' process cannot call a function; empty if it can."""
-        unknown = [name for name in _required(node) if name not in self._given(node)]
-        if len(unknown) > 1 or set(unknown) & used_names.PYTEST_FIXTURES:
+        unknown = self._unknown(node)
+        # The candidate is given by position.
+        ungiven = used_names.PYTEST_FIXTURES | {one.arg for one in node.args.kwonlyargs}
+        if len(unknown) > 1 or ungiven & set(unknown):
             return f"nothing gives its arguments {', '.join(unknown)}"
-        keyword_only = [
-            one.arg
-            for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            if default is None and one.arg not in self._given(node)
-        ]
-        return f"nothing gives its argument {keyword_only[0]}" if keyword_only else ""
+        return ""
+
+
+def _name_of(node: ast.AST) -> str:
+    """Last part of a dotted name."""
+    return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -311,12 +315,6 @@ def _names(node: ast.AST) -> set[str]:
 def _is_fixture(node: ast.AST) -> bool:
     decorators = getattr(node, "decorator_list", [])
     return any("fixture" in ast.unparse(decorator) for decorator in decorators)
-
-
-def _required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Parameters without a default."""
-    arguments = [*node.args.posonlyargs, *node.args.args]
-    return [one.arg for one in arguments[: len(arguments) - len(node.args.defaults)]]
 
 
 def _with_parents(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -337,15 +335,15 @@ def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
         if not is_assertion and not isinstance(outer, ast.Compare):
             continue
         for call in ast.walk(outer):
-            if call is outer or not isinstance(call, ast.Call):
+            if (
+                call is outer
+                or not isinstance(call, ast.Call)
+                or _name_of(call.func) not in callees
+            ):
                 continue
-            if (getattr(call.func, "id", None) or getattr(call.func, "attr", "")) not in callees:
-                continue
-            inside = list(ast.walk(call))
-            called = {node.func for node in inside if isinstance(node, ast.Call)}
-            names = (node for node in inside if isinstance(node, ast.Name) and node not in called)
-            passed = {node.id for node in names}
-            ours = set(map(id, inside))
-            elsewhere = (n for n in ast.walk(outer) if isinstance(n, ast.Name))
-            if any(node.id in passed and id(node) not in ours for node in elsewhere):
+            inside = set(ast.walk(call))
+            functions = {node.func for node in inside if isinstance(node, ast.Call)}
+            passed = {n.id for n in inside - functions if isinstance(n, ast.Name)}
+            outside = (n for n in ast.walk(outer) if isinstance(n, ast.Name) and n not in inside)
+            if any(node.id in passed for node in outside):
                 yield from range(call.lineno, (call.end_lineno or call.lineno) + 1)

@@ -40,24 +40,21 @@ def imported_modules(tree: ast.AST) -> set[str]:
 
 def solution_modules(tree: ast.AST, *, root: str, packages: tuple[str, ...]) -> set[str]:
     """Modules that can only mean the solution's."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    uses = {ast.unparse(node) for node in attributes if node.attr == root}
     found = set()
     for name, node in _imports(tree):
-        top = name.partition(".")[0]
+        top, last = name.partition(".")[0], name.rpartition(".")[2]
         if top in packages or (top in sys.stdlib_module_names and top != "code"):
             continue
+        is_named = not _SOLUTION_MODULES.isdisjoint({top, last})
+        is_used = any(f"{alias.asname}.{root}" in uses for alias in node.names if alias.asname)
         if isinstance(node, ast.ImportFrom):
-            if node.level or root in {alias.name for alias in node.names}:
-                found.add(name)
-        elif f"{name}.{root}" in {ast.unparse(n) for n in ast.walk(tree) if _is_attribute(n, root)}:
+            is_used |= bool(node.level) or root in {alias.name for alias in node.names}
+        else:
+            is_used |= f"{name}.{root}" in uses
+        if is_named or is_used:
             found.add(name)
-        if top in _SOLUTION_MODULES or name.rpartition(".")[2] in _SOLUTION_MODULES:
-            found.add(name)
-        for alias in getattr(node, "names", []):
-            uses = f"{alias.asname}.{root}" if alias.asname else ""
-            if uses and any(
-                ast.unparse(n) == uses for n in ast.walk(tree) if _is_attribute(n, root)
-            ):
-                found.add(name)
     return found
 
 
@@ -75,10 +72,6 @@ def find_problem(
         or _unsafe_use(tree)
         or _undefined_name(source, tree, provided)
     )
-
-
-def _is_attribute(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == name
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
@@ -117,13 +110,14 @@ def _import_problem(tree: ast.AST, own: set[str], packages: tuple[str, ...]) -> 
 
 
 def _star_names(module: str) -> set[str]:
-    """Names that `from module import *` brings."""
+    """Names that `from module import *` brings; of modules of the standard library alone."""
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        return set()
     try:
         found = importlib.import_module(module)
     except ImportError:
         return set()
-    names = getattr(found, "__all__", None) or [n for n in vars(found) if n[0] != "_"]
-    return set(names)
+    return set(getattr(found, "__all__", None) or [n for n in vars(found) if n[0] != "_"])
 
 
 def _unsafe_use(tree: ast.AST) -> str:
@@ -133,23 +127,23 @@ def _unsafe_use(tree: ast.AST) -> str:
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in _RUN_TEXT and node not in constant_calls:
+        is_open = node not in constant_calls
+        if isinstance(node, ast.Name) and node.id in _RUN_TEXT and is_open:
             return f"line {node.lineno} uses {node.id}, which could run what a solution returns"
         if not isinstance(node, ast.Attribute):
             continue
-        owner = node.value.id if isinstance(node.value, ast.Name) else ""
-        if node.attr in _STRING_EVALUATORS and node not in constant_calls:
-            return f"line {node.lineno} uses {node.attr}, which evaluates text"
-        if owner == "sys" and node.attr == "stdin" and isinstance(node.ctx, ast.Store):
+        owner, name = ast.unparse(node.value), node.attr
+        if name in _STRING_EVALUATORS and is_open:
+            return f"line {node.lineno} uses {name}, which evaluates text"
+        if owner == "sys" and name == "stdin" and isinstance(node.ctx, ast.Store):
             return f"line {node.lineno} replaces sys.stdin, which a solution has its own of"
-        if node.attr == "patch" and (owner == "mock" or "mock" in ast.unparse(node.value)):
-            if not _patches_output_alone(tree):
-                return "they patch what a solution in another process uses"
-        if owner == "pytest" and node.attr not in stand_ins.NAMES:
-            return f"line {node.lineno} uses pytest.{node.attr}, which the sandbox does not have"
-        if ast.unparse(node.value) == "pytest.mark" and node.attr not in stand_ins.MARKS:
-            return f"line {node.lineno} uses pytest.mark.{node.attr}, which is not supported"
-        if node.attr == "expectedFailure":
+        if name == "patch" and "mock" in owner and not _patches_output_alone(tree):
+            return "they patch what a solution in another process uses"
+        if owner == "pytest" and name not in stand_ins.NAMES:
+            return f"line {node.lineno} uses pytest.{name}, which the sandbox does not have"
+        if owner == "pytest.mark" and name not in stand_ins.MARKS:
+            return f"line {node.lineno} uses pytest.mark.{name}, which is not supported"
+        if name == "expectedFailure":
             return "they expect a failure, which any wrong solution has"
     return ""
 
@@ -180,20 +174,17 @@ def _undefined_name(source: str, tree: ast.AST, provided: set[str]) -> str:
     known = {*BUILTIN_NAMES, *provided, "__annotations__"}
     for name, node in _imports(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            known |= (
-                _star_names(name) if name.partition(".")[0] in sys.stdlib_module_names else set()
-            )
+            known |= _star_names(name)
     tables = [top]
     for table in tables:
         tables += table.get_children()
-    for table in tables:
-        for symbol in table.get_symbols():
-            is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
-            if is_bound and (table is top or symbol.is_declared_global()):
-                known.add(symbol.get_name())
-    for table in tables:
-        for symbol in table.get_symbols():
-            is_global = symbol.is_global() or (table is top and not symbol.is_local())
-            if symbol.is_referenced() and is_global and symbol.get_name() not in known:
-                return f"they use the name {symbol.get_name()!r}, which nobody defines"
+    symbols = [(table, symbol) for table in tables for symbol in table.get_symbols()]
+    for table, symbol in symbols:
+        is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+        if is_bound and (table is top or symbol.is_declared_global()):
+            known.add(symbol.get_name())
+    for table, symbol in symbols:
+        is_global = symbol.is_global() or (table is top and not symbol.is_local())
+        if symbol.is_referenced() and is_global and symbol.get_name() not in known:
+            return f"they use the name {symbol.get_name()!r}, which nobody defines"
     return ""

@@ -1,17 +1,17 @@
-"""Frames between the process of the tests and that of the solution, and plain programs.
+"""The connection between the process of the tests and that of the solution, and plain programs.
 
 Runs inside the sandbox, in children of `server.py`. Unit tests run in one process, the solution in
 another: the process of the tests knows the expected results and runs no line of the solution; that
 of the solution sees the arguments of one call at a time.
 
-A connection is the descriptor of a socket; a frame is a length and JSON.
+A connection is the descriptor of a socket; a frame is a length and JSON. Either end asks, and while
+it waits for the reply it answers what the other end asks.
 
-| who | sends | then waits for |
-|---|---|---|
-| tests (`remote_values.py`) | {"op", "data"} | {"value"} or {"raised"}, with "changed" arguments |
-| solution (`solution_process.py`) | {"callback", "data"} while it answers | the same, or an "op" |
-
-What the solution sends may have "printed" beside it, the text of its standard output and error.
+| frame | holds |
+|---|---|
+| question | "op", "handle" of the object that is asked, "data": arguments |
+| reply | "value", "is_raised"; to the tests also "changed" arguments |
+| any of the solution | "printed": text of its standard output and error, if any |
 """
 
 import importlib.util
@@ -23,6 +23,8 @@ import sys
 import types
 from typing import Any
 
+from verification.sandbox.values import Decoder, Encoder, Kind
+
 EXIT_NO_ENTRY_POINT = 94
 MAX_FRAME_BYTES = 32 << 20
 MAX_PRINTED_BYTES = 1 << 20
@@ -33,39 +35,71 @@ class SolutionGone(BaseException):
     """The solution's process ended, or sent something that is no frame."""
 
 
-def send(connection: int, message: Any) -> None:
-    """Send a frame."""
-    body = json.dumps(message).encode()
-    unsent = memoryview(_LENGTH.pack(len(body)) + body)
-    while unsent:
-        unsent = unsent[os.write(connection, unsent) :]
+class Peer:
+    """One end of the connection."""
 
+    kinds: dict[str, Kind]
+    """What this end decodes."""
+    constant: Any = float
+    """Value of NaN, Infinity and -Infinity in a frame."""
 
-def receive(connection: int) -> dict[str, Any]:
-    """Next frame; SolutionGone at the end of the connection or for what is no frame."""
-    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    if size > MAX_FRAME_BYTES:
-        raise SolutionGone(f"a frame announces {size} bytes")
-    try:
-        message = json.loads(_receive_exactly(connection, size))
-    except (ValueError, RecursionError) as error:
-        raise SolutionGone(f"a frame is not valid JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise SolutionGone("a message is no JSON object")
-    return message
+    def __init__(self, connection: int) -> None:
+        self._connection = connection
 
+    def describe(self, value: Any) -> tuple[Any, ...]:
+        """(tag, parts, *more) of what is no plain value."""
+        raise NotImplementedError
 
-def _receive_exactly(connection: int, size: int) -> bytes:
-    buffer = bytearray()
-    while len(buffer) < size:
+    def answer(self, question: dict[str, Any]) -> None:
+        """Reply to a question of the other end."""
+        raise NotImplementedError
+
+    def encode(self, value: Any) -> Any:
+        """The data of a frame."""
+        return Encoder(self.describe).encode(value)
+
+    def decode(self, data: Any) -> Any:
+        """The value in the data of a frame."""
+        return Decoder(data, self.kinds).decode()
+
+    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a question; answers the other end's meanwhile."""
+        self.send(question)
+        while "op" in (frame := self.receive()):
+            self.answer(frame)
+        return frame
+
+    def send(self, frame: dict[str, Any]) -> None:
+        """Send a frame."""
+        body = json.dumps(frame).encode()
+        unsent = memoryview(_LENGTH.pack(len(body)) + body)
+        while unsent:
+            unsent = unsent[os.write(self._connection, unsent) :]
+
+    def receive(self) -> dict[str, Any]:
+        """Next frame; SolutionGone at the end of the connection or for what is no frame."""
+        (size,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
+        if size > MAX_FRAME_BYTES:
+            raise SolutionGone(f"a frame announces {size} bytes")
         try:
-            received = os.read(connection, min(size - len(buffer), 1 << 20))
-        except OSError as error:
-            raise SolutionGone(str(error)) from error
-        if not received:
-            raise SolutionGone("the connection ended")
-        buffer += received
-    return bytes(buffer)
+            frame = json.loads(self._receive_exactly(size), parse_constant=self.constant)
+        except (ValueError, RecursionError) as error:
+            raise SolutionGone(f"a frame is not valid JSON: {error}") from error
+        if not isinstance(frame, dict):
+            raise SolutionGone("a frame is no JSON object")
+        return frame
+
+    def _receive_exactly(self, size: int) -> bytes:
+        buffer = bytearray()
+        while len(buffer) < size:
+            try:
+                received = os.read(self._connection, min(size - len(buffer), 1 << 20))
+            except OSError as error:
+                raise SolutionGone(str(error)) from error
+            if not received:
+                raise SolutionGone("the connection ended")
+            buffer += received
+        return bytes(buffer)
 
 
 class Printed:

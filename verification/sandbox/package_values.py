@@ -16,20 +16,15 @@ _CONSTANTS = frozenset(
 )
 
 
-def dump_array(encoder: Any, value: Any) -> list[Any]:
-    """Node of an array; an array of objects is none."""
+def dump_array(value: Any) -> tuple[Any, ...] | None:
+    """An array or a number of numpy; None for an array of objects."""
     if value.dtype.kind not in _ARRAY_KINDS:
-        return ["opaque"]
-    return ["ndarray", value.dtype.str, list(value.shape), value.tobytes().hex(), False]
+        return None
+    is_scalar = not isinstance(value, sys.modules["numpy"].ndarray)
+    return (), value.dtype.str, list(value.shape), value.tobytes().hex(), is_scalar
 
 
-def dump_scalar(encoder: Any, value: Any) -> list[Any]:
-    """Node of a number of numpy."""
-    node = dump_array(encoder, value)
-    return node if node == ["opaque"] else [*node[:4], True]
-
-
-def make_ndarray(kind: str, shape: Any, data: str, is_scalar: bool) -> Any:
+def make_array(parts: list[Any], kind: str, shape: Any, data: str, is_scalar: bool) -> Any:
     """The array or number of a node."""
     numpy = _loaded("numpy")
     dtype = numpy.dtype(str(kind))
@@ -39,29 +34,29 @@ def make_ndarray(kind: str, shape: Any, data: str, is_scalar: bool) -> Any:
     return made[()] if is_scalar else made
 
 
-def dump_expression(encoder: Any, value: Any) -> list[Any]:
-    """Node of an expression."""
+def dump_expression(value: Any) -> tuple[Any, ...]:
+    """An expression."""
     name = type(value).__name__
     if name in _CONSTANTS:
-        return ["sympy", name, [], []]
+        return (), name, []
     if getattr(value, "is_Rational", False):
-        return ["sympy", "Rational", [], [hex(value.p), hex(value.q)]]
+        return (), "Rational", [hex(value.p), hex(value.q)]
     if getattr(value, "is_Float", False):
-        return ["sympy", "Float", [], [str(value), value._prec]]
+        return (), "Float", [str(value), value._prec]
     if getattr(value, "is_Symbol", False):
-        return ["sympy", "Symbol", [], [value.name, dict(value._assumptions_orig)]]
-    return ["sympy", name, encoder.slots(value.args), []]
+        return (), "Symbol", [value.name, dict(value._assumptions_orig)]
+    return value.args, name, []
 
 
-def dump_matrix(encoder: Any, value: Any) -> list[Any]:
-    """Node of a matrix."""
-    return ["sympy", "Matrix", encoder.slots(value.flat()), list(value.shape)]
+def dump_matrix(value: Any) -> tuple[Any, ...]:
+    """A matrix."""
+    return value.flat(), "Matrix", list(value.shape)
 
 
-def make_expression(name: str, arguments: list[Any], more: Any) -> Any:
+def make_expression(parts: list[Any], name: str, more: Any) -> Any:
     """The expression of a node."""
     sympy = _loaded("sympy")
-    if not all(isinstance(argument, sympy.Basic) for argument in arguments):
+    if not all(isinstance(part, sympy.Basic) for part in parts):
         # SymPy evaluates text that it is given.
         raise TypeError("a part of an expression is none")
     if name == "Rational":
@@ -71,14 +66,14 @@ def make_expression(name: str, arguments: list[Any], more: Any) -> Any:
     if name == "Symbol":
         return sympy.Symbol(str(more[0]), **{str(key): bool(more[1][key]) for key in more[1]})
     if name == "Matrix":
-        return sympy.Matrix(*map(int, more), arguments)
+        return sympy.Matrix(*map(int, more), parts)
     if name in _CONSTANTS:
         found = getattr(sympy.S, name, None)
         return found if found is not None else {"BooleanTrue": sympy.true}.get(name, sympy.false)
     kind = getattr(sympy, name, None)
     if not isinstance(kind, type) or not issubclass(kind, sympy.Basic):
         raise TypeError(f"{name} is no kind of expression")
-    return kind(*arguments)
+    return kind(*parts)
 
 
 def _loaded(name: str) -> Any:

@@ -7,7 +7,7 @@ classes and by their attributes; no method of the solution is asked, nor told wh
 
 import sys
 import types
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verification.sandbox.solution_process import SPECIAL, state_of
@@ -21,11 +21,8 @@ _TELLING = frozenset(
 )
 # After these an object holds what it was given; after `__isub__` it would be a difference.
 _GATHERING = frozenset({"__iadd__", "__imul__", "__ior__"})
+_FORWARDED = "__len__ __index__ __round__ __getitem__ __setitem__ __delitem__ __enter__".split()
 _comparing: set[tuple[int, int]] = set()
-
-
-class Opaque:
-    """A result that is no value: equal to nothing but itself."""
 
 
 class NotANumber(float):
@@ -60,10 +57,29 @@ class Record:
         self.has_met_value = False
         """It came of an operator with a value of the tests, perhaps of what they expect."""
 
+    def ask(self, op: str, *payload: Any, **options: Any) -> Any:
+        """What the solution's process answers about the object."""
+        return self.link.ask(op, self.handle, *payload, **options)
+
+    def method(self, name: str, *arguments: Any) -> Any:
+        """Result of a special method."""
+        if name not in self.specials:
+            raise TypeError(f"{self.name!r} object has no {name}")
+        if self.has_met_value and name in _TELLING:
+            raise TypeError(f"{name} of the difference from a value says what one likes to hear")
+        return self.ask("method", name, arguments)
+
+    def text(self, name: str, *arguments: Any) -> str:
+        """Result of a special method that must be a text."""
+        found = self.method(name, *arguments)
+        if not isinstance(found, str):
+            raise TypeError("a text was expected")
+        return found
+
     def current_state(self) -> dict[str, Any] | None:
         """Attributes as they are now."""
         if self.epoch != self.link.epoch:
-            self.link.ask("get", self.handle)
+            self.ask("get")
         return self.state
 
 
@@ -86,60 +102,49 @@ class RemoteObject:
             raise AttributeError(name)
         if record.epoch == record.link.epoch and record.state and name in record.state:
             return record.state[name]
-        return record.link.ask("getattr", record.handle, name)
+        return record.ask("getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._remote.link.ask("setattr", self._remote.handle, name, value)
+        self._remote.ask("setattr", name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._remote.link.ask("delattr", self._remote.handle, name)
+        self._remote.ask("delattr", name)
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
         own = self._remote.link.own_class(self._remote.name)
         return type(self) if own is None else own
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        record = self._remote
-        if method not in record.specials:
-            raise TypeError(f"{record.name!r} object has no {method}")
-        if record.has_met_value and method in _TELLING:
-            raise TypeError(f"{method} of the difference from a value says what one likes to hear")
-        return record.link.ask("method", record.handle, method, arguments)
-
     def __copy__(self) -> Any:
-        return self._remote.link.ask("copy", self._remote.handle, False)
+        return self._remote.ask("copy", False)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._remote.link.ask("copy", self._remote.handle, True)
+        return self._remote.ask("copy", True)
 
     def __bool__(self) -> bool:
         for method in ("__bool__", "__len__"):
             if method in self._remote.specials:
-                return bool(self._ask(method))
+                return bool(self._remote.method(method))
         return True
-
-    def __len__(self) -> int:
-        return self._ask("__len__")
 
     def __iter__(self) -> Iterator[Any]:
         if "__next__" in self._remote.specials:
             return self
         if "__iter__" in self._remote.specials:
-            found = self._ask("__iter__")
+            found = self._remote.method("__iter__")
             return found if hasattr(found, "__next__") else iter(found)
         return self._items()
 
     def _items(self) -> Iterator[Any]:
         for index in range(len(self) if "__len__" in self._remote.specials else sys.maxsize):
             try:
-                item = self._ask("__getitem__", index)
+                item = self[index]
             except IndexError:
                 return
             yield item
 
     def __next__(self) -> Any:
-        items, end, last = self._remote.link.ask("next", self._remote.handle, None, 1)
+        items, end, last = self._remote.ask("advance", None, None, 1)
         if items:
             return items[0]
         if end == "raised":
@@ -151,47 +156,32 @@ class RemoteObject:
         return any(item is wanted or item == wanted for item in self)
 
     def __int__(self) -> int:
-        return self._ask("__int__" if "__int__" in self._remote.specials else "__index__")
+        return self._remote.method(self._first("__int__", "__index__"))
 
     def __float__(self) -> float:
-        return self._ask("__float__" if "__float__" in self._remote.specials else "__index__")
-
-    def __index__(self) -> int:
-        return self._ask("__index__")
-
-    def __round__(self, *digits: int) -> Any:
-        return self._ask("__round__", *digits)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("__getitem__", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("__setitem__", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._ask("__delitem__", key)
-
-    def __enter__(self) -> Any:
-        return self._ask("__enter__")
+        return self._remote.method(self._first("__float__", "__index__"))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        self._ask("__exit__", None, None, None)
+        self._remote.method("__exit__", None, None, None)
+
+    def __str__(self) -> str:
+        return self._text(self._first("__str__", "__repr__"))
 
     def __repr__(self) -> str:
         return self._text("__repr__")
 
-    def __str__(self) -> str:
-        return self._text("__str__" if "__str__" in self._remote.specials else "__repr__")
+    def _text(self, method: str) -> str:
+        if method in self._remote.specials:
+            return self._remote.text(method)
+        return f"<{self._remote.name} object>"
 
     def __format__(self, form: str) -> str:
         if "__format__" in self._remote.specials:
-            return _text(self._ask("__format__", form))
+            return self._remote.text("__format__", form)
         return format(str(self), form)
 
-    def _text(self, method: str) -> str:
-        if method in self._remote.specials:
-            return _text(self._ask(method))
-        return f"<{self._remote.name} object>"
+    def _first(self, method: str, other: str) -> str:
+        return method if method in self._remote.specials else other
 
     def __hash__(self) -> int:
         return hash(self._remote.name)
@@ -218,59 +208,60 @@ class RemoteObject:
             return True
         _comparing.add(pair)
         try:
-            return ours == dict(theirs)
+            return ours == theirs
         finally:
             _comparing.discard(pair)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text was expected")
-    return value
+def _forwarded(method: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._remote.method(method, *arguments)
 
 
-def _define_operators() -> None:
-    """Operators on objects of the solution.
+def _comparison(method: str) -> Callable[..., Any]:
+    """A comparison by size, between objects of the solution alone."""
+
+    def compare(self: RemoteObject, other: object) -> Any:
+        if not isinstance(other, RemoteObject) or method not in self._remote.specials:
+            return NotImplemented
+        if self._remote.has_met_value or other._remote.has_met_value:
+            return NotImplemented
+        return self._remote.method(method, other)
+
+    return compare
+
+
+def _operation(method: str) -> Callable[..., Any]:
+    """An operator.
 
     With a value of the tests one may tell the solution what is expected (`abs(f(x) - 3) < 1e-9`),
     so it makes nothing but another object, which is neither compared by size nor asked if it is
     nothing. Between objects of the solution alone it may make a value, such as a length.
     """
 
-    def comparison(method: str) -> Any:
-        def compare(self: RemoteObject, other: object) -> Any:
-            if not isinstance(other, RemoteObject) or method not in self._remote.specials:
-                return NotImplemented
-            if self._remote.has_met_value or other._remote.has_met_value:
-                return NotImplemented
-            return self._ask(method, other)
+    def operate(self: RemoteObject, *other: object) -> Any:
+        if method not in self._remote.specials:
+            return NotImplemented
+        made = self._remote.method(method, *other)
+        records = [one._remote for one in other if issubclass(type(one), RemoteObject)]
+        has_met_value = len(records) < len(other) and method not in _GATHERING
+        has_met_value |= any(one.has_met_value for one in [self._remote, *records])
+        if issubclass(type(made), RemoteObject):
+            made._remote.has_met_value |= has_met_value
+        elif has_met_value or len(records) < len(other):
+            raise TypeError(f"{method} of {self._remote.name!r} does not return a new object")
+        return made
 
-        return compare
-
-    def operation(method: str) -> Any:
-        def operate(self: RemoteObject, *other: object) -> Any:
-            if method not in self._remote.specials:
-                return NotImplemented
-            made = self._ask(method, *other)
-            records = [one._remote for one in other if issubclass(type(one), RemoteObject)]
-            has_met_value = len(records) < len(other) and method not in _GATHERING
-            has_met_value |= any(one.has_met_value for one in [self._remote, *records])
-            if issubclass(type(made), RemoteObject):
-                made._remote.has_met_value |= has_met_value
-            elif has_met_value or len(records) < len(other):
-                raise TypeError(f"{method} of {self._remote.name!r} does not return a new object")
-            return made
-
-        return operate
-
-    start, end = SPECIAL.index("__lt__"), SPECIAL.index("__add__")
-    for method in SPECIAL[start:end]:
-        setattr(RemoteObject, method, comparison(method))
-    for method in SPECIAL[end:]:
-        setattr(RemoteObject, method, operation(method))
+    return operate
 
 
-_define_operators()
+def _define(methods: list[str], maker: Callable[[str], Callable[..., Any]]) -> None:
+    for method in methods:
+        setattr(RemoteObject, method, maker(method))
+
+
+_define(_FORWARDED, _forwarded)
+_define(SPECIAL[SPECIAL.index("__lt__") : SPECIAL.index("__add__")], _comparison)
+_define(SPECIAL[SPECIAL.index("__add__") :], _operation)
 
 
 class RemoteCallable(RemoteObject):
@@ -279,52 +270,49 @@ class RemoteCallable(RemoteObject):
     __slots__ = ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        record = self._remote
         caller = sys._getframe(1)
         # Where the statement that calls also reads the argument, it means the value before.
-        is_read = caller.f_lineno in record.link.reading_lines
+        is_read = caller.f_lineno in self._remote.link.reading_lines
         is_read &= caller.f_code.co_filename == UNIT_TESTS_FILE
-        return record.link.ask("call", record.handle, arguments, keywords, write_back=not is_read)
+        return self._remote.ask("call", arguments, keywords, write_back=not is_read)
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, RemoteObject) and self._remote.name in instance._remote.names
 
-    def __subclasscheck__(self, kind: object) -> bool:
-        return isinstance(kind, RemoteObject) and self._remote.name in kind._remote.names
+    __subclasscheck__ = __instancecheck__
 
 
-def remote_generator(link: Any, handle: int) -> Iterator[Any]:
+def remote_generator(record: Record) -> Iterator[Any]:
     """Items of an iterator of the solution; a generator, as most of those are."""
     count, is_plain = 0, True
-    sent: Any = None
+    sent, error = None, None
     while True:
         # Few round trips for many items, but nothing computed early of those that are taken singly.
         batch = _BATCH_ITEMS if is_plain and count >= _SINGLE_ITEMS else 1
-        items, end, last = link.ask("next", handle, sent, batch)
-        position = 0
-        while position < len(items):
-            item = items[position]
-            position += 1
+        items, end, last = record.ask("advance", sent, error, batch)
+        sent, error = None, None
+        for item in items:
             count += 1
             try:
                 sent = yield item
-            except Exception as error:  # noqa: BLE001 the tests throw it into the generator
-                items, end, last = link.ask("throw", handle, error)
-                position, sent, is_plain = 0, None, False
-            if sent is not None:
-                is_plain = False
-        if end == "raised":
-            raise last
-        if end == "end":
-            return last
+            except Exception as thrown:  # noqa: BLE001 the tests throw it into the generator
+                error = thrown
+            is_plain = is_plain and sent is None and error is None
+            if error is not None:
+                break
+        else:
+            if end == "raised":
+                raise last
+            if end == "end":
+                return last
 
 
-async def remote_coroutine(link: Any, handle: int) -> Coroutine[Any, Any, Any]:
+async def remote_coroutine(record: Record) -> Any:
     """What awaiting a coroutine of the solution gives."""
-    return link.ask("await", handle)
+    return record.ask("await")
 
 
-async def remote_async_generator(link: Any, handle: int) -> AsyncIterator[Any]:
+async def remote_async_generator(record: Record) -> AsyncIterator[Any]:
     """Items of an asynchronous iterator of the solution."""
-    for item in link.ask("drain", handle):
+    for item in record.ask("drain"):
         yield item

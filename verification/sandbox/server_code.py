@@ -9,8 +9,8 @@ from pathlib import Path
 
 # In the order of their imports.
 _SERVER_MODULES = (
-    "confinement", "call_proxy", "package_values", "encoding", "decoding", "solution_process",
-    "remote_objects", "remote_values", "stand_ins", "tests_process", "server",
+    "confinement", "package_values", "values", "call_proxy", "solution_process", "remote_objects",
+    "link", "stand_ins", "tests_process", "server",
 )  # fmt: skip
 LOADER = """
 import marshal, os, sys, types

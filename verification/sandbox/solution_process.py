@@ -15,17 +15,17 @@ from typing import Any
 
 from verification.sandbox.call_proxy import (
     EXIT_NO_ENTRY_POINT,
+    Peer,
     Printed,
     SolutionGone,
     compiled,
     new_module,
-    receive,
-    send,
 )
-from verification.sandbox.decoding import Decoder
-from verification.sandbox.encoding import Encoder
+from verification.sandbox.values import CHANGEABLE, Decoder, Encoder, Kind, value_kinds
 
 CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+ENTRY, MODULE = 0, 1
+"""Handles of the entry point and of the solution's module."""
 BATCH_S = 0.0005
 SPECIAL = (
     "__bool__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __call__ __enter__ "
@@ -35,10 +35,7 @@ SPECIAL = (
     "__rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rand__ __ror__ __rxor__ __iadd__ __isub__ "
     "__imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ __ixor__ __neg__ __pos__ "
     "__abs__ __invert__"
-).split()  # fmt: skip
-IN_PLACE = frozenset(
-    "list dict set bytearray deque counter ordered defaultdict instance".split()
-)  # fmt: skip
+).split()
 
 
 def serve_calls(job_json: bytes, connection: int) -> None:
@@ -73,270 +70,237 @@ def _find_entry(module: types.ModuleType, path: str) -> Any:
     return call_method
 
 
-class Service:
-    """Answers one connection."""
+class Service(Peer):
+    """Answers the tests."""
 
     def __init__(
         self, connection: int, module: types.ModuleType, entry: Any, printed: Printed | None
     ) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._printed = printed
-        self.module = module
-        self.handles: list[Any] = [entry]
-        """What the tests refer to by number; the entry point is 0."""
+        self._module = module
+        self._handles: list[Any] = [entry, module]
+        """What the tests refer to by number."""
         self._handle_of: dict[int, int] = {}
-        self.instances: dict[int, tuple[Any, list[Any]]] = {}
-        """By id: objects that the tests have passed, with the start of their nodes."""
+        self._passed: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        """By id: objects of the tests, each with (name, number, methods)."""
+        self.kinds = value_kinds(self._own) | {
+            "handle": Kind(lambda parts, handle: self._handles[handle]),
+            "callback": Kind(self._make_callback),
+            "global": Kind(_make_global),
+            "iterator": Kind(iter),
+            "exception": Kind(self._make_exception),
+            "instance": Kind(self._make_instance, fill=_fill_instance),
+        }
 
     def serve(self) -> None:
         """Answer until the tests end."""
-        while True:
-            try:
-                request = receive(self._connection)
-            except SolutionGone:
-                return
-            self._answer(request)
+        try:
+            while True:
+                self.answer(self.receive())
+        except SolutionGone:
+            return
 
-    def call_back(self, number: int, name: str, arguments: Any, keywords: Any) -> Any:
-        """Call a function, or a method, of the tests' process."""
-        data = Encoder(self._describe).encode((arguments, keywords))
-        self._send({"callback": number, "name": name, "data": data})
-        while True:
-            # Meanwhile the tests may call the solution again.
-            reply = receive(self._connection)
-            if "op" not in reply:
-                break
-            self._answer(reply)
-        value = Arrived(reply["data"], self).decode()
-        if reply.get("raised"):
+    def call_back(self, number: int, method: str, arguments: Any, keywords: Any) -> Any:
+        """Call a function of the tests' process, or a method of an object there."""
+        data = self.encode((arguments, keywords))
+        reply = self.exchange({"op": method, "handle": number, "data": data})
+        value = self.decode(reply["value"])
+        if reply["is_raised"]:
             raise value
         return value
 
-    def _answer(self, request: dict[str, Any]) -> None:
-        arrived = Arrived(request["data"], self)
-        reply: dict[str, Any] = {}
+    def answer(self, question: dict[str, Any]) -> None:
+        arrived = Decoder(question["data"], self.kinds)
+        is_raised = False
         try:
-            value = getattr(self, f"_do_{request['op']}")(*arrived.decode())
-            reply["value"] = Encoder(self._describe).encode(value)
+            operation = _OPERATIONS[question["op"]]
+            value = operation(self._handles[question["handle"]], *arrived.decode())
+            data = self.encode(value)
         except SolutionGone:
             os._exit(0)
         except BaseException as error:  # noqa: BLE001 any exception is the answer to the call
-            reply["raised"] = Encoder(self._describe).encode(error)
+            data, is_raised = self.encode(error), True
+        reply = {"value": data, "is_raised": is_raised}
         changed = self._changes(arrived)
-        if changed is not None:
-            reply["changed"] = changed
-        self._send(reply)
+        self.send(reply | {"changed": changed} if changed else reply)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        """Send a message, with what was printed until then."""
+    def send(self, frame: dict[str, Any]) -> None:
+        """Send a frame, with what was printed until then."""
         texts = None if self._printed is None else self._printed.take()
-        send(self._connection, message if texts is None else message | {"printed": texts})
+        super().send(frame if texts is None else frame | {"printed": texts})
 
-    def _changes(self, arrived: "Arrived") -> list[Any] | None:
+    def _changes(self, arrived: Decoder) -> list[Any] | None:
         """Nodes of the arguments that the call changed, and all nodes; None for no change."""
         old = arrived.nodes
-        if not any(node[0] in IN_PLACE for node in old):
+        if not any(node[0] in CHANGEABLE for node in old):
             return None
         own = {id(item) for item in arrived.objects}
 
-        def describe(encoder: Encoder, value: Any) -> list[Any]:
-            if id(value) in own and id(value) in self.instances:
-                start = self.instances[id(value)][1]
-                return [*start, encoder.state(state_of(value) or [])]
-            return self._describe(encoder, value)
+        def describe(value: Any) -> tuple[Any, ...]:
+            if id(value) in own and id(value) in self._passed:
+                state = state_of(value) or {}
+                return "instance", state.values(), *self._passed[id(value)][1], list(state)
+            return self.describe(value)
 
-        encoder = Encoder(describe)
-        encoder.know(arrived.objects)
-        _, new = encoder.encode(None)
-        pairs = enumerate(zip(old, new, strict=False))
-        changed = [i for i, (was, now) in pairs if was[0] in IN_PLACE and was != now]
+        new = Encoder(describe, arrived.objects).encode(None)[1]
+        changed = [
+            i
+            for i, (was, now) in enumerate(zip(old, new, strict=False))
+            if was[0] in CHANGEABLE and was != now
+        ]
         if not changed:
             return None
         return [changed, [n if i in changed or i >= len(old) else 0 for i, n in enumerate(new)]]
 
-    def _describe(self, encoder: Encoder, value: Any) -> list[Any]:
-        """Node of what is no plain value."""
+    def describe(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
-        if id(value) in self.instances:
-            return ["mine", self.instances[id(value)][1][2]]
-        if kind is Callback:
-            return ["mine", value.number]
+        if id(value) in self._passed:
+            return "mine", (), self._passed[id(value)][1][1]
         if isinstance(value, BaseException):
-            more = encoder.state(state_of(value) or [])
-            return ["exception", lineage(kind), _text_of(value), encoder.slots(value.args), more]
+            state = state_of(value) or {}
+            parts = [*value.args, *state.values()]
+            return "exception", parts, lineage(kind), _text_of(value), list(state)
         if value is NotImplemented:
-            return ["opaque"]
-        handle = self._handle(value)
-        if isinstance(value, type):
-            return ["class", handle, value.__name__, lineage(value)]
-        if kind is types.CoroutineType or hasattr(kind, "__await__"):
-            return ["coroutine", handle]
-        if hasattr(kind, "__anext__"):
-            return ["async_iterator", handle]
-        if hasattr(kind, "__next__") and kind.__module__ not in ("solution", "_io"):
-            return ["iterator", handle, kind is types.GeneratorType]
-        if isinstance(value, CALLABLES):
-            return ["callable", handle, getattr(value, "__name__", "function")]
-        state = state_of(value)
-        slots = None if state is None else encoder.state(state)
-        return ["object", handle, kind.__name__, special_methods(kind), lineage(kind), slots]
+            return "opaque", ()
+        form = _form(value)
+        name, specials, state = kind.__name__, special_methods(kind), None
+        if form == "object":
+            state = state_of(value)
+        elif form in ("callable", "class"):
+            name, specials = value.__name__, ["__call__"]
+        handle = self._handle_of.setdefault(id(value), len(self._handles))
+        if handle == len(self._handles):
+            self._handles.append(value)
+        names = lineage(value if form == "class" else kind)
+        keys = None if state is None else list(state)
+        return "remote", (state or {}).values(), handle, form, name, specials, names, keys
 
-    def _handle(self, value: Any) -> int:
-        found = self._handle_of.get(id(value))
-        if found is None:
-            found = self._handle_of[id(value)] = len(self.handles)
-            self.handles.append(value)
-        return found
+    def _own(self, name: str) -> Any:
+        return getattr(self._module, name, None)
 
-    def _do_call(self, handle: int, arguments: Any, keywords: Any) -> Any:
-        return self.handles[handle](*arguments, **keywords)
+    def _make_callback(self, parts: list[Any], number: int, name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return self.call_back(number, "", arguments, keywords)
 
-    def _do_method(self, handle: int, name: str, arguments: Any) -> Any:
-        value = self.handles[handle]
-        return getattr(type(value), name)(value, *arguments)
+        call.__name__ = call.__qualname__ = name
+        self._passed[id(call)] = (call, (name, number, []))
+        return call
 
-    def _do_getattr(self, handle: int, name: str) -> Any:
-        return getattr(self.handles[handle], name)
-
-    def _do_setattr(self, handle: int, name: str, value: Any) -> None:
-        setattr(self.handles[handle], name, value)
-
-    def _do_delattr(self, handle: int, name: str) -> None:
-        delattr(self.handles[handle], name)
-
-    def _do_get(self, handle: int) -> Any:
-        return self.handles[handle]
-
-    def _do_copy(self, handle: int, is_deep: bool) -> Any:
-        import copy
-
-        return (copy.deepcopy if is_deep else copy.copy)(self.handles[handle])
-
-    def _do_name(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def _do_eval(self, text: Any, variables: dict[str, Any]) -> Any:
-        names = {name: getattr(self.module, name) for name in dir(self.module) if name[0] != "_"}
-        return eval(text, names | {"candidate": self.handles[0]} | variables)
-
-    def _do_next(self, handle: int, sent: Any, count: int) -> Any:
-        """Some items, whether the end was reached, and the value or exception of the end."""
-        iterator, items = self.handles[handle], []
-        start_s = time.monotonic()
-        while len(items) < count and time.monotonic() - start_s < BATCH_S or not items:
-            try:
-                items.append(next(iterator) if sent is None else iterator.send(sent))
-            except StopIteration as stop:
-                return items, "end", stop.value
-            except BaseException as error:  # noqa: BLE001 raised when the tests get there
-                return items, "raised", error
-        return items, "more", None
-
-    def _do_throw(self, handle: int, error: BaseException) -> Any:
-        try:
-            return [self.handles[handle].throw(error)], "more", None
-        except StopIteration as stop:
-            return [], "end", stop.value
-
-    def _do_await(self, handle: int) -> Any:
-        import asyncio
-
-        async def wait() -> Any:
-            return await self.handles[handle]
-
-        return asyncio.run(wait())
-
-    def _do_drain(self, handle: int) -> Any:
-        import asyncio
-
-        async def drain() -> Any:
-            return [item async for item in self.handles[handle]]
-
-        return asyncio.run(drain())
-
-
-class Arrived(Decoder):
-    """A message of the tests."""
-
-    def __init__(self, data: Any, service: Service) -> None:
-        super().__init__(data)
-        self._service = service
-
-    def make_handle(self, number: int) -> Any:
-        return self._service.handles[number]
-
-    def make_callback(self, number: int, name: str) -> Any:
-        return Callback(self._service, number, name)
-
-    def make_global(self, module: str, name: str) -> Any:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
-    def make_iter(self, slots: Any) -> Any:
-        return iter(self.values(slots))
-
-    def make_exception(self, names: Any, text: str, slots: Any, more: Any) -> Any:
+    def _make_exception(self, parts: list[Any], names: Any, text: str, keys: Any) -> Any:
         for _, name in names:
-            kind = getattr(builtins, name, None) or getattr(self._service.module, name, None)
+            kind = getattr(builtins, name, None) or self._own(name)
             if isinstance(kind, type) and issubclass(kind, Exception):
-                return kind.__new__(kind, *self.values(slots))
+                return kind.__new__(kind, *parts)
         return RuntimeError(text)
 
-    def namedtuple_class(self, name: str, fields: tuple[str, ...]) -> Any:
-        own = getattr(self._service.module, name, None)
-        is_same = getattr(own, "_fields", None) == fields
-        return own if is_same else super().namedtuple_class(name, fields)
-
-    def enum_class(self, name: str, mixin: str, members: list[tuple[str, Any]]) -> Any:
-        own = getattr(self._service.module, name, None)
-        is_same = list(getattr(own, "__members__", ())) == [member for member, _ in members]
-        return own if is_same else super().enum_class(name, mixin, members)
-
-    def shell_instance(self, name: str, number: int, methods: Any, state: Any) -> Any:
-        kind = getattr(self._service.module, name, None)
+    def _make_instance(self, name: str, number: int, methods: Any, keys: Any) -> Any:
+        kind = self._own(name)
         if not isinstance(kind, type):
-            kind = type(name, (), {method: _remote_method(method) for method in methods})
-            kind.__init__ = _set_attributes
+            body = {method: self._method(method) for method in methods}
+            kind = type(name, (), {"__init__": _set_attributes} | body)
         made = object.__new__(kind)
         if not hasattr(made, "__dict__") and not hasattr(kind, "__slots__"):
             raise TypeError(f"{name} takes no attributes")
-        self._service.instances[id(made)] = (made, ["instance", name, number, methods])
-        _services[id(made)] = self._service
+        self._passed[id(made)] = (made, (name, number, methods))
         return made
 
-    def fill_instance(self, target: Any, name: str, number: int, methods: Any, state: Any) -> None:
-        for attribute, slot in state:
-            object.__setattr__(target, attribute, self.value(slot))
+    def _method(self, name: str) -> Callable[..., Any]:
+        def call(instance: Any, *arguments: Any, **keywords: Any) -> Any:
+            number = self._passed[id(instance)][1][1]
+            return self.call_back(number, name, arguments, keywords)
+
+        return call
 
 
-_services: dict[int, Service] = {}
+def _form(value: Any) -> str:
+    """What the tests are to have in the place of an object."""
+    kind = type(value)
+    if isinstance(value, type):
+        return "class"
+    if kind is types.CoroutineType or hasattr(kind, "__await__"):
+        return "coroutine"
+    if hasattr(kind, "__anext__"):
+        return "async_generator"
+    if hasattr(kind, "__next__") and kind.__module__ not in ("solution", "_io"):
+        return "generator"
+    return "callable" if isinstance(value, CALLABLES) else "object"
 
 
 def _set_attributes(self: Any, *arguments: Any, **keywords: Any) -> None:
     self.__dict__.update(keywords)
 
 
-def _remote_method(name: str) -> Callable[..., Any]:
-    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        service = _services[id(self)]
-        number = service.instances[id(self)][1][2]
-        return service.call_back(number, name, arguments, keywords)
-
-    return call
+def _fill_instance(target: Any, parts: list[Any], *more: Any) -> None:
+    for name, value in zip(more[-1], parts, strict=True):
+        object.__setattr__(target, name, value)
 
 
-class Callback:
-    """A function of the tests."""
+def _make_global(parts: list[Any], module: str, name: str) -> Any:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
-    def __init__(self, service: Service, number: int, name: str) -> None:
-        self._service = service
-        self.number = number
-        self.__name__ = self.__qualname__ = name
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._service.call_back(self.number, "", arguments, keywords)
+def _evaluate(module: types.ModuleType, text: Any, variables: dict[str, Any]) -> Any:
+    names = {name: getattr(module, name) for name in dir(module) if name[0] != "_"}
+    return eval(text, names | variables)
+
+
+def _copy(value: Any, is_deep: bool) -> Any:
+    import copy
+
+    return (copy.deepcopy if is_deep else copy.copy)(value)
+
+
+def _advance(iterator: Any, sent: Any, error: BaseException | None, count: int) -> Any:
+    """Some items, whether the end was reached, and the value or exception of the end."""
+    items: list[Any] = []
+    start_s = time.monotonic()
+    while not items or (len(items) < count and time.monotonic() - start_s < BATCH_S):
+        try:
+            if error is not None:
+                items.append(iterator.throw(error))
+            else:
+                items.append(next(iterator) if sent is None else iterator.send(sent))
+        except StopIteration as stop:
+            return items, "end", stop.value
+        except BaseException as raised:  # noqa: BLE001 raised when the tests get there
+            return items, "raised", raised
+    return items, "more", None
+
+
+def _await(awaitable: Any) -> Any:
+    import asyncio
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())
+
+
+def _drain(iterator: Any) -> Any:
+    async def drain() -> Any:
+        return [item async for item in iterator]
+
+    return _await(drain())
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "get": lambda value: value,
+    "call": lambda value, arguments, keywords: value(*arguments, **keywords),
+    "method": lambda value, name, arguments: getattr(type(value), name)(value, *arguments),
+    "getattr": getattr,
+    "setattr": setattr,
+    "delattr": delattr,
+    "copy": _copy,
+    "eval": _evaluate,
+    "advance": _advance,
+    "await": _await,
+    "drain": _drain,
+}
+"""What the tests may ask of an object, by name."""
 
 
 def lineage(kind: type) -> list[list[str]]:
@@ -344,7 +308,7 @@ def lineage(kind: type) -> list[list[str]]:
     return [[str(base.__module__), base.__name__] for base in kind.__mro__]
 
 
-def state_of(value: Any) -> list[tuple[str, Any]] | None:
+def state_of(value: Any) -> dict[str, Any] | None:
     """Attributes of an instance; None if it has no place for any."""
     try:
         found = dict(object.__getattribute__(value, "__dict__"))
@@ -356,7 +320,7 @@ def state_of(value: Any) -> list[tuple[str, Any]] | None:
             found = {} if found is None else found
             if name[:2] != "__" and hasattr(value, name):
                 found[name] = getattr(value, name)
-    return None if found is None else list(found.items())
+    return found
 
 
 def special_methods(kind: type) -> list[str]:

@@ -93,13 +93,29 @@ class Raises:
         return True
 
 
-class _Marks:
-    """`pytest.mark`."""
+class Parameters:
+    """`pytest.param`."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in MARKS:
-            raise AttributeError(name)
-        return _mark if name != "parametrize" else _parametrize
+    def __init__(self, *values: Any, **more: Any) -> None:
+        self.values = values
+
+
+def _cells(row: Any, count: int) -> tuple[Any, ...]:
+    """Values of a row for that many names."""
+    if isinstance(row, Parameters):
+        return row.values
+    return tuple(row) if count > 1 else (row,)
+
+
+def _parametrize(names: Any, values: Any, **more: Any) -> Callable[[Any], Any]:
+    split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(function: Any) -> Any:
+        rows = [dict(zip(split, _cells(row, len(split)), strict=True)) for row in values]
+        function.parameter_rows = [*getattr(function, "parameter_rows", []), rows]
+        return function
+
+    return decorate
 
 
 def _mark(*arguments: Any, **keywords: Any) -> Any:
@@ -107,42 +123,13 @@ def _mark(*arguments: Any, **keywords: Any) -> Any:
     return arguments[0] if is_bare else lambda function: function
 
 
-def _parametrize(names: Any, values: Any, **more: Any) -> Callable[[Any], Any]:
-    split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-
-    def decorate(function: Any) -> Any:
-        rows = []
-        for row in values:
-            row = row.values if isinstance(row, Parameters) else row
-            cells = row if len(split) > 1 or isinstance(row, _Cells) else (row,)
-            rows.append(dict(zip(split, cells, strict=True)))
-        function.parameter_rows = [*getattr(function, "parameter_rows", []), rows]
-        return function
-
-    return decorate
-
-
-class _Cells(tuple):
-    """Values of `pytest.param`."""
-
-
-class Parameters:
-    """`pytest.param`."""
-
-    def __init__(self, *values: Any, **more: Any) -> None:
-        self.values = _Cells(values)
-
-
 def _fixture(*arguments: Any, **keywords: Any) -> Any:
     def decorate(function: Any) -> Any:
+        rows = keywords.get("params")
         function.is_fixture = True
         function.is_autouse = bool(keywords.get("autouse"))
-        rows = keywords.get("params")
-        function.fixture_rows = None if rows is None else [_bare(row) for row in rows]
+        function.fixture_rows = rows and [_cells(row, 1)[0] for row in rows]
         return function
-
-    def _bare(row: Any) -> Any:
-        return row.values[0] if isinstance(row, Parameters) else row
 
     return decorate(arguments[0]) if arguments and callable(arguments[0]) else decorate
 
@@ -158,8 +145,10 @@ def _skip(reason: str = "", **more: Any) -> None:
 def make_pytest() -> types.ModuleType:
     """The module."""
     module = types.ModuleType("pytest")
+    mark = types.SimpleNamespace(**dict.fromkeys(MARKS, _mark))
+    mark.parametrize = _parametrize
     module.__dict__.update(
-        approx=Approximately, fail=_fail, fixture=_fixture, main=lambda *a, **k: 0, mark=_Marks(),
+        approx=Approximately, fail=_fail, fixture=_fixture, main=lambda *a, **k: 0, mark=mark,
         param=Parameters, raises=Raises, skip=_skip,
     )  # fmt: skip
     return module
@@ -200,15 +189,6 @@ class Capture:
         self._texts = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
 
-def parameter_sets(function: Any) -> Iterator[dict[str, Any]]:
-    """Values of the parameters for each run of a test; one empty set for a plain one."""
-    for rows in itertools.product(*getattr(function, "parameter_rows", [])):
-        merged: dict[str, Any] = {}
-        for row in rows:
-            merged |= row
-        yield merged
-
-
 def argument_names(function: Any) -> list[str]:
     """Arguments of a function that somebody must give."""
     code = getattr(function, "__code__", None)
@@ -232,13 +212,16 @@ def autouse_names(fixtures: dict[str, Any]) -> list[str]:
     return [name for name, fixture in fixtures.items() if fixture.is_autouse]
 
 
-def fixture_sets(function: Any, fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters of the fixtures that a test uses, by their names, for each run of it."""
-    needed = [*autouse_names(fixtures), *argument_names(function)]
+def runs_of(test: Any, fixtures: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(arguments by `parametrize`, parameters by the names of fixtures) of each run of a test."""
+    needed = [*autouse_names(fixtures), *argument_names(test)]
     for name in needed:
         # The list grows meanwhile: fixtures use others.
         found = argument_names(fixtures[name]) if name in fixtures else []
         needed += [inner for inner in found if inner not in needed]
     varied = [n for n in dict.fromkeys(needed) if n in fixtures and fixtures[n].fixture_rows]
-    for row in itertools.product(*(fixtures[name].fixture_rows for name in varied)):
-        yield dict(zip(varied, row, strict=True))
+    tables = getattr(test, "parameter_rows", [])
+    for parameters in itertools.product(*(fixtures[name].fixture_rows for name in varied)):
+        for rows in itertools.product(*tables):
+            given = {name: value for row in rows for name, value in row.items()}
+            yield given, dict(zip(varied, parameters, strict=True))

@@ -6,6 +6,7 @@ tests know nothing of; how the process ends says nothing, since tests may exit a
 
 import ast
 import builtins
+import functools
 import json
 import os
 import sys
@@ -15,17 +16,17 @@ from typing import Any
 
 from verification.sandbox import package_values
 from verification.sandbox.call_proxy import SolutionGone, new_module
+from verification.sandbox.link import Link, SolutionModule
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
-from verification.sandbox.remote_values import Link, Result, SolutionModule
+from verification.sandbox.solution_process import ENTRY, MODULE
 from verification.sandbox.stand_ins import (
     Capture,
     Skipped,
     argument_names,
     autouse_names,
     find_fixtures,
-    fixture_sets,
     make_pytest,
-    parameter_sets,
+    runs_of,
 )
 
 _end_process = os._exit
@@ -87,8 +88,9 @@ class TestRun:
         self._tree = _without_stubs(ast.parse(job["source"], UNIT_TESTS_FILE), job["replaced"])
         path = job["entry_point"]
         name = (path.rpartition(".")[2] or path).removesuffix("()")
-        data = [[0], [["object", 0, name, ["__call__"], [["solution", name]], None]]]
-        self._candidate = Result(data, link).decode()
+        self._candidate = link.make_remote(
+            ENTRY, "callable", name, ["__call__"], [["solution", name]], None
+        )
         self._namespace = new_module("__main__").__dict__
         link.namespace = self._namespace
         self._own = {name: self._candidate, "candidate": self._candidate}
@@ -109,7 +111,7 @@ class TestRun:
     def _prepare(self) -> None:
         """Set the world up that the tests expect."""
         for name in self._job["names"]:
-            self._own[name] = self._link.ask("name", name)
+            self._own[name] = self._link.look_up(name)
         builtin = dict(builtins.__dict__, eval=self._eval)
         self._namespace.update(self._own, __builtins__=builtin, __file__=UNIT_TESTS_FILE)
         for name in self._job["solution_modules"]:
@@ -135,12 +137,12 @@ class TestRun:
 
     def _eval(self, text: Any, *scopes: Any) -> Any:
         """`eval` of the tests: text may be the solution's, so it runs in the solution's process."""
-        variables: dict[str, Any] = {}
+        variables: dict[str, Any] = {"candidate": self._candidate}
         for scope in scopes:
             # All that the tests know would tell the solution what is expected.
             if scope and scope is not self._namespace and scope is not sys._getframe(1).f_locals:
                 variables |= {name: scope[name] for name in scope if name != "__builtins__"}
-        return self._link.ask("eval", text, variables)
+        return self._link.ask("eval", MODULE, text, variables)
 
     def _count(self, action: Callable[[], Any], is_test: bool = True) -> None:
         """Run a part of the tests to its end."""
@@ -155,10 +157,9 @@ class TestRun:
         self.tests_run += is_test
 
     def _run_function(self, function: Any, fixtures: dict[str, Any]) -> None:
-        for rows in fixture_sets(function, fixtures):
-            for given in parameter_sets(function):
-                scene = Scene(self._candidate, fixtures, rows)
-                self._count(lambda given=given, scene=scene: scene.run(function, given))
+        for given, parameters in runs_of(function, fixtures):
+            scene = Scene(self._candidate, fixtures, parameters)
+            self._count(functools.partial(scene.run, function, given))
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
         unittest = sys.modules.get("unittest")
@@ -171,16 +172,14 @@ class TestRun:
 
     def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
         own = find_fixtures((one, getattr(kind, one)) for one in dir(kind))
-        for rows in fixture_sets(getattr(kind(), name), fixtures | own):
-            for given in parameter_sets(getattr(kind, name)):
-                instance = kind()
-                bound = {one: getattr(instance, one) for one in own}
-                for before in ("setup_class", "setup_method", "setup"):
-                    self._call_if_there(instance, before)
-                scene = Scene(self._candidate, fixtures | bound, rows)
-                method = getattr(instance, name)
-                self._count(lambda given=given, m=method, scene=scene: scene.run(m, given))
-                self._call_if_there(instance, "teardown_method")
+        for given, parameters in runs_of(getattr(kind(), name), fixtures | own):
+            instance = kind()
+            bound = {one: getattr(instance, one) for one in own}
+            for before in ("setup_class", "setup_method", "setup"):
+                self._call_if_there(instance, before)
+            scene = Scene(self._candidate, fixtures | bound, parameters)
+            self._count(functools.partial(scene.run, getattr(instance, name), given))
+            self._call_if_there(instance, "teardown_method")
 
     def _call_if_there(self, instance: Any, name: str) -> None:
         method = getattr(instance, name, None)
