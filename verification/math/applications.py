@@ -17,8 +17,8 @@ one.
 import re
 from typing import NamedTuple
 
-from verification.math.expression import Tree
 from verification.math.split import split_at
+from verification.math.trees import Tree, subtrees
 from verification.math.values import same_value
 
 FUNCTION_MARK = "\\of"
@@ -176,8 +176,7 @@ def _marked(text: str, uses: list[_Use], marks: dict[str, str]) -> str:
 
 
 def _count(tree: Tree) -> int:
-    own = int(tree[0] == "apply")
-    return own + sum(_count(child) for child in tree[1:] if isinstance(child, tuple))
+    return sum(part[0] == "apply" for part in subtrees(tree))
 
 
 def _named(tree: Tree, known: list[tuple[str, tuple[Tree, ...], Tree]]) -> Tree:

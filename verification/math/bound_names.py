@@ -9,8 +9,18 @@ import itertools
 import re
 from fractions import Fraction
 
-from verification.math.expression import Tree, parse_expression, renamed, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.split import split_at
+from verification.math.trees import (
+    ZERO,
+    Tree,
+    at_point,
+    difference,
+    inverse,
+    num,
+    renamed,
+    symbols_of,
+)
 from verification.math.values import real_value, same_value
 
 BOUND_INTEGER = "k_integers"
@@ -67,8 +77,7 @@ def same_progression(first: Tree, second: Tree) -> bool | None:
     (start, step), (other_start, other_step) = pair
     if not _is_whole_ratio(step, other_step) or not _is_whole_ratio(other_step, step):
         return False
-    shift = ("sum", start, ("prod", ("num", Fraction(-1)), other_start))
-    return _is_whole_ratio(shift, step)
+    return _is_whole_ratio(difference(start, other_start), step)
 
 
 def may_be_progression(tree: Tree) -> bool:
@@ -82,9 +91,9 @@ def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
     names = symbols_of(tree)
     if not may_be_progression(tree):
         return False
-    multiples = ("prod", ("num", Fraction(modulus)), ("sym", BOUND_INTEGER))
+    multiples = ("prod", num(modulus), ("sym", BOUND_INTEGER))
     bound = renamed(tree, dict.fromkeys(names, BOUND_INTEGER))
-    return same_progression(("sum", ("num", residue), multiples), bound) is True
+    return same_progression(("sum", num(residue), multiples), bound) is True
 
 
 def same_but_for_constants(first: Tree, second: Tree) -> bool | None:
@@ -158,30 +167,24 @@ def _progression(tree: Tree) -> tuple[Tree, Tree] | None:
     """Start and step of a tree that is linear in the bound integer and has no other symbol."""
     if symbols_of(tree) != {BOUND_INTEGER}:
         return None
-    at = [_substituted(tree, Fraction(value)) for value in (0, 1, 2, 5)]
+    at = [at_point(tree, {BOUND_INTEGER: Fraction(value)}) for value in (0, 1, 2, 5)]
     values = [real_value(value) for value in at]
     if any(value is None for value in values):
         return None
-    start, step = at[0], ("sum", at[1], ("prod", ("num", Fraction(-1)), at[0]))
+    start, step = at[0], difference(at[1], at[0])
     for value, tree_there in ((2, at[2]), (5, at[3])):
-        there = ("sum", start, ("prod", ("num", Fraction(value)), step))
+        there = ("sum", start, ("prod", num(value), step))
         if not same_value(there, tree_there):
             return None
-    return None if same_value(step, ("num", Fraction(0))) is not False else (start, step)
-
-
-def _substituted(tree: Tree, value: Fraction) -> Tree:
-    if tree == ("sym", BOUND_INTEGER):
-        return ("num", value)
-    return tuple(_substituted(part, value) if isinstance(part, tuple) else part for part in tree)
+    return None if same_value(step, ZERO) is not False else (start, step)
 
 
 def _is_whole_ratio(first: Tree, second: Tree) -> bool:
-    ratio = ("prod", first, ("pow", second, ("num", Fraction(-1))))
+    ratio = ("prod", first, inverse(second))
     value = real_value(ratio)
     if value is None or not abs(float(value)) <= 10**6:
         return False
-    return same_value(ratio, ("num", Fraction(round(float(value))))) is True
+    return same_value(ratio, num(round(float(value)))) is True
 
 
 def _free_constants(tree: Tree) -> frozenset[str]:

@@ -8,17 +8,11 @@ character or has no reading at all.
 import re
 from typing import NamedTuple
 
-from verification.math.expression import Tree, parse_expression
+from verification.math.expression import parse_expression
 from verification.math.numbers import spell_repeating
-from verification.math.symbolic import (
-    Unevaluated,
-    derivative,
-    integral,
-    limit,
-    repeated,
-)
-from verification.math.unit_table import Unit
-from verification.math.units import ANGLE, is_unit_mismatch, split_unit
+from verification.math.symbolic import Unevaluated, derivative, integral, limit, repeated
+from verification.math.trees import Tree, replaced
+from verification.math.units import ANGLE, in_base_units, is_unit_mismatch, split_unit
 from verification.math.values import same_value
 
 MAX_OPERATIONS = 6
@@ -73,21 +67,13 @@ def same_calculus(first: str, second: str, *, accept_missing_unit: bool = True) 
         is_same = same_value(*values) if accept_missing_unit else False
         if is_same or not is_number:
             return is_same
-    return same_value(_in_base_units(values[0], unit), _in_base_units(values[1], other_unit))
-
-
-def _in_base_units(tree: Tree, unit: Unit | None) -> Tree:
-    if unit is None:
-        return tree
-    if unit.dimension == ANGLE:
-        return ("prod", tree, ("const", "pi"), ("num", unit.factor / 180))
-    return ("prod", tree, ("num", unit.factor))
+    return same_value(in_base_units(values[0], unit), in_base_units(values[1], other_unit))
 
 
 def _read(text: str) -> Tree:
     """Tree of a text whose operations are evaluated, the last and innermost one first."""
     text = _POWER_BEHIND_NAME.sub(r"\1*", spell_repeating(text))
-    values: dict[str, Tree] = {}
+    values: dict[Tree, Tree] = {}
     for count in range(MAX_OPERATIONS):
         found = [*_OPERATION.finditer(text)]
         if not found:
@@ -95,25 +81,19 @@ def _read(text: str) -> Tree:
         match = found[-1]
         operation = _operation(text, match, values)
         name = f"Xi_{9000 + count}"
-        values[name] = operation.value
+        values["sym", name] = operation.value
         text = f"{text[: match.start()]}{{\\Xi_{{{name[3:]}}}}}{text[operation.end :]}"
     raise NotRead(text)
 
 
-def _parse(text: str, values: dict[str, Tree]) -> Tree:
+def _parse(text: str, values: dict[Tree, Tree]) -> Tree:
     tree = parse_expression(text.strip())
     if tree is None:
         raise NotRead(text)
-    return _with_values(tree, values)
+    return replaced(tree, values)
 
 
-def _with_values(tree: Tree, values: dict[str, Tree]) -> Tree:
-    if tree[0] == "sym":
-        return values.get(tree[1], tree)
-    return tuple(_with_values(part, values) if isinstance(part, tuple) else part for part in tree)
-
-
-def _operation(text: str, match: re.Match[str], values: dict[str, Tree]) -> _Operation:
+def _operation(text: str, match: re.Match[str], values: dict[Tree, Tree]) -> _Operation:
     if match["variable"]:
         order = match["order"] or "1"
         if order != (match["again"] or "1"):

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
-from verification.math.expression import Tree
 from verification.math.operations import literal
 from verification.math.text import normalise
+from verification.math.trees import Tree, num
 
 MAX_PROBLEM_CHARS = 20_000
 MAX_COPIES = 12
@@ -159,7 +159,7 @@ def tree_leaves(tree: Tree) -> list[str]:
     if kind == "pow":
         return _powered(tree_leaves(tree[1]), tree[2])
     children = tree[2:] if kind == "call" else tree[1:]
-    if kind == "call" and tree[1] == "log" and tree[3] == ("num", Fraction(10)):
+    if kind == "call" and tree[1] == "log" and tree[3] == num(10):
         children = children[:1]
     return [leaf for child in children for leaf in tree_leaves(child)][:MAX_LEAVES]
 

@@ -7,16 +7,11 @@ evaluated, and time is linear in the text.
 import functools
 import re
 from fractions import Fraction
-from typing import Any
+
+from verification.math.trees import MINUS_ONE, Tree, inverse, num
 
 MAX_NESTING = 60
 MAX_TOKENS = 600
-
-Tree = tuple[Any, ...]
-"""(kind, *children): num, sym, const, sum, prod, pow, call, apply.
-
-`apply` is a function that only its name is known of: ("apply", name, *arguments).
-"""
 
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln exp".split()
@@ -56,30 +51,6 @@ def parse_expression(text: str) -> Tree | None:
         return tree if parser.is_at_end() else None
     except NotAnExpression:
         return None
-
-
-def symbols_of(tree: Tree) -> frozenset[str]:
-    """Names of the symbols in a tree."""
-    if tree[0] == "sym":
-        return frozenset({tree[1]})
-    if tree[0] == "apply":
-        return frozenset({f"{tree[1]}()"}).union(*map(symbols_of, tree[2:]))
-    children = [child for child in tree[1:] if isinstance(child, tuple)]
-    return frozenset().union(*map(symbols_of, children)) if children else frozenset()
-
-
-def renamed(tree: Tree, names: dict[str, str]) -> Tree:
-    """The tree with some symbols under other names, all at once."""
-    if tree[0] == "sym":
-        return ("sym", names.get(tree[1], tree[1]))
-    return tuple(renamed(part, names) if isinstance(part, tuple) else part for part in tree)
-
-
-def has_constant(tree: Tree, name: str) -> bool:
-    """Whether a constant such as "i" occurs in a tree."""
-    if tree[0] == "const":
-        return tree[1] == name
-    return any(has_constant(child, name) for child in tree[1:] if isinstance(child, tuple))
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
@@ -147,7 +118,7 @@ class _Parser:
                 self._take()
                 sign = self._sign()
                 factor = _negated(self.power(), sign)
-                factors.append(("pow", factor, _num(-1)) if token == "/" else factor)
+                factors.append(inverse(factor) if token == "/" else factor)
             elif self._starts_factor(is_argument):
                 factors.append(self._adjacent(factors[-1]))
                 if factors[-1][0] == "mixed":
@@ -182,9 +153,9 @@ class _Parser:
             if token == "!":
                 tree = ("call", "factorial", tree)
             elif token == "%":
-                tree = ("prod", tree, _num(Fraction(1, 100)))
+                tree = ("prod", tree, num(Fraction(1, 100)))
             elif (kind, token) == ("command", "deg"):
-                tree = ("prod", tree, ("const", "pi"), _num(Fraction(1, 180)))
+                tree = ("prod", tree, ("const", "pi"), num(Fraction(1, 180)))
             else:
                 break
             self._next += 1
@@ -215,7 +186,7 @@ class _Parser:
         if is_whole and is_fraction and is_quotient:
             top, bottom = factor[1], factor[2][1]
             if top[0] == bottom[0] == "num" and top[1] > 0 and bottom[1] > 0:
-                return ("mixed", _num(previous[1] + top[1] / bottom[1]))
+                return ("mixed", num(previous[1] + top[1] / bottom[1]))
         return factor
 
     def _starts_factor(self, is_argument: bool) -> bool:
@@ -243,7 +214,7 @@ class _Parser:
     def _atom(self) -> Tree:
         kind, token = self._take()
         if kind == "number":
-            return _num(Fraction(token))
+            return num(Fraction(token))
         if kind == "text":
             words = token[6:-1]
             return self._letter(words) if len(words) == 1 else ("sym", self._subscripted(token))
@@ -299,7 +270,7 @@ class _Parser:
     def _command(self, name: str) -> Tree:
         if name == "frac":
             top = self._group()
-            return ("prod", top, ("pow", self._group(), _num(-1)))
+            return ("prod", top, inverse(self._group()))
         if name == "sqrt":
             return self._root()
         if name == "binom":
@@ -350,12 +321,12 @@ class _Parser:
         kind, token = self._tokens[self._next] if not self.is_at_end() else ("", "")
         if kind == "number" and len(token) > 1:
             self._tokens[self._next] = (kind, token[1:])
-            return _num(Fraction(token[0])) if token[0] != "." else self._expect("")
+            return num(Fraction(token[0])) if token[0] != "." else self._expect("")
         return self._atom()
 
     def _root(self) -> Tree:
         if self._peek() != "[":
-            return ("pow", self._group(), _num(Fraction(1, 2)))
+            return ("pow", self._group(), num(Fraction(1, 2)))
         self._take()
         degree = self.sum()
         self._expect("]")
@@ -373,11 +344,11 @@ class _Parser:
         if self._peek() == "^":
             self._take()
             exponent = self._exponent()
-        if exponent == _num(-1) and "arc" + name in FUNCTIONS:
+        if exponent == MINUS_ONE and "arc" + name in FUNCTIONS:
             name, exponent = "arc" + name, None
         argument = self._argument()
         self._nesting -= 1
-        tree = ("call", "log", argument, base or _num(10)) if name == "log" else None
+        tree = ("call", "log", argument, base or num(10)) if name == "log" else None
         tree = tree or ("call", name, argument)
         return ("pow", tree, exponent) if exponent else tree
 
@@ -389,11 +360,7 @@ class _Parser:
         return _negated(self.product(is_argument=True), sign)
 
 
-def _num(value: int | Fraction) -> Tree:
-    return ("num", Fraction(value))
-
-
 def _negated(tree: Tree, sign: int) -> Tree:
     if sign == 1:
         return tree
-    return ("num", -tree[1]) if tree[0] == "num" else ("prod", _num(-1), tree)
+    return ("num", -tree[1]) if tree[0] == "num" else ("prod", MINUS_ONE, tree)

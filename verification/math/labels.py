@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from verification.math.applications import settled_pairs, without_application_marks
-from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.numbers import parse_number
 from verification.math.split import enclosed, split_at, split_words
-from verification.math.units import split_unit
+from verification.math.trees import Tree, difference, num, symbols_of
+from verification.math.units import in_base_units, split_unit
 from verification.math.values import real_value, same_value
 
 # Variables, segments (AB) and angles.
@@ -294,22 +295,18 @@ def _differ(side: str, last: str, *, is_chain: bool) -> bool:
     if unit is not None and other_unit is not None:
         if unit.dimension != other_unit.dimension:
             return False
-        tree = ("prod", tree, ("num", unit.factor))
-        other = ("prod", other, ("num", other_unit.factor))
+        tree, other = in_base_units(tree, unit), in_base_units(other, other_unit)
     elif unit is not None or other_unit is not None:
         known = unit or other_unit
         if known is not None and known.dimension in ("", "deg^1"):
-            degree = ("prod", ("const", "pi"), ("num", Fraction(1, 180)))
-            scale = degree if known.dimension else ("num", Fraction(1))
-            scale = ("prod", scale, ("num", known.factor))
-            scaled = (("prod", tree, scale), other) if unit else (tree, ("prod", other, scale))
+            scaled = in_base_units(tree, unit), in_base_units(other, other_unit)
             return same_value(*scaled) is not True and same_value(tree, other) is not True
     return same_value(tree, other) is not True
 
 
 def _tree(text: str) -> Tree | None:
     value = parse_number(text)
-    return parse_expression(text) if value is None else ("num", value)
+    return parse_expression(text) if value is None else num(value)
 
 
 def _is_wrong_rounding(side: str) -> bool:
@@ -337,11 +334,11 @@ def _is_rounded(exact: Tree, text: str, *, has_unit: bool) -> bool:
     value = Fraction(value * factor)
     match = _DECIMAL.fullmatch(digits)
     if match is None:
-        return _is_near(exact, ("num", value), Fraction(1, 100))
+        return _is_near(exact, num(value), Fraction(1, 100))
     places = len(match["places"] or "")
     power = int(match["braced"] or match["bare"] or 0)
     step = abs(Fraction(10) ** (power - places) * factor)
-    if not places and not power and _is_near(exact, ("num", value), MAX_ROUNDING):
+    if not places and not power and _is_near(exact, num(value), MAX_ROUNDING):
         zeros = len(match["whole"]) - len(match["whole"].rstrip("0,"))
         step = Fraction(10) ** min(zeros, 9) * factor
     # Rounded, or cut off after some decimals.
@@ -352,7 +349,7 @@ def _is_rounded(exact: Tree, text: str, *, has_unit: bool) -> bool:
 
 def _is_within(exact: Tree, low: Fraction, high: Fraction) -> bool:
     number = real_value(exact)
-    ends = [real_value(("num", end)) for end in (low, high)]
+    ends = [real_value(num(end)) for end in (low, high)]
     if number is None or ends[0] is None or ends[1] is None:
         return False
     return not (number < ends[0] or ends[1] < number)
@@ -360,7 +357,6 @@ def _is_within(exact: Tree, low: Fraction, high: Fraction) -> bool:
 
 def _is_near(exact: Tree, other: Tree, share: Fraction) -> bool:
     """Whether two numbers differ by no more than a share of the first."""
-    difference = ("sum", exact, ("prod", ("num", Fraction(-1)), other))
-    error = real_value(("call", "abs", difference))
-    most = real_value(("prod", ("num", share), ("call", "abs", exact)))
+    error = real_value(("call", "abs", difference(exact, other)))
+    most = real_value(("prod", num(share), ("call", "abs", exact)))
     return error is not None and most is not None and not most < error

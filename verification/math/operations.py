@@ -10,7 +10,8 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.expression import parse_expression
+from verification.math.trees import MINUS_ONE, ONE, Tree, num, symbols_of
 
 # Kinds that could be carried out as they stand, whatever the reference looks like.
 SUM, PRODUCT, POWER = "sum of numbers", "product of numbers", "power of a number"
@@ -20,7 +21,6 @@ TOP_SUM = "sum at the top"
 OPEN_KINDS = frozenset({SUM, PRODUCT, POWER, BRACKETS, REDUCIBLE, SIGN, FRACTION, NESTED})
 CALL = "call "
 
-_ONE: Tree = ("num", Fraction(1))
 _MAX_SQUARE_ROOT = 200
 _DOUBLE_SIGN = re.compile(r"[-+][({ ]*-")
 _TOKEN = re.compile(
@@ -73,7 +73,7 @@ def literal(tree: Tree) -> Fraction | None:
     """The number or fraction of numbers that a tree writes down; None for any other."""
     if tree[0] == "num":
         return tree[1]
-    if tree[0] == "pow" and tree[2] == ("num", Fraction(-1)) and tree[1][0] == "num":
+    if tree[0] == "pow" and tree[2] == MINUS_ONE and tree[1][0] == "num":
         return 1 / tree[1][1] if tree[1][1] else None
     if tree[0] != "prod":
         return None
@@ -117,8 +117,8 @@ def _count_call(tree: Tree, count: Counter[str]) -> tuple[Tree, ...]:
 
 def _count_product(factors: tuple[Tree, ...], count: Counter[str]) -> None:
     above, below = _above_and_below(factors)
-    ones = above.count(_ONE)
-    above = [factor for factor in above if factor != _ONE]
+    ones = above.count(ONE)
+    above = [factor for factor in above if factor != ONE]
     count["product"] += max(0, ones - len(below))
     tops = [f[1] for f in above if f[0] == "num"]
     bottoms = [f[1] for f in below if f[0] == "num"]
@@ -148,9 +148,9 @@ def _above_and_below(factors: tuple[Tree, ...]) -> tuple[list[Tree], list[Tree]]
             inner = _above_and_below(factor[1:])
             above += inner[0]
             below += inner[1]
-        elif factor[0] == "pow" and factor[2] == ("num", Fraction(-1)):
+        elif factor[0] == "pow" and factor[2] == MINUS_ONE:
             below.append(factor[1])
-        elif factor != ("num", Fraction(-1)):
+        elif factor != MINUS_ONE:
             above.append(factor)
     return above, below
 
@@ -189,9 +189,7 @@ def _has_power(tree: Tree, degree: int | Fraction) -> bool:
         return any(_has_power(factor, degree) for factor in _above_and_below(tree[1:])[0])
     if tree[0] != "num" or degree != int(degree) or not 2 <= degree <= 20:
         # A root of a product or power of numbers, or of a fraction, can be written shorter.
-        return literal(tree) is not None or (
-            tree[0] == "pow" and tree[2] == ("num", Fraction(degree))
-        )
+        return literal(tree) is not None or (tree[0] == "pow" and tree[2] == num(degree))
     value = abs(tree[1])
     if value in (0, 1) or value.denominator > 1:
         return True

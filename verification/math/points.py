@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from verification.math.expression import Tree
+from verification.math.trees import Tree, subtrees
 
 Point = dict[str, Fraction]
 
@@ -74,7 +74,8 @@ def is_enough(points: list[Point]) -> bool:
 def _literals(first: Tree, second: Tree) -> list[Fraction]:
     """Numbers near which branches may meet: those in the trees, their products and ratios."""
     found = {Fraction(1)}
-    found.update(abs(number) for tree in (first, second) for number in _numbers(tree) if number)
+    parts = (part for tree in (first, second) for part in subtrees(tree))
+    found.update(abs(part[1]) for part in parts if part[0] == "num" and part[1])
     singles = sorted(number for number in found if number < 1 << 40)[-MAX_LITERALS:]
     # The literals themselves come up about as often as all that is made of them.
     return singles * len(singles) + sorted(
@@ -82,30 +83,23 @@ def _literals(first: Tree, second: Tree) -> list[Fraction]:
     )
 
 
-def _numbers(tree: Tree) -> Iterator[Fraction]:
-    if tree[0] == "num":
-        yield tree[1]
-    for child in tree[1:]:
-        if isinstance(child, tuple):
-            yield from _numbers(child)
-
-
 def _grade(tree: Tree, names: list[str]) -> int:
     """How many points a tree needs: more where signs, branches or steps tell it from another."""
-    kind = tree[0]
-    if kind in ("num", "sym", "const"):
+    return max(_grade_of_root(part, names) for part in subtrees(tree))
+
+
+def _grade_of_root(tree: Tree, names: list[str]) -> int:
+    """The same for the operation at the root of a tree alone."""
+    if tree[0] == "pow":
+        return _grade_of_power(tree, names)
+    if tree[0] != "call":
         return 0
-    if kind == "pow":
-        own = _grade_of_power(tree, names)
-    elif kind == "call":
-        is_stepped = tree[1] in _STEPS or tree[1] in _COUNTS
-        # A function of whole names may depend on their residue alone.
-        is_residual = tree[1] in _ENTIRE and any(map(is_whole_name, names))
-        own = 0 if tree[1] in _ENTIRE else BRANCHED_POINTS
-        own = STEPPED_POINTS if is_stepped or is_residual else own
-    else:
-        own = 0
-    return max(own, *(_grade(child, names) for child in tree[1:] if isinstance(child, tuple)))
+    is_stepped = tree[1] in _STEPS or tree[1] in _COUNTS
+    # A function of whole names may depend on their residue alone.
+    is_residual = tree[1] in _ENTIRE and any(map(is_whole_name, names))
+    if is_stepped or is_residual:
+        return STEPPED_POINTS
+    return 0 if tree[1] in _ENTIRE else BRANCHED_POINTS
 
 
 def _grade_of_power(tree: Tree, names: list[str]) -> int:

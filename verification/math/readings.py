@@ -8,11 +8,10 @@ import functools
 import itertools
 import re
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from verification.math.applications import without_application_marks
 from verification.math.congruences import Congruence, read_congruence
-from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.labels import (
     Assignment,
     contradicts_itself,
@@ -28,6 +27,7 @@ from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_
 from verification.math.regions import Region, parse_region
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.text import normalise
+from verification.math.trees import Tree, difference, num, symbols_of
 from verification.math.unit_table import Unit
 from verification.math.units import split_unit
 from verification.math.values import same_value
@@ -144,7 +144,7 @@ def read(text: str) -> tuple[Reading, ...]:
         tree = parse_expression(text) if _DIFFERENCE.fullmatch(text) else None
         return (plain,) if tree is None else (plain, Expression(tree, None))
     if isinstance(plain, Number) and words_of(text):
-        return (Expression(("num", plain.value), plain.unit),)
+        return (Expression(num(plain.value), plain.unit),)
     congruence = read_congruence(text)
     if congruence is not None:
         return (congruence,)
@@ -178,7 +178,7 @@ def read(text: str) -> tuple[Reading, ...]:
     # The degrees of an angle within belong to no unit of the whole.
     rest, unit = (text, None) if "\\cis" in text else split_unit(text)
     value = parse_number(rest)
-    tree = parse_expression(rest) if value is None else ("num", value)
+    tree = parse_expression(rest) if value is None else num(value)
     return readings if tree is None else (*readings, Expression(tree, unit))
 
 
@@ -198,9 +198,9 @@ def _read_inequality(text: str) -> tuple[Inequality, ...]:
     if sides[0] is None or sides[1] is None:
         return ()
     more, less = sides if match["sign"][:1] == ">" or match["sign"] == "\\ge" else sides[::-1]
-    difference = ("sum", more, ("prod", ("num", Fraction(-1)), less))
+    excess = difference(more, less)
     is_strict = match["sign"] in ("<", ">")
-    return (Inequality(difference, is_strict),) if len(symbols_of(difference)) > 1 else ()
+    return (Inequality(excess, is_strict),) if len(symbols_of(excess)) > 1 else ()
 
 
 def _read_vector(text: str) -> tuple[Collection, ...]:
@@ -390,8 +390,7 @@ def _read_equation(text: str) -> tuple[Reading, ...]:
     if len(known) < len(sides):
         return readings
     if len(sides) == 2:
-        negative = ("prod", ("num", Fraction(-1)), known[1])
-        readings += (Equation(("sum", known[0], negative)),)
+        readings += (Equation(difference(*known)),)
         # (x+1)^2 = x^2+2x+1 is no condition on x, but one value in two forms.
         is_identity = assignment is None and same_value(*known)
         readings += (Expression(known[1], None),) if is_identity else ()

@@ -5,17 +5,15 @@ into points and gaps, and both must contain the same ones. So unions, overlaps, 
 set differences need no normal form.
 """
 
+import math
 import re
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
-import mpmath
-from mpmath import mp
-
-from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.inequalities import solution
 from verification.math.split import enclosed, split_at, split_words
-from verification.math.values import DIGITS, is_close, real_value
+from verification.math.trees import Tree, difference, symbols_of
+from verification.math.values import Real, real_value
 
 MAX_ENDPOINTS = 60
 _RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|\\ne(?![a-z])|<=|>=|!=|<|>|=")
@@ -35,7 +33,8 @@ class Endpoint:
     """End of an interval: its text, and its value where it has one."""
 
     text: str
-    value: mpmath.mpf | None
+    value: Real | float | None
+    """A float is an infinity."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Region:
         return (self.kind, self.is_low_in, self.is_high_in, *(part.shape() for part in self.parts))
 
 
-MINUS_INFINITY = Endpoint("-\\infty", mp.ninf)
-INFINITY = Endpoint("\\infty", mp.inf)
+MINUS_INFINITY = Endpoint("-\\infty", -math.inf)
+INFINITY = Endpoint("\\infty", math.inf)
 REALS = Region("interval", low=MINUS_INFINITY, high=INFINITY)
 NOTHING = Region("or")
 
@@ -115,30 +114,27 @@ def same_region(first: Region, second: Region) -> bool | None:
 def _holds_infinity(region: Region) -> bool:
     """Whether a region is written with a bracket that takes in an infinite end."""
     pairs = ((region.low, region.is_low_in), (region.high, region.is_high_in))
-    is_own = any(
-        is_in and end is not None and end.value in (mp.inf, mp.ninf) for end, is_in in pairs
-    )
+    is_own = any(is_in and end is not None and isinstance(end.value, float) for end, is_in in pairs)
     return is_own or any(map(_holds_infinity, region.parts))
 
 
-def _marks(ends: list[Endpoint]) -> list[mpmath.mpf]:
+def _marks(ends: list[Endpoint]) -> list[Real]:
     """Distinct finite endpoints in order; mark k lies at place 2k+1, gaps at even places."""
-    values = sorted(end.value for end in ends if end.value is not None and not mp.isinf(end.value))
-    marks: list[mpmath.mpf] = []
-    for value in values:
-        if not marks or not is_close(marks[-1], value, DIGITS):
+    marks: list[Real] = []
+    for value in sorted(end.value for end in ends if isinstance(end.value, Real)):
+        if not marks or marks[-1] != value:
             marks.append(value)
     return marks
 
 
-def _place(end: Endpoint, marks: list[mpmath.mpf]) -> int:
+def _place(end: Endpoint, marks: list[Real]) -> int:
     assert end.value is not None
-    if mp.isinf(end.value):
+    if isinstance(end.value, float):
         return -1 if end.value < 0 else 2 * len(marks) + 1
-    return 1 + 2 * next(k for k, mark in enumerate(marks) if is_close(mark, end.value, DIGITS))
+    return 1 + 2 * marks.index(end.value)
 
 
-def _holds(region: Region, place: int, marks: list[mpmath.mpf]) -> bool:
+def _holds(region: Region, place: int, marks: list[Real]) -> bool:
     if region.kind == "interval":
         assert region.low is not None and region.high is not None
         low, high = _place(region.low, marks), _place(region.high, marks)
@@ -225,7 +221,7 @@ def _is_disjoint(parts: tuple[Region, ...]) -> bool:
 
 
 def _is_finite_overlap(both: Region) -> bool:
-    ends = [end for end in both.endpoints() if end.value is not None and not mp.isinf(end.value)]
+    ends = [end for end in both.endpoints() if isinstance(end.value, Real)]
     points = Region("or", tuple(map(_point, ends)))
     return same_region(Region("minus", (both, points)), NOTHING) is True
 
@@ -233,10 +229,7 @@ def _is_finite_overlap(both: Region) -> bool:
 def _named(region: Region | None, name: str) -> Region | None:
     if region is None or region.variable not in ("", name):
         return None
-    return Region(
-        region.kind, region.parts, region.low, region.high, region.is_low_in, region.is_high_in,
-        name,
-    )  # fmt: skip
+    return replace(region, variable=name)
 
 
 def _endpoint(text: str) -> Endpoint | None:
@@ -327,8 +320,7 @@ def _solved(text: str) -> Region | None:
         return None
     parts = []
     for left, right, sign in zip(known, known[1:], signs, strict=False):
-        difference = ("sum", left, ("prod", ("num", Fraction(-1)), right))
-        pieces = solution(difference, sign)
+        pieces = solution(difference(left, right), sign)
         if pieces is None:
             return None
         parts.append(Region("or", tuple(_stretch(*piece) for piece in pieces)))

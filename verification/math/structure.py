@@ -24,7 +24,6 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 """
 
 from collections.abc import Iterable
-from fractions import Fraction
 
 from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.bound_names import (
@@ -35,7 +34,7 @@ from verification.math.bound_names import (
     with_bound_names,
 )
 from verification.math.congruences import Congruence, same_congruence
-from verification.math.expression import Tree, has_constant, parse_expression, renamed, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.inequalities import is_positive_multiple
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
 from verification.math.notation import respell
@@ -55,7 +54,8 @@ from verification.math.readings import (
 from verification.math.regions import Region, same_region
 from verification.math.split import split_at
 from verification.math.text import normalise
-from verification.math.units import ANGLE, is_unit_mismatch, settle_units
+from verification.math.trees import ONE, ZERO, Tree, num, renamed, subtrees, symbols_of
+from verification.math.units import ANGLE, in_base_units, is_unit_mismatch, settle_units
 from verification.math.values import is_constant_ratio, same_value
 from verification.verdict import Verdict
 
@@ -107,17 +107,6 @@ def same_structure(
     return all(result is True for result in results)
 
 
-def _in_base_units(expression: Expression) -> Tree:
-    """The value times its unit's factor; degrees as radians."""
-    unit = expression.unit
-    if unit is None:
-        return expression.tree
-    if unit.dimension == ANGLE:
-        radian = ("prod", ("const", "pi"), ("num", unit.factor / 180))
-        return ("prod", expression.tree, radian)
-    return ("prod", expression.tree, ("num", unit.factor))
-
-
 def _same_tree(first: Tree, second: Tree) -> bool | None:
     """Whether two expressions are equal, with whatever names they bind."""
     pair = with_names_for_applications(first, second)
@@ -136,13 +125,12 @@ def _same_ratio(a: Reading, b: Reading) -> bool | None:
     if not isinstance(a, Ratio):
         return False
     if isinstance(b, Expression) and len(a.parts) == 2 and b.unit is None:
-        parts = (b.tree, ("num", Fraction(1)))
+        parts = (b.tree, ONE)
     elif isinstance(b, Ratio) and len(a.parts) == len(b.parts):
         parts = b.parts
     else:
         return False
-    zero = ("num", Fraction(0))
-    if any(same_value(part, zero) is not False for part in (*a.parts, *parts)):
+    if any(same_value(part, ZERO) is not False for part in (*a.parts, *parts)):
         return False
     first, other = a.parts[0], parts[0]
     pairs = zip(a.parts[1:], parts[1:], strict=True)
@@ -207,7 +195,7 @@ class _Comparison:
         if isinstance(a, Equation) and isinstance(b, Equation):
             pair = with_names_for_applications(a.difference, b.difference)
             # No multiple of an equation with an infinite term can be told.
-            if pair is None or any(has_constant(side, "infty") for side in pair):
+            if pair is None or any(("const", "infty") in subtrees(side) for side in pair):
                 return None
             return is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
@@ -226,8 +214,8 @@ class _Comparison:
             return True in results
         if not isinstance(b, Expression) or len(residues) > 1 or b.unit is not None:
             return False
-        known = ("num", a.residues[0])
-        return same_value(known, b.tree) is True or is_class(b.tree, a.residues[0], a.modulus)
+        residue = a.residues[0]
+        return same_value(num(residue), b.tree) is True or is_class(b.tree, residue, a.modulus)
 
     def _same_pieces(self, a: Piecewise, b: Piecewise) -> bool | None:
         if len(a.rows) != len(b.rows) or len(a.rows) > MAX_ITEMS:
@@ -268,8 +256,9 @@ class _Comparison:
                 return True
             known = a.unit or b.unit
             is_number = known is not None and known.dimension in ("", ANGLE)
-            return _same_tree(_in_base_units(a), _in_base_units(b)) if is_number else False
-        return _same_tree(_in_base_units(a), _in_base_units(b))
+            if not is_number:
+                return False
+        return _same_tree(in_base_units(a.tree, a.unit), in_base_units(b.tree, b.unit))
 
     def _same_region(self, a: Region, b: Region) -> bool | None:
         result = same_region(a, b)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from verification.math.expression import Tree
 from verification.math.points import is_whole_name
+from verification.math.trees import MINUS_ONE, ONE, Tree, num, replaced, subtrees
 
 MAX_TERMS = 500
 MAX_NODES = 5000
-_ONE = ("num", Fraction(1))
 _NAMES = {
     name: name
     for name in "sin cos tan cot sec csc sinh cosh tanh coth exp floor sign factorial".split()
@@ -60,16 +59,13 @@ def limit(body: Tree, name: str, place: Tree, side: str) -> Tree:
 def repeated(kind: str, body: Tree, name: str, low: Tree, high: Tree) -> Tree:
     """The sum or product, by `kind`, of a tree over whole values of the symbol `name`."""
     if name == "i":
-        body = _replaced(body, ("const", "i"), ("sym", "i"))
+        body = replaced(body, {("const", "i"): ("sym", "i")})
     ends = [end[1] for end in (low, high) if end[0] == "num" and end[1].denominator == 1]
     if len(ends) == 2:
         count = int(ends[1] - ends[0]) + 1
-        if 1 <= count <= MAX_TERMS and count * _size(body) <= MAX_NODES:
+        if 1 <= count <= MAX_TERMS and count * len([*subtrees(body)]) <= MAX_NODES:
             places = range(int(ends[0]), int(ends[1]) + 1)
-            return (
-                kind,
-                *(_replaced(body, ("sym", name), ("num", Fraction(place))) for place in places),
-            )
+            return (kind, *(replaced(body, {("sym", name): num(place)}) for place in places))
     import sympy
 
     operation = sympy.Sum if kind == "sum" else sympy.Product
@@ -82,21 +78,11 @@ def repeated(kind: str, body: Tree, name: str, low: Tree, high: Tree) -> Tree:
     return _evaluated(compute)
 
 
-def _size(tree: Tree) -> int:
-    return 1 + sum(_size(part) for part in tree if isinstance(part, tuple))
-
-
-def _replaced(tree: Tree, old: Tree, value: Tree) -> Tree:
-    if tree == old:
-        return value
-    return tuple(_replaced(part, old, value) if isinstance(part, tuple) else part for part in tree)
-
-
 def prepare() -> None:
     """Load SymPy and what it builds when it is first used."""
-    integral(("pow", ("sym", "x"), ("num", Fraction(2))), "x", _ONE, ("sym", "a"))
-    repeated("sum", ("sym", "k"), "k", _ONE, ("sym", "n"))
-    limit(("call", "sin", ("sym", "x")), "x", _ONE, "")
+    integral(("pow", ("sym", "x"), num(2)), "x", ONE, ("sym", "a"))
+    repeated("sum", ("sym", "k"), "k", ONE, ("sym", "n"))
+    limit(("call", "sin", ("sym", "x")), "x", ONE, "")
 
 
 def _evaluated(compute: Callable[[], Any]) -> Tree:
@@ -164,7 +150,7 @@ def _tree(value: Any) -> Tree:
     if value in constants:
         return ("const", constants[value])
     if value == -sympy.oo:
-        return ("prod", ("num", Fraction(-1)), ("const", "infty"))
+        return ("prod", MINUS_ONE, ("const", "infty"))
     kinds = {sympy.Add: "sum", sympy.Mul: "prod", sympy.Pow: "pow"}
     if isinstance(value, sympy.Piecewise):
         return _tree(_convergent(value))

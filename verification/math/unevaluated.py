@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from megatron_rl.config.reward import UnevaluatedRule
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
-from verification.math.expression import Tree, parse_expression
+from verification.math.expression import parse_expression
 from verification.math.forms import form_of, is_other_form
 from verification.math.linear import operands_of
 from verification.math.notation import respell
@@ -33,6 +33,7 @@ from verification.math.operations import (
 from verification.math.plain import Words, read_plain, settle_choices
 from verification.math.split import split_at
 from verification.math.text import MAX_CHARS, normalise, without_marks
+from verification.math.trees import MINUS_ONE, ONE, ZERO, Tree, inverse, subtrees
 from verification.math.units import ANGLE, split_unit
 from verification.verdict import Verdict
 
@@ -178,7 +179,7 @@ def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: s
     trees = () if tree is None else tuple(_settled(tree, cancels=c) for c in (False, True))
     if stands_in(text, problem, *trees):
         return True
-    parts = [part for whole in trees for part in _parts(whole)][:MAX_PARTS]
+    parts = [part for whole in trees for part in subtrees(whole)][:MAX_PARTS]
     if any(operations_of(part) - allowed and is_run(problem, part) for part in parts):
         return True
     if not any(kind.startswith(CALL) for kind in extra):
@@ -208,11 +209,6 @@ def _in_degrees(match: re.Match[str]) -> str:
 def _in_percent(match: re.Match[str]) -> str:
     percent = Fraction(match[0]) * 100
     return f"{percent}%" if percent.denominator == 1 else match[0]
-
-
-def _parts(tree: Tree) -> list[Tree]:
-    children = [child for child in tree[1:] if isinstance(child, tuple)]
-    return [tree, *(part for child in children for part in _parts(child))]
 
 
 def _calls(text: str) -> list[str]:
@@ -246,13 +242,13 @@ def _settled(tree: Tree, *, cancels: bool) -> Tree:
         return (*tree[:2], *(_settled(child, cancels=cancels) for child in tree[2:]))
     children = [_settled(child, cancels=cancels) for child in tree[1:]]
     if kind == "pow":
-        if children[1] == ("num", Fraction(1)):
+        if children[1] == ONE:
             return children[0]
-        return ("num", Fraction(1)) if children[1] == ("num", Fraction(0)) else (kind, *children)
+        return ONE if children[1] == ZERO else (kind, *children)
     is_sum = kind == "sum"
-    neutral = ("num", Fraction(0 if is_sum else 1))
-    if not is_sum and ("num", Fraction(0)) in children:
-        return ("num", Fraction(0))
+    neutral = ZERO if is_sum else ONE
+    if not is_sum and ZERO in children:
+        return ZERO
     left: list[Tree] = []
     for child in children:
         opposite = _opposite(child, is_sum=is_sum)
@@ -269,17 +265,16 @@ def _settled(tree: Tree, *, cancels: bool) -> Tree:
 
 
 def _is_inverse(tree: Tree) -> bool:
-    return tree[0] == "pow" and tree[2] == ("num", Fraction(-1))
+    return tree[0] == "pow" and tree[2] == MINUS_ONE
 
 
 def _opposite(tree: Tree, *, is_sum: bool) -> Tree:
-    minus_one = ("num", Fraction(-1))
     if is_sum:
         if tree[0] == "num":
             return ("num", -tree[1])
-        if tree[0] == "prod" and tree[1] == minus_one:
+        if tree[0] == "prod" and tree[1] == MINUS_ONE:
             return tree[2] if len(tree) == 3 else ("prod", *tree[2:])
-        return ("prod", minus_one, tree)
-    if tree[0] == "pow" and tree[2] == minus_one:
+        return ("prod", MINUS_ONE, tree)
+    if tree[0] == "pow" and tree[2] == MINUS_ONE:
         return tree[1]
-    return ("pow", tree, minus_one)
+    return inverse(tree)

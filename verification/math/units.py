@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from verification.math.compound import read_compound
 from verification.math.numbers import parse_number
+from verification.math.trees import Tree, num
 from verification.math.unit_table import (
     GENERIC,
     MAX_UNIT_CHARS,
@@ -207,6 +208,15 @@ def same_quantity(
     factor = unit.factor if unit else Fraction(1)
     other_factor = other_unit.factor if other_unit else Fraction(1)
     return not is_unit_mismatch(unit, other_unit) and value * factor == other_value * other_factor
+
+
+def in_base_units(tree: Tree, unit: Unit | None) -> Tree:
+    """A value times the factor of its unit; degrees as radians."""
+    if unit is None:
+        return tree
+    if unit.dimension == ANGLE:
+        return ("prod", tree, ("prod", ("const", "pi"), num(unit.factor / 180)))
+    return ("prod", tree, num(unit.factor))
 
 
 def is_unit_mismatch(unit: Unit | None, other: Unit | None) -> bool:

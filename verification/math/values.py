@@ -14,16 +14,12 @@ x^2 is twice that of x; but the root of x^2 is not x, which differs where x is n
 import functools
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import TypeVar
-
-import mpmath
-from mpmath import mp
 
 from verification.math.balls import Evaluation
 from verification.math.effort import Exhausted, Unbounded, Undefined, Unsure, Work
-from verification.math.expression import Tree, has_constant, symbols_of
 from verification.math.points import Point, is_enough, points_of
+from verification.math.trees import ZERO, Tree, at_point, inverse, num, subtrees, symbols_of
 
 FIRST_BITS = 128
 SURE_BITS = 256
@@ -32,8 +28,8 @@ MAX_BITS = 200_000
 MAX_POINT_BITS = 20_000
 MAX_TRIES = 12
 MAX_LACKING = 24
-DIGITS = 50
-_ZERO = ("num", Fraction(0))
+_MODULI = ("abs", "max", "min", "sign")
+_LOGARITHMS = ("ln", "log", "arcsin", "arccos")
 
 Result = TypeVar("Result")
 
@@ -69,9 +65,8 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
         for index, point in enumerate(points):
             if index >= count and is_enough(agreed):
                 break
-            divisor = ("pow", _substituted(second, point), ("num", Fraction(-1)))
-            value = ("prod", _substituted(first, point), divisor)
-            is_zero = _agrees_or_none({}, value, _ZERO, is_real=True, work=work)
+            value = ("prod", at_point(first, point), inverse(at_point(second, point)))
+            is_zero = _agrees_or_none({}, value, ZERO, is_real=True, work=work)
             if is_zero is None:
                 lacking.append(point)
                 continue
@@ -88,7 +83,8 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
 
 def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None:
     """Whether two trees agree at their points; None where too few tell."""
-    modes = (False,) if has_constant(first, "i") or has_constant(second, "i") else (True, False)
+    has_i = any(("const", "i") in subtrees(tree) for tree in (first, second))
+    modes = (False,) if has_i else (True, False)
     work = Work()
     for is_real in modes:
         agreed: list[Point] = []
@@ -156,22 +152,24 @@ def _is_defined(point: Point, tree: Tree, work: Work, *, is_real: bool) -> bool:
 
 
 def _has_modulus(tree: Tree) -> bool:
-    is_own = tree[0] == "call" and tree[1] in ("abs", "max", "min", "sign")
-    return is_own or any(_has_modulus(part) for part in tree[1:] if isinstance(part, tuple))
+    return any(part[0] == "call" and part[1] in _MODULI for part in subtrees(tree))
 
 
 def _has_branch(tree: Tree) -> bool:
-    """Whether a tree holds a root or logarithm, by which it may be real in places alone."""
-    is_root = tree[0] == "pow" and (tree[2][0] != "num" or tree[2][1].denominator > 1)
-    is_call = tree[0] == "call" and tree[1] in ("root", "ln", "log", "arcsin", "arccos")
-    return is_root or is_call or any(_has_branch(p) for p in tree[1:] if isinstance(p, tuple))
+    """Whether a tree holds a root or logarithm, which may be real in places alone."""
+    return any(
+        (part[0] == "pow" and (part[2][0] != "num" or part[2][1].denominator > 1))
+        or (part[0] == "call" and part[1] in ("root", *_LOGARITHMS))
+        for part in subtrees(tree)
+    )
 
 
 def _has_logarithm(tree: Tree) -> bool:
     """Whether a tree holds a logarithm or a power with names in its exponent."""
-    is_power = tree[0] == "pow" and bool(symbols_of(tree[2]))
-    is_call = tree[0] == "call" and tree[1] in ("ln", "log", "arcsin", "arccos")
-    return is_power or is_call or any(_has_logarithm(p) for p in tree[1:] if isinstance(p, tuple))
+    return any(
+        (part[0] == "pow" and symbols_of(part[2])) or (part[0] == "call" and part[1] in _LOGARITHMS)
+        for part in subtrees(tree)
+    )
 
 
 def _agrees_or_none(
@@ -243,12 +241,6 @@ def _settled(
     raise Undecided
 
 
-def _substituted(tree: Tree, point: Point) -> Tree:
-    if tree[0] == "sym":
-        return ("num", point[tree[1]])
-    return tuple(_substituted(part, point) if isinstance(part, tuple) else part for part in tree)
-
-
 def _form(tree: Tree) -> str:
     """A spelling that trees share when they differ in the order of terms and factors alone."""
     if tree[0] not in ("sum", "prod"):
@@ -277,13 +269,14 @@ class Real:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int | float) and math.isfinite(other):
-            return _order(self._tree, ("num", Fraction(other))) == 0
+            return _order(self._tree, num(other)) == 0
         return isinstance(other, Real) and _order(self._tree, other._tree) == 0
 
-    def __lt__(self, other: "Real | mpmath.mpf") -> bool:
+    def __lt__(self, other: "Real | float") -> bool:
         if isinstance(other, Real):
             return _order(self._tree, other._tree) < 0
-        return bool(mp.mpf(0) < other)
+        # An infinity.
+        return other > 0
 
     def __hash__(self) -> int:
         return hash(self._approximation)
@@ -291,12 +284,8 @@ class Real:
     def __float__(self) -> float:
         return self._approximation
 
-    def _mpmath_(self, precision: int, rounding: str) -> mpmath.mpf:
-        # mpmath asks for it to compare an infinity, which any finite number stands for.
-        return mp.mpf(0)
 
-
-def real_value(tree: Tree) -> Real | mpmath.mpf | None:
+def real_value(tree: Tree) -> Real | float | None:
     """Value of a tree without symbols as a real number or infinity; None when it has none."""
     if symbols_of(tree):
         return None
@@ -304,7 +293,7 @@ def real_value(tree: Tree) -> Real | mpmath.mpf | None:
         value = _settled(lambda run: run.real(run.value(tree)), {}, work=Work())
     except (ArithmeticError, RecursionError):
         return None
-    return mp.mpf(value) if isinstance(value, float) else Real(tree, float(value.mid()))
+    return value if isinstance(value, float) else Real(tree, float(value.mid()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -319,8 +308,3 @@ def _order(first: Tree, second: Tree) -> int:
     except (ArithmeticError, RecursionError):
         one, other = _form(first), _form(second)
         return (one > other) - (one < other)
-
-
-def is_close(a: Real | mpmath.mpf, b: Real | mpmath.mpf, digits: int) -> bool:
-    """Whether two values are equal; digits are not counted."""
-    return bool(a == b)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from verification.math.expression import parse_expression, symbols_of
+from verification.math.expression import parse_expression
 from verification.math.points import points_of
+from verification.math.trees import symbols_of
 from verification.math.values import is_constant_ratio, same_value
 
 ROOT = Path(__file__).resolve().parents[3]
