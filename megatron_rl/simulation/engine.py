@@ -91,20 +91,34 @@ class Request:
         return found
 
 
+@dataclass
+class Counts:
+    """What engines have done."""
+
+    tokens: int = 0
+    """Generated."""
+    iterations: int = 0
+    retractions: int = 0
+
+
 class Engine:
     """Completions that wait and run, at a clock that the caller advances. Times are seconds."""
 
-    def __init__(self, model: EngineModel, *, reserve_tokens: int = RESERVE_TOKENS) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        reserve_tokens: int = RESERVE_TOKENS,
+        counts: Counts | None = None,
+    ) -> None:
+        """counts: what the engine adds to; other engines may share it."""
         self.model = model
+        self.counts = counts if counts is not None else Counts()
         self.version = -1
         self.kv = 0
         """Tokens in the cache."""
         self.iterations = 0
-        self.retractions = 0
-        self.tokens = 0
-        """Generated so far."""
-        self.counted_iterations = 0
-        """Iterations since the caller last set this to 0."""
+        """Of this engine since it started."""
         self.peak_kv = 0
         self._reserve = reserve_tokens
         self._clock = 0.0
@@ -199,8 +213,8 @@ class Engine:
             count = len(self._running)
             self.iterations += done
             self.kv += done * count
-            self.tokens += done * count
-            self.counted_iterations += done
+            self.counts.tokens += done * count
+            self.counts.iterations += done
             self.peak_kv = max(self.peak_kv, self.kv)
             self._leave()
             if done < change:
@@ -304,7 +318,7 @@ class Engine:
         request = self._running.pop(place)[2]
         heapq.heapify(self._running)
         self._put_back(request)
-        self.retractions += 1
+        self.counts.retractions += 1
 
     def _put_back(self, request: Request) -> None:
         self.kv -= self._held(request)

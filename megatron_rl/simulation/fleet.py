@@ -1,6 +1,6 @@
-"""The simulated generators: engines that take leases, return rollouts, die and come back.
+"""The simulated generators: engines that take leases, return rollouts, die and restart.
 
-Used by the simulation. Says to the queue what real generators say, in the same messages.
+Used by the simulation. Generators send the queue the messages of real ones.
 """
 
 import dataclasses
@@ -15,206 +15,160 @@ from megatron_rl.protocol.types import (
     RolloutDone,
     RolloutFailed,
 )  # fmt: skip
-from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
-from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
-from megatron_rl.simulation.events import EventClock
-from megatron_rl.simulation.machines import Faults
-from megatron_rl.simulation.queue import make_rollout
-from megatron_rl.simulation.workload import Workload
+from megatron_rl.rollout_queue.coordinator import PROMPTS
+from megatron_rl.simulation.engine import RESERVE_TOKENS, Counts, Engine, Request
+from megatron_rl.simulation.queue import VirtualRun, make_rollout
 
 
 @dataclasses.dataclass
 class Generator:
-    """One engine and what is known of its time."""
+    """One engine and its state."""
 
     name: str
     engine: Engine
     session: int = 1
     is_alive: bool = True
     stamp: int = 0
-    """Of the event that is set for it; earlier ones mean nothing any more."""
+    """Number of the last event that was set for it; earlier events no longer count."""
+    seen_at: float = 0.0
+    """Up to when its time is counted."""
+
+
+@dataclasses.dataclass
+class FleetTotals(Counts):
+    """Of all generators since the last reset."""
+
     idle_s: float = 0.0
+    """With nothing in flight, or dead."""
     running_s: float = 0.0
     """Integral of running completions over time."""
-    seen_at: float = 0.0
     latency_s: float = 0.0
     """Of all completions together, from lease to end."""
     finished: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FleetTotals:
-    """Over all generators since the last reset."""
-
-    idle_s: float
-    """With nothing in flight, dead ones included."""
-    running_s: float
-    latency_s: float
-    finished: int
-    tokens: int
-    iterations: int
-    retractions: int
-    deaths: int
-    timeouts: int
+    deaths: int = 0
+    timeouts: int = 0
     """Completions that took longer than expert.generator.request_timeout_s."""
 
 
 class Fleet:
     """All generators of a run."""
 
-    def __init__(
-        self,
-        clock: EventClock,
-        queue: Coordinator,
-        model: EngineModel,
-        workload: Workload,
-        *,
-        replicas: int,
-        max_new_tokens: int,
-        request_timeout_s: float,
-        faults: Faults,
-        on_restart: Callable[[Generator], None],
-    ) -> None:
-        """on_restart: called with an engine that restarted and waits for weights."""
-        self._clock, self._queue, self._model = clock, queue, model
-        self._workload, self._faults = workload, faults
-        self._cap, self._timeout_s = max_new_tokens, request_timeout_s
-        self._on_restart = on_restart
-        self._draw = random.Random(f"{workload.seed}/faults")
-        names = [f"generator-{i}" for i in range(replicas)]
+    def __init__(self, run: VirtualRun, on_restart: Callable[[Generator], None]) -> None:
+        """on_restart: called with a generator that restarted and waits for weights."""
+        self._run, self._on_restart = run, on_restart
+        self._cap = run.config.sampling.max_new_tokens
+        self._draw = random.Random(f"{run.workload.seed}/faults")
+        self._totals = FleetTotals()
+        names = [f"generator-{i}" for i in range(run.config.generator.replicas)]
         self.generators = {name: Generator(name, self._new_engine()) for name in names}
-        self._deaths = self._timeouts = 0
         for number, generator in enumerate(self.generators.values()):
-            generator.is_alive = number >= faults.dead_from_start
+            generator.is_alive = number >= run.model.faults.dead_from_start
             if generator.is_alive:
                 self._await_death(generator)
 
     def _new_engine(self) -> Engine:
-        return Engine(self._model, reserve_tokens=min(RESERVE_TOKENS, self._cap))
+        reserve_tokens = min(RESERVE_TOKENS, self._cap)
+        return Engine(self._run.model.engine, reserve_tokens=reserve_tokens, counts=self._totals)
 
-    # --- what the queue and the syncer say ---------------------------------------------------
+    # --- messages of the queue and the trainer ------------------------------------------------
 
     def take_lease(self, name: str, lease: Lease) -> None:
-        """Generate what is leased."""
+        """Generate the completions of a lease."""
         generator = self.generators[name]
         if not generator.is_alive:
             return
-        now, workload = self._clock.now, self._workload
+        now, workload = self._run.now, self._run.workload
         group, cap = lease.sampling.seed, lease.sampling.max_new_tokens
-        requests = [
-            Request(
-                lease.lease_id,
-                index,
-                group,
-                workload.prompt_tokens,
-                workload.tokens(group, index, cap),
-                leased_at=now,
+        self._count_time(generator)
+        for index in lease.indices:
+            tokens = workload.tokens(group, index, cap)
+            request = Request(
+                lease.lease_id, index, group, workload.prompt_tokens, tokens, leased_at=now
             )
-            for index in lease.indices
-        ]
-        self._note(generator)
-        for request in requests:
             generator.engine.add(request, now)
         self._changed(generator)
 
     def take_cancel(self, name: str, cancel: Cancel) -> None:
-        """Stop what is left of a lease."""
+        """Stop the completions of a lease that still run or wait."""
         generator = self.generators[name]
-        self._note(generator)
-        generator.engine.cancel(cancel.lease_id, self._clock.now)
+        self._count_time(generator)
+        generator.engine.cancel(cancel.lease_id, self._run.now)
         self._changed(generator)
 
     def pause(self, generator: Generator, session: int) -> None:
         """A weight sync to a generator begins."""
         if generator.is_alive and generator.session == session:
-            self._note(generator)
-            generator.engine.pause(self._clock.now)
+            self._count_time(generator)
+            generator.engine.pause(self._run.now)
             self._changed(generator)
 
     def resume(self, generator: Generator, session: int, version: int) -> None:
-        """It has the weights of a version."""
+        """A generator has the weights of a version."""
         if generator.is_alive and generator.session == session:
-            self._note(generator)
-            generator.engine.resume(version, self._clock.now)
+            self._count_time(generator)
+            generator.engine.resume(version, self._run.now)
             self._changed(generator)
-            self.announce(generator)
+            self._announce(generator)
 
-    def announce(self, generator: Generator) -> None:
-        """Tell the queue of a generator."""
+    def _announce(self, generator: Generator) -> None:
         engine = generator.engine
         version = engine.version if engine.pending_version is None else engine.pending_version
-        ready = GeneratorReady(self._model.max_running, version, generator.session)
-        self._queue.handle(PROMPTS, generator.name, ready, self._clock.now)
+        slots = self._run.model.engine.max_running
+        self._run.say(PROMPTS, generator.name, GeneratorReady(slots, version, generator.session))
 
     def beat(self) -> None:
-        """The heartbeats of all that live."""
+        """Send the heartbeats of all live generators."""
         for generator in self.live:
             if generator.engine.version >= 0:
-                self.announce(generator)
+                self._announce(generator)
 
     # --- state ----------------------------------------------------------------------------------
 
     @property
     def live(self) -> list[Generator]:
-        """Those that can take a weight sync."""
+        """The generators that can take a weight sync."""
         return [generator for generator in self.generators.values() if generator.is_alive]
 
     def reset(self) -> None:
         """Count from here on."""
-        self._deaths = self._timeouts = 0
         for generator in self.generators.values():
-            self._note(generator)
-            generator.idle_s = generator.running_s = generator.latency_s = 0.0
-            generator.finished = 0
-            generator.engine.tokens = generator.engine.retractions = 0
-            generator.engine.counted_iterations = 0
+            self._count_time(generator)
+        # The engines count into the same object.
+        vars(self._totals).update(vars(FleetTotals()))
 
     def totals(self) -> FleetTotals:
         """Since the last reset."""
         for generator in self.generators.values():
-            self._note(generator)
+            self._count_time(generator)
             if generator.is_alive:
-                generator.engine.advance(self._clock.now)
+                generator.engine.advance(self._run.now)
                 self._deliver(generator)
-        everybody = self.generators.values()
-        return FleetTotals(
-            idle_s=sum(g.idle_s for g in everybody),
-            running_s=sum(g.running_s for g in everybody),
-            latency_s=sum(g.latency_s for g in everybody),
-            finished=sum(g.finished for g in everybody),
-            tokens=sum(g.engine.tokens for g in everybody),
-            iterations=sum(g.engine.counted_iterations for g in everybody),
-            retractions=sum(g.engine.retractions for g in everybody),
-            deaths=self._deaths,
-            timeouts=self._timeouts,
-        )
+        return self._totals
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _note(self, generator: Generator) -> None:
+    def _count_time(self, generator: Generator) -> None:
         """Count the time since the last look, in which nothing joined or ended."""
-        passed = self._clock.now - generator.seen_at
-        generator.seen_at = self._clock.now
+        passed = self._run.now - generator.seen_at
+        generator.seen_at = self._run.now
         if not generator.is_alive or not generator.engine.in_flight:
-            generator.idle_s += passed
+            self._totals.idle_s += passed
         else:
-            generator.running_s += passed * generator.engine.running
+            self._totals.running_s += passed * generator.engine.running
 
     def _changed(self, generator: Generator) -> None:
+        """Deliver the finished completions, and wake at the engine's next change."""
         self._deliver(generator)
-        self._set_event(generator)
-
-    def _set_event(self, generator: Generator) -> None:
         generator.stamp += 1
         when = generator.engine.next_at()
         if when < float("inf"):
-            self._clock.at(when, partial(self._wake, generator, generator.stamp))
+            self._run.at(when, partial(self._wake, generator, generator.stamp))
 
     def _wake(self, generator: Generator, stamp: int) -> None:
         if stamp != generator.stamp or not generator.is_alive:
             return
-        self._note(generator)
-        generator.engine.advance(self._clock.now)
+        self._count_time(generator)
+        generator.engine.advance(self._run.now)
         self._changed(generator)
 
     def _deliver(self, generator: Generator) -> None:
@@ -222,14 +176,17 @@ class Fleet:
             self._hand_over(generator, request)
 
     def _hand_over(self, generator: Generator, request: Request) -> None:
-        now = self._clock.now
-        generator.latency_s += now - request.leased_at
-        generator.finished += 1
-        if now - request.leased_at > self._timeout_s:
-            self._timeouts += 1
-            reason = f"it took longer than {self._timeout_s:.0f} s"
+        latency_s, limit_s = (
+            self._run.now - request.leased_at,
+            self._run.config.generator.request_timeout_s,
+        )
+        self._totals.latency_s += latency_s
+        self._totals.finished += 1
+        if latency_s > limit_s:
+            self._totals.timeouts += 1
+            reason = f"it took longer than {limit_s:.0f} s"
             failed = RolloutFailed(request.lease_id, request.index, reason)
-            self._queue.handle(PROMPTS, generator.name, failed, now)
+            self._run.say(PROMPTS, generator.name, failed)
             return
         rollout = make_rollout(
             request.lease_id,
@@ -238,30 +195,23 @@ class Fleet:
             prompt_tokens=request.prompt_tokens,
             is_cut=request.tokens >= self._cap,
         )
-        self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
+        self._run.say(PROMPTS, generator.name, RolloutDone(rollout))
 
     # --- deaths -----------------------------------------------------------------------------------
 
     def _await_death(self, generator: Generator) -> None:
-        if not (rate := self._faults.deaths_per_engine_hour / 3600.0):
-            return
-        when = self._clock.now + self._draw.expovariate(rate)
-        self._clock.at(when, partial(self._die, generator))
+        if rate := self._run.model.faults.deaths_per_engine_hour / 3600.0:
+            self._run.later(self._draw.expovariate(rate), partial(self._die, generator))
 
     def _die(self, generator: Generator) -> None:
-        self._note(generator)
+        self._count_time(generator)
         generator.is_alive = False
-        self._deaths += 1
-        dead = generator.engine
         generator.engine = self._new_engine()
-        generator.engine.tokens, generator.engine.retractions = dead.tokens, dead.retractions
-        generator.engine.counted_iterations = dead.counted_iterations
-        self._clock.at(
-            self._clock.now + self._faults.restart_s, partial(self._come_back, generator)
-        )
+        self._totals.deaths += 1
+        self._run.later(self._run.model.faults.restart_s, partial(self._restart, generator))
 
-    def _come_back(self, generator: Generator) -> None:
-        self._note(generator)
+    def _restart(self, generator: Generator) -> None:
+        self._count_time(generator)
         generator.is_alive = True
         generator.session += 1
         self._await_death(generator)

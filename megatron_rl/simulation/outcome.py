@@ -1,4 +1,4 @@
-"""What a simulated run came to, and who waited for whom. Pure.
+"""The figures of a simulated run: step time, and who waited for whom. Pure.
 
 Used by the simulation.
 """
@@ -8,7 +8,9 @@ import statistics
 from collections.abc import Sequence
 
 from megatron_rl.simulation.fleet import FleetTotals
+from megatron_rl.simulation.queue import VirtualRun
 from megatron_rl.simulation.trainer import StepRecord
+from megatron_rl.simulation.verifiers import Verifiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,46 +57,44 @@ class Outcome:
 
 
 def sum_up(
+    run: VirtualRun,
     records: Sequence[StepRecord],
     began_at: float,
     totals: FleetTotals,
-    *,
-    engines: int,
-    slots: int,
-    servers: int,
-    verifier_busy_s: float,
-    verifier_waited_s: float,
-    graded: int,
-    events: int,
+    verifiers: Verifiers,
 ) -> Outcome:
-    """The figures of the steps that are measured; `began_at` is the end of the step before."""
-    length = records[-1].ended_at - began_at
-    rollouts = sum(record.rollouts for record in records)
-    dropped = sum(record.groups_dropped for record in records)
-    groups = sum(record.groups for record in records)
-    count = len(records)
+    """The figures of the measured steps; began_at: the end of the step before."""
+
+    def total(name: str) -> float:
+        return sum(getattr(record, name) for record in records)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(record, name) for record in records)
+
+    length, count, graded = records[-1].ended_at - began_at, len(records), max(1, verifiers.graded)
+    engines, dropped = run.config.generator.replicas, total("groups_dropped")
     return Outcome(
         step_s=length / count,
-        trainer_idle=sum(record.wait_s for record in records) / length,
+        trainer_idle=total("wait_s") / length,
         generator_idle=totals.idle_s / length / engines,
-        slots_used=totals.running_s / length / engines / slots,
+        slots_used=totals.running_s / length / engines / run.model.engine.max_running,
         running_mean=totals.tokens / max(1, totals.iterations),
-        staleness_mean=sum(record.staleness_sum for record in records) / max(1, rollouts),
+        staleness_mean=total("staleness_sum") / max(1, total("rollouts")),
         staleness_max=int(max(record.staleness_max for record in records)),
-        sync_s=statistics.fmean(record.sync_s for record in records),
-        stall_s=statistics.fmean(record.stall_s for record in records),
-        compute_s=statistics.fmean(record.compute_s for record in records),
-        wait_s=statistics.fmean(record.wait_s for record in records),
+        sync_s=mean("sync_s"),
+        stall_s=mean("stall_s"),
+        compute_s=mean("compute_s"),
+        wait_s=mean("wait_s"),
         latency_s=totals.latency_s / max(1, totals.finished),
         tokens_per_s=totals.tokens / length,
-        trained_tokens=sum(record.tokens for record in records) / count,
-        zero_variance_share=dropped / (dropped + groups),
+        trained_tokens=total("tokens") / count,
+        zero_variance_share=dropped / (dropped + total("groups")),
         retractions=totals.retractions / count,
         deaths=totals.deaths,
         timeouts=totals.timeouts,
-        verifier_busy=verifier_busy_s / length / servers,
-        verifier_s=verifier_busy_s / max(1, graded),
-        verifier_wait_s=verifier_waited_s / max(1, graded),
+        verifier_busy=verifiers.busy_s / length / run.model.verifier.servers,
+        verifier_s=verifiers.busy_s / graded,
+        verifier_wait_s=verifiers.waited_s / graded,
         steps=count,
-        events=events,
+        events=run.events,
     )

@@ -1,9 +1,12 @@
-"""The product's coordinator, with nothing written and no arrays made.
+"""What all parts of a simulated run share: virtual time, and the product's own coordinator.
 
-Used by the simulation. Evaluations, stages, replay and the curriculum are switched off: what is
-simulated is the steady state of one configuration.
+Used by the simulation. The coordinator writes nothing and makes no arrays. Evaluations, stages,
+replay and the curriculum are off: the simulation shows the steady state of one configuration.
 """
 
+import heapq
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,125 +19,112 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.prompt import ChatMessage, Prompt
-from megatron_rl.protocol.types import MinibatchShare, Rollout, ScoredRollout, VersionSpan
+from megatron_rl.protocol.types import AnyMessage, MinibatchShare, Rollout, VersionSpan
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.drop_reasons import ScoreFailure
-from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.simulation.machines import ClusterModel
+from megatron_rl.simulation.workload import Workload
 
 PROMPTS = 4096
 TASK = "math"
 
 
-class NoFiles(Recorder):
+class VirtualRun:
+    """A clock that jumps from event to event, the queue, and the models of all that talk to it."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ClusterModel,
+        workload: Workload,
+        *,
+        steps: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """recorder: writes rollouts as a real run does; None: nothing is written."""
+        off = {"eval": EvalConfig(prompts=0), "stages": (), "replay": ReplayConfig()}
+        train = config.train.model_copy(update={"steps": steps})
+        self.config = config.model_copy(
+            update=off | {"train": train, "curriculum": CurriculumConfig()}
+        )
+        self.model, self.workload = model, workload
+        self.now = 0.0
+        """Virtual seconds."""
+        self.events = 0
+        """Events that have happened."""
+        self.planned: list[MinibatchPlan] = []
+        """The minibatches that the queue has planned and nobody has taken."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        prompts = [
+            Prompt(f"p{number}", TASK, [ChatMessage("user", f"question {number}")], "1", "train")
+            for number in range(PROMPTS)
+        ]
+        self.queue = Coordinator(
+            self.config,
+            PromptSets([prompts], [1.0], [], 0),
+            recorder=recorder or _NoFiles(),
+            metrics=_NoRows(),
+            maker=BatchMaker(self._keep_plan),
+            now=0.0,
+        )
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Let an event happen, now at the earliest; events of one time in the order of calls."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Let an event happen in `seconds`."""
+        self.at(self.now + seconds, action)
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next event is; None: there is none."""
+        return self._events[0][0] if self._events else None
+
+    def step(self) -> None:
+        """Let the next event happen."""
+        self.now, _, action = heapq.heappop(self._events)
+        self.events += 1
+        action()
+
+    def say(self, endpoint: str, peer: str, message: AnyMessage) -> None:
+        """Send the queue a message."""
+        self.queue.handle(endpoint, peer, message, self.now)
+
+    def _keep_plan(
+        self, plan: MinibatchPlan, advantage_functions: AdvantageFunctions
+    ) -> list[MinibatchShare]:
+        self.planned.append(plan)
+        return [MinibatchShare([], len(plan.groups)) for _ in plan.ranks]
+
+
+class _NoFiles(Recorder):
     """A recorder that writes nothing, and makes no lines to write."""
 
+    run_dir, dropped_file, keeps_evaluated = Path(), None, False
+    put, written, is_full = 0, 0, False
+
     def __init__(self) -> None:
-        self.keeps_evaluated = False
-        self.run_dir = Path()
-        self.dropped_file = None
+        pass
 
-    def write_step(self, step: int, groups: list[Group], now: float) -> None:
-        """Nothing."""
-
-    def write_dropped(self, group: Group, reason: str) -> None:
-        """Nothing."""
-
-    def write_left_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
-        """Nothing."""
-
-    def write_ungraded(self, failure: ScoreFailure) -> Path:
-        """Nothing; the path of no file."""
+    def _ignore(self, *_: object, **__: object) -> Path:
         return self.run_dir
 
-    def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
-        """Nothing."""
-
-    def write_evaluation(self, label: str, groups: list[Group]) -> None:
-        """Nothing."""
-
-    @property
-    def put(self) -> int:
-        """No job."""
-        return 0
-
-    @property
-    def written(self) -> int:
-        """No job."""
-        return 0
-
-    @property
-    def is_full(self) -> bool:
-        """Never: nothing waits for the disk."""
-        return False
-
-    def check(self) -> None:
-        """Nothing."""
+    write_step = write_dropped = write_left_out = write_ungraded = _ignore
+    begin_evaluation = write_evaluation = check = _ignore
 
 
-class NoRows(JsonlWriter):
+class _NoRows(JsonlWriter):
     """A writer of metrics that keeps none."""
 
     def __init__(self) -> None:
         pass
 
     def write(self, step: int, values: object) -> None:
-        """Nothing."""
-
-
-class PlannedBatches:
-    """Takes the place of what fills batches with arrays: keeps the plans of each step."""
-
-    def __init__(self) -> None:
-        self._plans: list[MinibatchPlan] = []
-
-    def fill(
-        self, plan: MinibatchPlan, advantage_functions: AdvantageFunctions
-    ) -> list[MinibatchShare]:
-        """Empty shares, and the plan kept."""
-        self._plans.append(plan)
-        return [MinibatchShare([], len(plan.groups)) for _ in plan.ranks]
-
-    def take(self) -> list[MinibatchPlan]:
-        """The plans of the minibatches since the last call."""
-        plans, self._plans = self._plans, []
-        return plans
-
-
-def simulated_config(config: Config, steps: int) -> Config:
-    """The configuration of a simulated run of so many steps."""
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"steps": steps}),
-            "eval": EvalConfig(prompts=0),
-            "stages": (),
-            "replay": ReplayConfig(),
-            "curriculum": CurriculumConfig(),
-        }
-    )
-
-
-def open_queue(
-    config: Config, planned: PlannedBatches, recorder: Recorder | None = None
-) -> Coordinator:
-    """A coordinator at time 0; `config` as `simulated_config` gives it.
-
-    recorder: writes what is simulated as a real run does; None: nothing is written.
-    """
-    prompts = [
-        Prompt(f"p{number}", TASK, [ChatMessage("user", f"question {number}")], "1", "train")
-        for number in range(PROMPTS)
-    ]
-    return Coordinator(
-        config,
-        PromptSets([prompts], [1.0], [], 0),
-        recorder=recorder or NoFiles(),
-        metrics=NoRows(),
-        maker=BatchMaker(planned.fill),
-        now=0.0,
-    )
+        """Keep nothing."""
 
 
 _TOKEN = np.zeros((), np.int32)
@@ -142,12 +132,7 @@ _LOGPROB = np.zeros((), np.float32)
 
 
 def make_rollout(
-    lease_id: int,
-    index: int,
-    spans: list[VersionSpan],
-    *,
-    prompt_tokens: int,
-    is_cut: bool,
+    lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool
 ) -> Rollout:
     """A rollout whose arrays take no memory; its text is its place in the group."""
     tokens = spans[-1].end

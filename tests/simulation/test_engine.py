@@ -95,17 +95,17 @@ def test_the_cache_never_overflows_and_every_completion_ends() -> None:
     arrivals = [Arrival(0.0, 20, 300) for _ in range(20)]
     ends = play(engine, arrivals)
     assert len(ends) == 20
-    assert engine.retractions > 0
+    assert engine.counts.retractions > 0
     assert engine.peak_kv <= 1000
     assert engine.kv == 0
-    assert engine.tokens == 20 * 300
+    assert engine.counts.tokens == 20 * 300
 
 
 def test_without_shortage_nothing_is_put_back() -> None:
     model = EngineModel(0.01, 0.0, 0.0, 0.0, max_running=3, kv_tokens=1000)
     engine = Engine(model, reserve_tokens=300)
     play(engine, [Arrival(0.0, 20, 300) for _ in range(6)])
-    assert engine.retractions == 0
+    assert engine.counts.retractions == 0
     assert engine.peak_kv == 3 * 320
 
 
@@ -116,7 +116,7 @@ def test_a_pause_begins_after_the_iteration_and_the_spans_say_who_sampled() -> N
     engine.add(Request(0, 0, 0, 10, 20), 0.0)
     engine.pause(0.55)  # in the sixth iteration, which ends at 0.6
     engine.advance(5.0)
-    assert engine.tokens == 6
+    assert engine.counts.tokens == 6
     engine.resume(1, 5.0)
     assert engine.next_at() == pytest.approx(5.0 + 1.4)
     engine.advance(7.0)
@@ -134,7 +134,7 @@ def test_a_pause_that_empties_the_cache_has_all_prefilled_again() -> None:
         engine.add(Request(index, 0, 7, 10, 20), 0.0)
     engine.pause(0.65)  # in the sixth iteration, which ends at 0.7
     engine.advance(5.0)
-    assert (engine.tokens, engine.kv, engine.running, engine.in_flight) == (6 + 5, 0, 0, 2)
+    assert (engine.counts.tokens, engine.kv, engine.running, engine.in_flight) == (6 + 5, 0, 0, 2)
     # What comes meanwhile waits behind them.
     engine.add(Request(2, 0, 8, 10, 1), 5.0)
     engine.resume(1, 5.0)
@@ -146,7 +146,7 @@ def test_a_pause_that_empties_the_cache_has_all_prefilled_again() -> None:
         spans = [VersionSpan(0, 0, done), VersionSpan(1, done, 20)]
         assert found[index] == (pytest.approx(5.31 + 0.1 * (20 - done)), spans)
     assert found[2] == (pytest.approx(5.41), [VersionSpan(1, 0, 1)])
-    assert engine.retractions == 0
+    assert engine.counts.retractions == 0
 
 
 def test_versions_without_a_token_leave_no_span() -> None:
