@@ -22,8 +22,13 @@ from megatron_rl.protocol.metrics import (
     EVALUATION_RUNNING,
     GROUPS_DROPPED,
 )
-from megatron_rl.rollout_queue.generator_rows import generators_text
-from megatron_rl.rollout_queue.peer_rows import GENERATORS, MISSING, VERIFIERS, WANTED
+from megatron_rl.rollout_queue.peer_rows import (
+    GENERATORS,
+    MISSING,
+    VERIFIERS,
+    WANTED,
+    generators_text,
+)
 
 Row = dict[str, Any]
 Kind = Literal["evaluation", "restart", "activity", "step", "sft step", "other"]
