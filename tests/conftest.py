@@ -22,7 +22,7 @@ kernels when they first use them."""
 @pytest.fixture(autouse=True)
 def nothing_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run a role in this process do not tell those after them that a run has begun."""
-    monkeypatch.setattr(process._Life, "has_started", False)
+    monkeypatch.setattr(process._Progress, "has_started", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

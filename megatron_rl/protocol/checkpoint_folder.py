@@ -10,7 +10,7 @@ Imported by trainer ranks, which write it, and by the queue and the launcher, wh
     checkpoints/sft/step_000040/      of the cold start: the same, with sft.json for queue.json
 
 A folder gets its name by a rename after COMPLETE is on the disk, and counts only while every file
-has the size that COMPLETE says: one that was cut off anywhere is passed over.
+has the size in COMPLETE: a folder that was cut off is skipped.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _DIGEST_BYTES = 16
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What COMPLETE says of a file."""
+    """Size and digest of a file in COMPLETE."""
 
     size: int
     """Bytes."""
@@ -72,7 +72,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def read_complete_mark(folder: Path) -> CompleteMark | None:
-    """What a checkpoint says of itself; None when it is not complete."""
+    """The COMPLETE file of a checkpoint; None when the checkpoint is not complete."""
     try:
         mark = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=CompleteMark)
         sizes = {name: (folder / name).stat().st_size for name in mark.files}
@@ -164,7 +164,7 @@ def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; killed midway, it is not taken for one."""
+    """Remove a checkpoint; a kill midway leaves a folder that does not count as one."""
     if not folder.exists():
         return
     doomed = folder.with_name(folder.name + _DISCARDED)
@@ -174,10 +174,10 @@ def discard(folder: Path) -> None:
 
 
 def clear_after(folder: Path, step: int) -> None:
-    """Make room for a run that goes on after `step`.
+    """Make room for a run that resumes after `step`.
 
-    Removes what a killed run was writing or removing. Complete checkpoints of later steps, of
-    which this run knows nothing, are kept under another name.
+    Removes what a killed run was writing or removing. Complete checkpoints of later steps, which
+    this run does not know, are kept under another name.
     """
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path.name.endswith((PARTIAL, _DISCARDED)):

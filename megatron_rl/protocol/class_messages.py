@@ -1,6 +1,6 @@
-"""What the rollout queue and verifiers say about which answers are the same.
+"""Messages of the rollout queue and verifiers about which answers are the same.
 
-Imported by every process. On the verify endpoint, beside score requests, which share its ids.
+Imported by every process. On the verify endpoint; they share the ids of score requests.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ class ClassRequest(msgspec.Struct, frozen=True, tag="ClassRequest"):
     """Say which of these completions of one prompt give the same answer; none of them is right."""
 
     request_id: int
-    """Of the same count as those of score requests; a ScoreFailed may answer it."""
+    """From the same counter as the ids of score requests; a ScoreFailed may answer it."""
     task: str
     texts: list[str]
     prompt_tails: list[str]

@@ -11,9 +11,9 @@ _CANDIDATE = "cold_start_step_"
 
 
 def candidate_name(step: int) -> str:
-    """The model after so many steps of the cold start, one of those to choose from.
+    """Name of the model after `step` steps of the cold start, and label of its evaluation.
 
-    Also the label of its evaluation.
+    The run chooses one of these models.
     """
     return f"{_CANDIDATE}{step}"
 
@@ -25,7 +25,7 @@ def candidate_step(name: str) -> int | None:
 
 
 def step_name(step: int) -> str:
-    """The model after so many batches of reinforcement learning (checkpoint.export_every_steps)."""
+    """Name of the model after `step` batches of RL (checkpoint.export_every_steps)."""
     return f"step_{step:06d}"
 
 

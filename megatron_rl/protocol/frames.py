@@ -1,9 +1,8 @@
-"""Messages as frames of bytes: msgpack, with long arrays beside it, and back.
+"""Messages as frames of bytes: msgpack, and long arrays in separate frames; and back.
 
-Imported by every process, mostly by way of `wire.py`. The first frame is the message; an array of
-at least `APART_BYTES` is a frame of its own, so that who passes a rollout on copies none of it:
-received arrays are views of what came over the network, and are sent from where they lie. Nothing
-is pickled.
+Imported by every process, mostly by way of `wire.py`. The first frame is the message. An array of
+at least `APART_BYTES` has a separate frame, so that a process can pass a rollout on without a copy:
+received arrays are views of the network's buffers, and are sent from there. Nothing is pickled.
 """
 
 import functools
@@ -17,7 +16,7 @@ import numpy as np
 from megatron_rl.protocol.types import AnyMessage
 
 APART_BYTES = 32 << 10
-"""Below that a frame of its own costs more than a copy."""
+"""A separate frame for a smaller array costs more than a copy."""
 _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "i": np.dtype("<i4"),
     "h": np.dtype("<i2"),
@@ -25,7 +24,7 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "f": np.dtype("<f4"),
 }
 _SHORT_CODES = {np.dtype(np.int16): "h", np.dtype(np.uint8): "B"}
-"""Of integers that stay as short as they are."""
+"""Codes of integers that keep their size."""
 _ALIGN = 8
 """Bytes between the beginnings of joined frames are a multiple of that."""
 
@@ -33,14 +32,14 @@ Frame = bytes | memoryview
 
 
 class WireError(RuntimeError):
-    """A peer sent something that is no message, or a socket could not be used."""
+    """A peer sent what is no message, or a socket could not be used."""
 
     peer = ""
-    """Who sent it, where that is known."""
+    """The sender, if it is known."""
 
 
 def _code_of(array: np.ndarray) -> str | None:
-    """What says how its numbers are sent; None for an array that cannot be."""
+    """The code of how its numbers are sent; None for an array that cannot be sent."""
     if array.ndim != 1:
         return None
     kind = str(array.dtype.kind)
@@ -48,7 +47,7 @@ def _code_of(array: np.ndarray) -> str | None:
 
 
 class _Encoding:
-    """Of one message: the arrays that go in frames of their own."""
+    """Encodes one message, and collects the arrays that go in separate frames."""
 
     def __init__(self, least_bytes: float) -> None:
         self._least_bytes = least_bytes
@@ -80,7 +79,7 @@ def encode_frames(message: Any) -> list[Frame]:
 
 
 class _Apart(threading.local):
-    """The frames beside the message that this thread decodes."""
+    """The array frames of the message that this thread decodes."""
 
     frames: Sequence[Frame] = ()
     used = 0
@@ -132,7 +131,7 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
 
 
 def join_frames(frames: Sequence[Frame]) -> bytearray:
-    """All frames in one piece of memory, for who can pass on only one."""
+    """All frames in one piece of memory, for a broadcast of a single buffer."""
     sizes = np.array([len(frames), *map(len, frames)], np.int64)
     parts: list[Frame] = [sizes.tobytes()]
     for frame in frames:

@@ -1,4 +1,4 @@
-"""What the rollout queue and generators say to each other beside leases and their rollouts.
+"""Messages of the rollout queue and generators, except for leases and rollouts.
 
 Imported by every process. On the prompts endpoint: queue (ROUTER) <-> generators (DEALER).
 """
@@ -10,7 +10,7 @@ PROMPT_UNRENDERABLE = "prompt_unrenderable"
 
 
 class EngineActivity(msgspec.Struct, frozen=True):
-    """What a generator did since it could serve first."""
+    """Sums of a generator since it was first ready to serve."""
 
     idle_s: float = 0.0
     busy_s: float = 0.0
@@ -54,8 +54,8 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     index: int
     reason: str
     drop_as: str = ""
-    """Set where another try must fail too: the reason under which the group is dropped at once,
-    such as PROMPT_UNRENDERABLE."""
+    """Set where another try must fail too: the reason to drop the group at once, from the table of
+    `rollout_queue/drop_reasons.py`, such as PROMPT_UNRENDERABLE."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):

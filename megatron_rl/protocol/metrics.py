@@ -17,19 +17,19 @@ from megatron_rl.protocol.line_errors import complete_lines, line_error
 log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
-"""Metric of the launcher: the run goes on after the step of the row."""
+"""Metric of the launcher: the run resumes after the step of the row."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
 """Metric of the launcher: generators that died and were started again."""
 GROUPS_DROPPED = "queue/groups_dropped_"
 """Metrics of the queue, with the reason at the end: groups not trained on."""
 COMPLETIONS_DROPPED = "queue/completions_dropped_"
-"""The same of single completions, which could not be graded."""
+"""The same for single completions, which could not be graded."""
 PASS_AT = "eval/pass_at_"
 """Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
 MAJ_AT = "eval/maj_at_"
-"""The same of votes."""
+"""The same for votes."""
 EVALUATION_RUNNING = "eval/running"
-"""Label of the evaluation that goes on: beside the next two in a row about it."""
+"""Label of the running evaluation, in a row with the next two."""
 COMPLETIONS_DONE = "eval/completions_done"
 COMPLETIONS_WANTED = "eval/completions_wanted"
 _SHOWN_BYTES = 80

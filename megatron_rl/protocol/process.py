@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TrainingStopped(RuntimeError):
-    """The trainer refuses to go on; the text says what it saw and what to look at."""
+    """The trainer stops the run; the text says what it saw and what to look at."""
 
 
 class Interrupted(SystemExit):
@@ -53,7 +53,7 @@ def die_with_parent() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class _Life:
+class _Progress:
     """How far this process is."""
 
     has_started = False
@@ -61,12 +61,12 @@ class _Life:
 
 def note_started() -> None:
     """From here on an error is a failure of the run, exit code 1: no input is refused any more."""
-    _Life.has_started = True
+    _Progress.has_started = True
 
 
 def _code_of(error: Exception) -> int:
     # Who is turned away has done nothing for this run.
-    if _Life.has_started and not isinstance(error, TurnedAway):
+    if _Progress.has_started and not isinstance(error, TurnedAway):
         return EXIT_FAILED
     return EXIT_BAD_INPUT
 
@@ -98,7 +98,7 @@ def set_up_logging(role: str, log_dir: Path | None = None, *, in_background: boo
 
     in_background: a thread writes, so that the caller never waits for the disk.
 
-    On SIGUSR1 the process writes the stacks of its threads to stderr, and goes on.
+    On SIGUSR1 the process writes the stacks of its threads to stderr, and continues.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_dir is not None:

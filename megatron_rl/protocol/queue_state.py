@@ -1,4 +1,4 @@
-"""What the queue saves with a checkpoint: a message to the trainer, which writes it as JSON.
+"""The state that the queue saves with a checkpoint: a message to the trainer, which writes JSON.
 
 Imported by every process.
 """
@@ -25,7 +25,7 @@ class UnfinishedGroup(msgspec.Struct, frozen=True):
     number: int
     prompt_id: str
     stage: int = 0
-    """By whose rules it was sampled, and is generated again."""
+    """The stage whose rules sampled it, and generate it again."""
 
 
 class StageState(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class UnfinishedEvaluation(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
-    """What the queue needs to go on after batch number `step`; a checkpoint holds it as JSON."""
+    """What the queue needs to resume after batch number `step`; a checkpoint has it as JSON."""
 
     step: int
     cursor: PromptCursor

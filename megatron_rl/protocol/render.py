@@ -166,7 +166,7 @@ class Renderer:
         return text
 
     def _refusal(self, tokens: int, max_new_tokens: int) -> str:
-        """Why a prompt of so many tokens cannot be completed; empty when it can."""
+        """Why a prompt of `tokens` tokens cannot be completed; empty when it can."""
         room = self.context_tokens - max_new_tokens
         if 0 < tokens <= room:
             return ""
@@ -238,7 +238,7 @@ def _opening_key(conversation: Conversation) -> tuple[str, bool, bool]:
 def _opening(
     config: RenderConfig, format_check: str, *, is_program: bool, is_cpp: bool
 ) -> list[dict[str, str]]:
-    """What is put before the messages of a prompt without a system message of its own."""
+    """The messages that come before a prompt that has no system message."""
     turns = []
     if system_prompt := config.system_prompt_of(format_check):
         turns.append({"role": "system", "content": system_prompt})

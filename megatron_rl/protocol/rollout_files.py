@@ -1,7 +1,7 @@
 """The files of recorded rollouts, RUN/rollouts: their format, and how they are read back.
 
 Written by the rollout queue (`rollout_queue/record.py` says what and when); read by whoever
-replays, shows or analyses rollouts, in any process. Two files lie beside each other:
+replays, shows or analyses rollouts, in any process. Two files belong together:
 
 - NAME.jsonl, for people: one `RolloutRecord` a line;
 - NAME.int32, for machines: little-endian words of four bytes and nothing else. A group's prompt ids
@@ -106,7 +106,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """In an evaluation of several samples: answers of the prompt that are the same have the same
     number, right ones 0; -1: no answer. None: not asked, or not known."""
     words: tuple[int, int] | None = None
-    """Words of the file beside before its prompt ids, and before its token ids; None without
+    """Words of the .int32 file before its prompt ids, and before its token ids; None without
     queue.record_tokens."""
     stage: int = 0
     """Stage of the run by whose rules it was sampled and judged; 0: the configuration itself."""
@@ -337,7 +337,7 @@ def _slice(
 
 
 def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
-    """Raise InputError unless so many words hold the record."""
+    """Raise InputError unless that number of words can hold the record."""
     assert record.words is not None
     prompt_at, tokens_at = record.words
     prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens

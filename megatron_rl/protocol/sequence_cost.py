@@ -29,7 +29,7 @@ class SequenceCost:
     """Tokens that a query sees at most, itself included."""
 
     def of(self, length: int) -> int:
-        """Cost of a sequence of so many tokens."""
+        """Cost of a sequence of that number of tokens."""
         seen = min(length, self.window or length)
         pairs = seen * (seen + 1) // 2 + (length - seen) * seen
         return self.per_token * length + self.per_pair * pairs

@@ -17,11 +17,11 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     ffn_multiple: int = 1
     """To what the engine pads the MLP units of a rank."""
     expert_parallel: int = 1
-    """Among how many of the engine's ranks whole experts are divided."""
+    """Number of the engine's ranks that share the experts, each expert whole on one rank."""
     version: int = -1
     """Policy version that it serves; -1: none, it needs a whole weight sync."""
     is_held: bool = False
-    """It keeps that version for now: pass it by."""
+    """It keeps that version for now: skip it."""
     nccl: dict[str, str] = {}
     """Its values of the variables that ranks of one communicator must agree on."""
 
@@ -89,7 +89,7 @@ class Fence(msgspec.Struct, frozen=True, tag="Fence"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="Ping"):
-    """Nothing to do and no answer: where the generator is gone, sending it fails."""
+    """No order and no answer: sending it fails if the generator is gone."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):

@@ -35,15 +35,15 @@ HIGH_WATER_MESSAGES = 20_000
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
-"""The first of two frames, of which the other one is empty: a stranger is not told the label. No
-message begins so, as msgpack never uses this byte."""
+"""The first of two frames; the second is empty, as a stranger must not learn the label. No message
+begins with this byte: msgpack never uses it."""
 _TURNED_AWAY_NAMES = 1_000
-"""Strangers are counted by name up to so many names; further ones as OTHERS."""
+"""Strangers are counted by name up to this number of names; further ones as OTHERS."""
 OTHERS = "(others)"
 _HEARTBEAT_MS = 15_000
 _SILENCE_MS = 120_000
-"""A connection whose other end says nothing for this long, heartbeats of zmq's own neither, is
-closed and made anew. A process that is merely stopped for a minute keeps it."""
+"""After this long without a byte of the other end, ZeroMQ's heartbeats included, ZeroMQ closes a
+connection and opens it again. A process that is merely stopped for a minute keeps it."""
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
@@ -67,10 +67,10 @@ class TurnedAway(WireError):
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """A context of one socket, which it closes itself where both are collected as garbage.
+    """A context that closes its one socket when both are garbage.
 
-    Then pyzmq's weak references to sockets are gone already, so that its `destroy` would wait for
-    ever for a socket that nobody closes.
+    pyzmq's weak references to sockets are gone by then, and its `destroy` would wait for ever for a
+    socket that nobody closes.
     """
 
     _own: zmq.Socket[bytes] | None = None
@@ -216,7 +216,7 @@ class Router(Closing):
         try:
             self._send_now([identity, _TURNED_AWAY, b""])
         except zmq.ZMQError as error:
-            # It is gone, or takes no answers: it gets one to its next message.
+            # The peer is gone, or its queue is full: its next message gets the answer.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 

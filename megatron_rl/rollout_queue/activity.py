@@ -1,13 +1,13 @@
-"""What happened to rollouts since the last look, as rows of the metrics; the caller has the clock.
+"""Rows of the metrics about rollouts and groups between steps. The caller has the clock.
 
-Used by the rollout queue. Steps may be minutes apart; these rows show life between them, and say
-what is likely wrong when no group has different rewards.
+Used by the rollout queue. Steps may be minutes apart; these rows show progress between steps, and
+name the likely fault when no group has different rewards.
 
 A row counts what happened since the row before:
 
 | value                              | counts                                                     |
 |------------------------------------|------------------------------------------------------------|
-| `activity/seconds`                 | time; 0 when it is not known how long work was under way   |
+| `activity/seconds`                 | time; 0 when the begin of the work is not known            |
 | `activity/rollouts_generated`      | completions that generators returned                       |
 | `activity/tokens`                  | their tokens                                               |
 | `activity/rollouts_scored`         | scores, those of evaluations too                           |
@@ -20,7 +20,7 @@ A row counts what happened since the row before:
 | `activity/completions_in_flight`   | at the moment of the row                                   |
 | `activity/diagnosis`               | likely fault and fix ("": none any more); not in each row |
 
-While an evaluation goes on, a row also says how far it is (`eval/completions_done`, ...).
+While an evaluation runs, a row also has its progress (`eval/completions_done`, ...).
 """
 
 import collections
@@ -43,11 +43,11 @@ ACTIVITY_S = "activity/seconds"
 """In each row of an activity."""
 DIAGNOSIS = "activity/diagnosis"
 ROW_S = 5.0
-"""Rows are at least so far apart, but for the first."""
+"""Least time between two rows."""
 _LATE_S = 15.0
 """After this time from the first score, fewer format failures name the likely fault."""
 _REPEAT_FACTOR = 4
-"""A fault is named again when there are so many times as many scores."""
+"""A fault is named again when the number of scores has grown by this factor."""
 _EXAMPLE_CHARS = 80
 _DROPPED = ("groups_dropped/", "completions_dropped/")
 
@@ -62,7 +62,7 @@ class Activity:
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
         self.trouble: Finding | None = None
-        """What is wrong with the grading itself, if anything: it is told before the rest."""
+        """A fault of the grading itself, if there is one: it is named before others."""
         self._ungraded = 0
         self._finding: Finding | None = None
         self._found_at = 0
@@ -94,7 +94,7 @@ class Activity:
         self._evidence.truncated += scored.rollout.finish_reason == "length"
 
     def add_complete(self, group: Group) -> None:
-        """No completion of a training group is open any more."""
+        """Every completion of a training group is scored or lost."""
         self._counts["groups_complete"] += 1
         self._evidence.groups += 1
         self._evidence.zero_variance_groups += group.has_zero_variance
@@ -115,7 +115,7 @@ class Activity:
     def take_row(
         self, now: float, in_flight: int, *, records: Path | None, is_last: bool = False
     ) -> Values | None:
-        """What happened since the last row; None when no row is due, or nothing happened.
+        """The row of events since the last row; None when no row is due, or nothing happened.
 
         records: file with the rollouts of dropped groups. Call it about once a second.
         """
@@ -145,7 +145,7 @@ class Activity:
         return any(name.startswith(_DROPPED) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
-        """The diagnosis if it is news: of another kind, or on many more scores."""
+        """The diagnosis if it is new: of another kind, or on many more scores."""
         found = self.trouble
         if found is None and self._first_score is not None:
             found = diagnose(
@@ -175,7 +175,7 @@ class ActivityLog(Activity):
         recorder: Recorder,
         progress: Callable[[], Values],
     ) -> None:
-        """progress: how far the running evaluation is, as metrics; {} when none runs."""
+        """progress: of the running evaluation, as metrics; {} when none runs."""
         sources = (*prompts.train, prompts.held_out)
         super().__init__(Setting.of(config, (prompt for source in sources for prompt in source)))
         self._metrics = metrics

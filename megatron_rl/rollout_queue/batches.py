@@ -1,8 +1,8 @@
-"""Forms the batch of a step from complete groups: advantages, weights, packing, metrics.
+"""A batch from complete groups: train sequences, advantages, weights, packing, metrics.
 
 Used by the rollout queue. Pure, but for `deal_batch`, which reads replayed groups. A batch is
-planned by lengths (`plan_batch`), then filled with arrays: a simulation of the queue needs the plan
-alone.
+planned by lengths (`plan_batch`), then filled with arrays: a simulation of the queue needs only the
+plan.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from megatron_rl.rollout_queue.replay import NOTHING, Drawn
 
 @dataclasses.dataclass(frozen=True)
 class MinibatchPlan:
-    """Which sequences of a minibatch go where, known from lengths alone."""
+    """Which sequences of a minibatch go to which rank, from their lengths."""
 
     groups: list[Group]
     lengths: list[int]
@@ -57,7 +57,7 @@ class MinibatchPlan:
 def plan_batch(
     groups: list[Group], stage: Config, dp_size: int, cost: SequenceCost = TOKENS
 ) -> list[MinibatchPlan]:
-    """The plan of each minibatch of these groups; no array is made. cost: see `BatchOrder`."""
+    """The plan of each minibatch of these groups, without arrays. cost: see `BatchOrder`."""
     plans = []
     train, temperature = stage.train, stage.sampling.temperature
     for number in range(train.minibatches):
@@ -92,7 +92,7 @@ def fill_minibatch(
 
 @dataclasses.dataclass(frozen=True)
 class BatchOrder:
-    """A batch before its sequences are dealt to ranks. Nothing writes to its groups any more."""
+    """A batch before its sequences are dealt to ranks. Nothing changes its groups any more."""
 
     step: int
     groups: list[Group]
@@ -102,7 +102,7 @@ class BatchOrder:
     advantage_functions: AdvantageFunctions
     dp_size: int
     cost: SequenceCost
-    """By which the ranks get equally much to do."""
+    """The cost that ranks get equal shares of."""
     metrics: dict[str, tuple[float, float, Reduce]]
     """name -> (sum, count, reduce)."""
 
@@ -119,11 +119,10 @@ def order_batch(
     cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
 ) -> BatchOrder:
-    """What a batch consists of, and its metrics; only these read `dropped` and `more`.
+    """The groups of a batch, and its metrics, which alone read `dropped` and `more`.
 
-    groups: sampled for it; replayed: others, which only count in metrics of their own. stage: the
-    batch's. Replayed groups may have been sampled at another temperature: their recorded logprobs
-    are those of the policy that sampled, which is what importance ratios divide by.
+    groups: sampled for it; replayed groups count in `queue/replayed_*` only. These may be sampled
+    at another temperature: importance ratios divide by their recorded logprobs.
     """
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])

@@ -1,8 +1,8 @@
 """Which train prompts are drawn: solved ones are retired, harder bands admitted. Pure.
 
-Used by the rollout queue. A checkpoint holds what was known when the last batch was formed, and the
-groups that were dropped since: a resumed run generates these again and learns of them then. So no
-group is counted twice, and from the same state and the same verdicts the same prompts are drawn.
+Used by the rollout queue. A checkpoint has the statistics as of the last batch, and the groups that
+were dropped since: a resumed run generates these groups again and counts them then. So no group
+counts twice, and the same state and verdicts lead to the same prompts.
 """
 
 import collections
@@ -25,7 +25,7 @@ _UNVISITED = PromptVisits(visits=0, solved=0, is_retired=False)
 
 
 class Visit(NamedTuple):
-    """What became of one group."""
+    """The verdicts on one group."""
 
     prompt_id: str
     right: int
@@ -41,7 +41,7 @@ class Visit(NamedTuple):
 
 
 class Curriculum:
-    """Statistics by prompt, and which prompts follow from them."""
+    """Statistics by prompt, and the prompts that follow from them."""
 
     def __init__(self, config: CurriculumConfig, sets: PromptSets) -> None:
         """Raises InputError where bands name pass rates that no prompt has."""
@@ -79,10 +79,10 @@ class Curriculum:
         return self._counts[source]
 
     def make_room(self, weights: Sequence[float]) -> None:
-        """See to it that there is something to draw from the sources with a weight.
+        """Make sure that the sources with a weight have a prompt to draw.
 
-        Where nothing is: admit the next band; after the last one, draw those again that were
-        retired, which begin anew.
+        If there is none, admit the next band; after the last band, draw retired prompts again, with
+        new statistics.
         """
         while not self._has_room(weights) and self._admitted < len(self._config.bands):
             self._admit("no admitted prompt is left")
@@ -128,7 +128,7 @@ class Curriculum:
     def _note(self, visit: Visit) -> None:
         known = self._visits.get(visit.prompt_id, _UNVISITED)
         solved = known.solved + 1 if visit.is_solved else 0
-        # It stays retired: groups that were open when it was may come later.
+        # It stays retired: groups that were open at that time may come later.
         is_done = known.is_retired or 0 < self._config.retire_after <= solved
         if is_done and not known.is_retired and self._is_admitted(visit.prompt_id):
             self._counts[self._source_of[visit.prompt_id]] -= 1
@@ -165,11 +165,11 @@ class Curriculum:
         return [Metric(f"curriculum/{name}", count, "max") for name, count in counts.items()]
 
     def commit(self) -> None:
-        """A batch counts all that was noted: from here on a resumed run does not see it again."""
+        """A batch counts all that was noted: a checkpoint has it from now on."""
         self._committed = self._current()
 
     def state(self) -> CurriculumState:
-        """What was known when `commit` was called last."""
+        """The statistics as of the last `commit`."""
         return self._committed
 
     def _current(self) -> CurriculumState:
@@ -178,7 +178,7 @@ class Curriculum:
         )
 
     def restore(self, state: CurriculumState) -> None:
-        """Go on where the state was taken. Raises InputError when the prompts are others."""
+        """Restore the state. Raises InputError when the run has other prompts."""
         unknown = sorted(state.prompts.keys() - self._band_of.keys())
         if unknown:
             raise InputError(

@@ -45,20 +45,20 @@ log = logging.getLogger(__name__)
 
 
 TOO_LONG = "too_long"
-"""Why a group is left out of which a sequence has no place in the context."""
+"""Why a group is left out: a sequence is longer than the context."""
 HELD_OUT = "held_out"
-"""Why a group is left out whose question is an evaluation's."""
+"""Why a group is left out: an evaluation has its question."""
 THINNED = "tokens_thinned"
-"""Why a group is left out whose token ids were removed: queue.keep_tokens_of_steps."""
+"""Why a group is left out: queue.keep_tokens_of_steps removed its token ids."""
 UNSCORED = "unscored"
-"""Why a group is left out of which no completion has a reward."""
+"""Why a group is left out: a completion has no reward."""
 
 
 class StoredGroup(NamedTuple):
-    """Where the rollouts of a group lie."""
+    """Where the rollouts of a group are recorded."""
 
     lines: Path
-    """The file of lines; the words are beside."""
+    """The file of lines; the file of words has the same name."""
     question: str
     """Normalized."""
     members: tuple[RolloutRecord, ...]
@@ -109,7 +109,7 @@ class StoredGroup(NamedTuple):
 
 @dataclasses.dataclass
 class StoredGroups:
-    """What can be drawn of some run folders, and what cannot."""
+    """The groups of run folders that can be drawn, and counts of the others."""
 
     groups: list[StoredGroup] = dataclasses.field(default_factory=list)
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -168,7 +168,7 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
         members[record.group].append(without_texts(record))
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
-        # Its group went on without what was dropped alone.
+        # A completion that was dropped alone had no part in its group.
         kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
 
@@ -192,7 +192,7 @@ class Drawn(NamedTuple):
 
     groups: tuple[Group | StoredGroup, ...] = ()
     of_source: tuple[Metric, ...] = ()
-    """Of what there is to draw from."""
+    """Metrics of the groups to draw from."""
 
     def load(self) -> list[Group]:
         """The groups with their arrays; reads files. Raises InputError where a file was cut."""
@@ -202,7 +202,7 @@ class Drawn(NamedTuple):
         ]
 
     def metrics(self, step: int) -> list[Metric]:
-        """queue/replayed_*: of the groups; ages are of this run's own ones."""
+        """queue/replayed_*; only groups of this run have an age."""
         if not self.groups:
             return list(self.of_source)
         rewards = [reward for group in self.groups for reward in group.rewards]
@@ -244,12 +244,12 @@ class StoredReplay:
         self._metrics = (Metric("queue/replay_groups", len(self._groups), "max"), *left_out)
 
     def draw(self, step: int, sampled: list[Group]) -> Drawn:
-        """The next groups, unread: this runs in the queue's loop, which must not wait for files."""
+        """The next groups, unread: the queue's loop must not wait for files."""
         places = range(step * self._count, (step + 1) * self._count)
         return Drawn(tuple(self._groups[self._epochs.at(place)] for place in places), self._metrics)
 
     def resume_at(self, step: int) -> None:
-        """Where a step begins is known from its number."""
+        """Nothing to do: the number of a step says where it begins."""
 
 
 class BufferReplay:
@@ -264,7 +264,7 @@ class BufferReplay:
         self._groups = collections.deque(maxlen=config.replay.buffer_groups)
 
     def draw(self, step: int, sampled: list[Group]) -> Drawn:
-        """As many groups as are young enough, up to the count; then the sampled ones are kept."""
+        """Groups that are young enough, up to the count; then keeps the sampled groups."""
         young = [group for group in self._groups if step - oldest_version(group) <= self._max_age]
         chance = random.Random(f"{self._seed}/replay/{step}")
         drawn = chance.sample(young, min(self._count, len(young)))
@@ -289,7 +289,7 @@ class BufferReplay:
 
 
 def oldest_version(group: Group) -> int:
-    """Of all its tokens."""
+    """The oldest policy version of a group's tokens."""
     return min(scored.rollout.oldest_version for scored in group.scored.values())
 
 

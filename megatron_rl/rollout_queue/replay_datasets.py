@@ -1,9 +1,7 @@
-"""Examples with rewards, of people or other models: JSONL -> recorded rollouts that can be
-replayed.
+"""Examples with rewards, of people or other models: JSONL -> recorded rollouts to replay.
 
-The launcher looks at them before a run (`check_datasets`), puts them into tokens in a child
-process, and writes RUN/replay in the form of a run's own records, which the rollout queue draws
-from.
+The launcher checks them before a run (`check_sources`), tokenizes them in a child process, and
+writes RUN/replay in the form of a run's own records, from which the rollout queue draws.
 """
 
 import itertools
@@ -46,7 +44,7 @@ _EXPECTED = (
 
 
 class RewardedExample(msgspec.Struct, frozen=True):
-    """One line: a response and what it was worth."""
+    """One line: a response and its reward."""
 
     prompt: str | list[ChatMessage]
     response: str
@@ -100,7 +98,7 @@ def read_examples(path: Path) -> Iterator[RewardedExample]:
 
 
 def check_sources(config: Config) -> None:
-    """Refuse files that cannot be replayed, before anything starts. Raises InputError."""
+    """Refuse files that cannot be replayed, before a process starts. Raises InputError."""
     for path in config.replay.datasets:
         tasks = {example.task for example in read_examples(path)}
         if not tasks:
@@ -197,7 +195,7 @@ def _grouped(config: Config) -> Iterator[list[RewardedExample]]:
 def _group(
     number: int, examples: list[RewardedExample], renderer: Renderer, refusals: Counter[str]
 ) -> Group:
-    """Of the SFT examples that can be rendered; the others are counted."""
+    """The group of the SFT examples that can be rendered; counts the others."""
     first = examples[0]
     prompt = Prompt(f"example:{number}", first.task, first.messages, "")
     group = Group(number, prompt, Sampling(1, 1.0), len(examples), NO_VERSION)
@@ -222,7 +220,7 @@ def _rollout(index: int, prompt_ids: list[int], response: list[int], text: str) 
         index=index,
         prompt_ids=np.array(prompt_ids, np.int32),
         token_ids=np.array(response, np.int32),
-        # Nobody knows them; objectives that read them are refused.
+        # They are unknown; objectives that read them are refused.
         logprobs=np.zeros(len(response), np.float32),
         spans=[VersionSpan(NO_VERSION, 0, len(response))],
         finish_reason="stop",

@@ -1,8 +1,8 @@
-"""Which stage each batch belongs to, and when the next stage begins. Pure; used by the queue.
+"""Which stage each batch belongs to, and when the next stage begins. Pure.
 
-A batch is of one stage: all its groups were opened, sampled and judged under that stage's rules,
-and it has that stage's sizes. So a stage begins with a batch, and groups for it are opened ahead,
-while the last batches of the stage before it are still collected.
+Used by the rollout queue. A batch is of one stage: that stage's rules open, sample and judge all of
+its groups, and set its sizes. A stage begins with a batch. Groups for it are opened ahead, while
+the last batches of the stage before it are still collected.
 """
 
 import logging
@@ -35,7 +35,7 @@ def length_rule(stage: Config) -> LengthRule:
 
 
 class Schedule:
-    """The stages of a run, and the batch with which each begins, as far as that is known."""
+    """The stages of a run, and the first batch of each, as far as it is known."""
 
     def __init__(self, config: Config) -> None:
         self.stages = resolve_stages(config)
@@ -43,7 +43,7 @@ class Schedule:
         self._triggers = config.stages
         self._first_steps = [0]
         self._values: list[float] = []
-        """Of the metric that the next stage waits for, by batch of the stage before it."""
+        """The metric that the next stage waits for, by batch of the stage before it."""
         self._extend()
 
     def first_step(self, stage: int) -> int | None:
@@ -51,7 +51,7 @@ class Schedule:
         return self._first_steps[stage] if stage < len(self._first_steps) else None
 
     def end_step(self, stage: int) -> int:
-        """The batch after the last one of a stage, as things stand."""
+        """The batch after the last batch of a stage, as far as it is known now."""
         steps = self._config.train.steps
         following = self.first_step(stage + 1)
         return steps if following is None else min(following, steps)
@@ -61,7 +61,7 @@ class Schedule:
         return max(n for n, first in enumerate(self._first_steps) if first <= step)
 
     def open_stages(self, step: int) -> range:
-        """Stages of which groups may be opened when the next batch is that of `step`."""
+        """Stages whose groups may be opened when the next batch is that of `step`."""
         return range(self.stage_at(step), len(self._first_steps))
 
     def at(self, step: int) -> Config:
@@ -73,10 +73,10 @@ class Schedule:
         return [Metric("queue/stage", self.stage_at(step), "max")] if self._triggers else []
 
     def note_batch(self, batch: RankBatch, untaken: int) -> None:
-        """Look at a batch that was formed; untaken: groups of its stage that are in no batch.
+        """Look at a batch that was built; untaken: groups of its stage that are in no batch.
 
-        Where the stage has stopped to gain, the next one begins after the batches that these
-        groups fill: no group is left behind, and none is judged by two stages.
+        Where the stage stopped gaining, the next stage begins after the batches that these groups
+        fill: every group gets into a batch, and one stage judges it.
         """
         stage = self.stage_at(batch.step)
         if stage + 1 != len(self._first_steps) or stage == len(self._triggers):
@@ -92,7 +92,7 @@ class Schedule:
         left = math.ceil(untaken / per_batch) if per_batch else 0
         self._begin(batch.step + 1 + left)
         log.info(
-            "%s stopped to gain by batch %d: %s begins with batch %d",
+            "%s stopped gaining by batch %d: %s begins with batch %d",
             name_of(self._config, stage), batch.step,
             name_of(self._config, stage + 1), self._first_steps[stage + 1],
         )  # fmt: skip
@@ -103,14 +103,14 @@ class Schedule:
         self._values = []
 
     def _extend(self) -> None:
-        """Fix the beginnings that are known by now; each stage has at least one batch."""
+        """Set the first batches that are known by now; each stage has at least one batch."""
         for trigger in self._triggers[len(self._first_steps) - 1 :]:
             if trigger.at_step is None:
                 return
             self._begin(max(trigger.at_step, self._first_steps[-1] + 1))
 
     def log_beginning(self, step: int) -> None:
-        """Say it where a stage begins with this batch."""
+        """Log that a stage begins with this batch, if one does."""
         stage = self.stage_at(step)
         if stage and self._first_steps[stage] == step:
             log.info("batch %d is the first of %s", step, name_of(self._config, stage))
@@ -120,7 +120,7 @@ class Schedule:
         return StageState(list(self._first_steps), list(self._values))
 
     def restore(self, state: StageState, step: int) -> None:
-        """Go on where the state was taken, at a step. Raises InputError for a lost stage.
+        """Restore the state of a step. Raises InputError for a stage that the run lacks.
 
         Stages that have not begun follow the configuration, which may have changed.
         """

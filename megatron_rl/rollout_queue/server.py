@@ -40,24 +40,24 @@ from megatron_rl.rollout_queue.stall import LoopClock
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Overdue work is looked for this often."""
+"""Seconds between two looks for overdue work."""
 BURST_S = 0.005
-"""Messages are taken from one endpoint for so long before the others get their turn: long rollouts
-take as many times longer than short ones, and slots wait meanwhile."""
+"""Time to read from one endpoint before the next one: reading long rollouts takes long, and slots
+of generators wait meanwhile."""
 DRAIN_S = 0.5
-"""Before silence is judged, waiting messages are read for at most this long."""
+"""Limit for reading waiting messages before peers are judged to be silent."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
 FILES = 512
-"""Files and sockets of the queue, not counting two sockets to each of its peers."""
+"""Files and sockets of the queue, without the two sockets to each of its peers."""
 REFUSED = "queue/messages_refused"
-"""Metric: messages that could not be read, or had no place."""
+"""Metric: messages that could not be read, or that contradict the state."""
 MAX_REFUSED = 100
-"""The run ends with the next one: somebody speaks another protocol."""
+"""The run ends with the next refused message: a peer speaks another protocol."""
 STALLED = "queue/loop_stalled_s"
 """Metric: seconds for which the loop stood still."""
 _RECORDED_BATCHES = 2
-"""Groups of so many batches may wait to be recorded."""
+"""Batches whose groups may wait to be recorded."""
 
 
 def serve(
@@ -100,7 +100,7 @@ def serve(
 
 
 class _Inbox:
-    """Reads what peers say, and counts what is not handed on."""
+    """Reads the messages of peers, and counts the refused ones."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Inbox:
         self._told: dict[str, float] = {}
 
     def drain(self) -> bool:
-        """Read what waits; whether nothing waits any more. Raises WireError."""
+        """Read waiting messages; whether none waits any more. Raises WireError."""
         until = time.monotonic() + DRAIN_S
         while self.receive_bursts():
             if time.monotonic() > until:
@@ -143,13 +143,13 @@ class _Inbox:
         try:
             self._coordinator.handle(endpoint, peer, message, self._clock.read())
         except WireError as error:
-            # Where trainer and queue contradict each other, neither can go on.
+            # When trainer and queue contradict each other, neither can continue.
             if endpoint == BATCHES.name:
                 raise
             self._refuse(endpoint, peer, error)
 
     def _refuse(self, endpoint: str, peer: str, error: WireError) -> None:
-        """Such a message costs its peer what it holds; the others go on. Raises WireError."""
+        """The peer of such a message loses its work; other peers do not. Raises WireError."""
         self._refused += 1
         log.error("a message of %s is refused: %s", peer, error)
         self._coordinator.lose(endpoint, peer)
@@ -160,7 +160,7 @@ class _Inbox:
             ) from error
 
     def write_counts(self) -> None:
-        """Write what grew since the last row."""
+        """Write the counts that grew since the last row."""
         counts = {
             TURNED_AWAY: sum(router.turned_away.total() for router in self._routers.values()),
             REFUSED: self._refused,

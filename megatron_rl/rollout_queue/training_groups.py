@@ -89,8 +89,8 @@ class TrainingGroups:
     def _pop_again(self, stage: int) -> _Again | None:
         """The next group that a stage generates again.
 
-        Its own, or one of an earlier stage whose batches are all formed: nothing of it is sampled
-        yet, and its prompt does not vanish.
+        It is of that stage, or of an earlier stage whose batches are all built: nothing of it is
+        sampled yet, and its prompt must not vanish.
         """
         for place, again in enumerate(self._again):
             if again.stage <= stage:
@@ -98,10 +98,10 @@ class TrainingGroups:
         return None
 
     def due_stage(self, next_step: int, synced: int) -> int | None:
-        """The stage of which one more group is needed from next_step on; None: of no stage.
+        """The stage that needs one more group from next_step on, within staleness; None: no stage.
 
-        A group keeps the bound of staleness. First those of the batch that is formed next; of the
-        stage after it, as soon as its first batch is within the bound.
+        The stage of the next batch comes first; then the stage after it, as soon as its first batch
+        is within the bound of staleness.
         """
         for stage in self.schedule.open_stages(next_step):
             config = self.schedule.stages[stage]
@@ -122,7 +122,7 @@ class TrainingGroups:
         return None
 
     def lowest_staleness(self, next_step: int) -> int:
-        """Versions that a generator may lag, whichever stage a group is of that it gets."""
+        """Versions that a generator may lag for groups of any open stage."""
         stages = self.schedule.open_stages(next_step)
         return min(self.schedule.stages[stage].queue.max_staleness for stage in stages)
 
@@ -139,7 +139,7 @@ class TrainingGroups:
 
     def note_dropped(self, group: Group) -> None:
         """Tell the curriculum of a dropped group at once: it may have to draw other prompts before
-        there is a batch at all."""
+        the first batch."""
         if self._curriculum is not None:
             self._curriculum.note([_visit_of(group)])
 
@@ -150,7 +150,7 @@ class TrainingGroups:
             self._curriculum.commit()
 
     def metrics(self, step: int) -> list[Metric]:
-        """Of a batch: its stage, and what the curriculum draws from after it."""
+        """Metrics of a batch: its stage, and the prompts that the curriculum draws after it."""
         of_curriculum = self._curriculum.metrics() if self._curriculum is not None else []
         return [*self.schedule.metrics(step), *of_curriculum]
 
@@ -159,9 +159,9 @@ class TrainingGroups:
         self.schedule.note_batch(batch, self.book.untaken_of(self.schedule.stage_at(batch.step)))
 
     def state(self, step: int, *, groups_opened: int) -> QueueState:
-        """The state when batch number `step` is trained on and no later one formed.
+        """The state when batch number `step` is trained on and no later batch is built.
 
-        Without what the queue knows of evaluations.
+        It lacks the evaluations.
         """
         again = [UnfinishedGroup(number, prompt.id, stage) for number, prompt, stage in self._again]
         return QueueState(
@@ -175,7 +175,7 @@ class TrainingGroups:
         )
 
     def restore(self, state: QueueState) -> None:
-        """Go on where the state was taken. Raises InputError when the prompts are others."""
+        """Restore the state. Raises InputError when the run has other prompts."""
         self._stream.restore(state.cursor)
         self.schedule.restore(state.stages, state.step)
         if self._curriculum is not None and state.curriculum is not None:
@@ -229,7 +229,7 @@ class GroupOpener:
         self._evaluations = evaluations
         self._training = training
         self.count = evaluations.first_number
-        """Groups opened so far; new ones get numbers from here on."""
+        """Groups opened so far, which is the number of the next new group."""
 
     def rules(self, synced: int, next_step: int | None) -> LeaseRules:
         """Which generators may take which groups while that version is the synced one."""
