@@ -23,7 +23,7 @@ from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, roll
 from megatron_rl.protocol.types import Prompt
 from verification.code.outputs import Job, Printed
 from verification.code.setup import CodeLimits, longest_item_s, prepare
-from verification.format_checks import FORMAT_CHECKS
+from verification.format import FORMAT_CHECKS
 from verification.verdict import GradingError
 
 OUTPUT_BYTES = 1 << 20
