@@ -1,4 +1,4 @@
-"""Grades a file of completions again and tells what was found: behind `megatron-rl verify`.
+"""Grades a file of completions again, for `megatron-rl verify`.
 
 A line is a rollout record of a run, or {"text", "answer"} with optional "task", "entry",
 "problem", "language", "tokens", "is_finished", "seed", "prompt_tail", "reason".
@@ -17,7 +17,7 @@ from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
 from verification.math import answer as math_answer
-from verification.math.bare_library import same_by_bare_library
+from verification.math.library import same_by_bare_library
 
 PARSERS = ("text", "number", "structure", "math_verify", "bare")
 """Our parsers in their order; "bare" is math-verify by itself, as most trainers use it."""
@@ -25,7 +25,7 @@ FAILED = "grading failed"
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What is read of a line; other keys do not matter here."""
+    """The keys of a line that are read; others are ignored."""
 
     text: str
     answer: str = ""
@@ -77,7 +77,7 @@ def read_records(
     """All lines of a file; InputError names the first bad one.
 
     prompts: by id; tests and reasoning_gym entries, which records leave out, come from there.
-    rules: by the stage of a line; of stages that are not there, the one of the configuration.
+    rules: by the stage of a line; a line of another stage gets the rule of the configuration.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

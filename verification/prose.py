@@ -1,8 +1,8 @@
-"""The prose of a text: what of it is written in a human language, sentence by sentence.
+"""The prose of a text: its parts in a human language, sentence by sentence.
 
 Runs in grading processes on hostile text, in time linear in it. LaTeX, code, numbers, addresses
-and tags are no prose. But prose inside them is: a model that thinks in `$...$`, in a code fence,
-in backticks, in a box, in a tag or in a comment still thinks in a language.
+and tags are no prose, but prose inside them is. A model that thinks in `$...$`, in a code fence, in
+backticks, in a box, in a tag or in a comment still thinks in a language.
 """
 
 import re
@@ -19,7 +19,7 @@ MIN_SCATTERED_WORDS = 6
 MIN_WORDS_IN_CODE = 5
 """The same for a line of code without a comment sign: `for word in words` is none."""
 MIN_PROSE_SHARE = 0.5
-"""Share of the letters of a code block from which its prose counts: comments beside code do not."""
+"""Share of the letters of a code block from which its prose counts: a few comments do not."""
 
 KANA = "\u3041-\u3096\u30a1-\u30fa"
 HAN = "\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -86,13 +86,13 @@ class Prose(NamedTuple):
     """The sentences of a text: words parted by single spaces; none is empty."""
 
     open: list[str]
-    """What every reader takes for prose."""
+    """Plain prose."""
     wrapped: list[str]
     """Prose inside formulas, code, boxes, tags and glued names."""
 
 
 def read_prose(text: str, *, is_answer: bool = False) -> Prose:
-    """The sentences of a text. In an answer boxes and comments in code are what is asked for."""
+    """The sentences of a text. In an answer, boxes and comments in code do not count."""
     wrapped: list[str] = []
 
     def unwrap(found: re.Match[str]) -> str:
@@ -147,7 +147,7 @@ def _words_of(content: str) -> str:
 
 
 def _count_words(run: str) -> int:
-    """Words of a run; 0 where so many are short that they are names of variables."""
+    """Words of a run; 0 where most are as short as names of variables."""
     words = [word for word in run.split() if len(word) > 1]
     return len(words) if 2 * len(_LONG_WORD.findall(run)) >= len(words) else 0
 
@@ -170,7 +170,7 @@ def _prose_of_code(source: str, *, has_comments: bool) -> str:
 
 
 def _prose_of_line(line: str, *, has_comments: bool) -> str:
-    """The prose of a line of code: what its comments say, and what is no code."""
+    """The prose of a line of code: its comments, and text that is no code."""
     code, *comments = _COMMENT.split(line)
     prose = comments if has_comments else []
     if not _is_statement(code):

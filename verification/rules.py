@@ -1,4 +1,4 @@
-"""What a score depends on beside the completion. Used by the verifier and its grading processes."""
+"""The rules of scoring. Used by the verifier and its grading processes."""
 
 from typing import Self
 

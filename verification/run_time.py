@@ -128,7 +128,7 @@ class Watch:
             else:
                 ran_s, waited_s = self._threads.get((pid, tid), (0.0, 0.0))
                 denied_s = times[1] - waited_s
-                # A wait is counted at its end: one that goes on shows in the thread's state alone.
+                # Linux counts a wait at its end: until then only the thread's state shows it.
                 if times == (ran_s, waited_s) and _is_ready(pid, tid):
                     denied_s = interval_s
                 self._threads[pid, tid] = times

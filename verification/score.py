@@ -1,9 +1,9 @@
 """From a completion to its score: format check -> correctness -> length -> language -> extra
 rewards.
 
-`screen` runs in the verifier, once a request; `take_step` in its grading processes, once a step
-that is left, or for a pair of answers (`classes.py`). Functions of their arguments, apart from the
-libraries that the judges load.
+The verifier calls `screen` once per request. Its grading processes call `take_step` once per step
+that is left, or for a pair of answers (`classes.py`). All are functions of their arguments, apart
+from the libraries that the judges load.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
 from verification.comparisons import call_function, describe_type, find_comparison, load_function
 from verification.draft import Draft, Finding, Question
-from verification.format_checks import CUT_OFF_REFUSALS, FORMAT_CHECKS, FormatResult
+from verification.format import CUT_OFF_REFUSALS, FORMAT_CHECKS, FormatResult
 from verification.rules import RewardRules
 from verification.verdict import GradingError, Verdict
 
@@ -40,7 +40,7 @@ def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
     take.
 
     Quick and safe for any text, and the only caller of format checks and quick comparisons. Never
-    loads functions of the user's own. GradingError for an unknown task.
+    loads a user's functions. GradingError for an unknown task.
     """
     checked = _format_check(request, rules)
     if checked.refusal:
@@ -71,7 +71,7 @@ def score(request: ScoreRequest, rules: RewardRules) -> Score:
 
 
 def unverified(draft: Draft, rules: RewardRules, reason: str) -> Score:
-    """The score of a completion whose grading exceeds a limit: only format and length count."""
+    """The score of a completion whose grading exceeded a limit: only format and length count."""
     parts = _basic_parts(draft.request, rules)
     return Score(sum(parts.values()), parts, reason)
 
@@ -97,7 +97,7 @@ def _quick_verdict(
     checked: FormatResult, request: ScoreRequest, rules: RewardRules
 ) -> Verdict | None:
     name = rules.task(request.task).compare
-    # A function of the user's own is not loaded here.
+    # A user's function is not loaded here.
     return None if ":" in name else find_comparison(name).quick(checked, request, rules)
 
 
@@ -109,7 +109,7 @@ def _refused(request: ScoreRequest, checked: FormatResult) -> Score:
 
 
 def _basic_parts(request: ScoreRequest, rules: RewardRules) -> dict[str, float]:
-    """What is known before the answer is judged."""
+    """Addends of the reward that are known before the answer is judged."""
     length = request.length_rule or rules.length_rule
     return {
         "format": rules.reward.format,

@@ -50,7 +50,7 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )
 from megatron_rl.protocol.wire import Dealer, WireError
-from verification.class_desk import ClassDesk
+from verification.classes import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules

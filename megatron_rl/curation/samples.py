@@ -18,7 +18,7 @@ from megatron_rl.curation.rows import Row, read_jsonl
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import Prompt
-from verification.format_checks import FORMAT_CHECKS
+from verification.format import FORMAT_CHECKS
 
 _SAMPLES = (
     'a rollout record, or {"id" or "problem": "...", "correct": [true, ...], "answers": ["7", ...]}'

@@ -21,7 +21,7 @@ from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 from verification import settings
-from verification.math.legible import find_illegible
+from verification.math.answer import find_illegible
 
 Fault = RowFault
 UNKNOWN_TASK = "unknown_task"

@@ -14,8 +14,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Setting, diagnose
 from tests.rollout_queue.makers import make_prompt
-from verification.format import CUT_OFF_REFUSALS
-from verification.format_checks import FORMAT_CHECKS
+from verification.format import CUT_OFF_REFUSALS, FORMAT_CHECKS
 
 
 def setting(*overrides: str, task: str = "math") -> Setting:

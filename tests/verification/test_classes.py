@@ -12,8 +12,7 @@ from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConf
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.types import NOT_GRADED, ScoreFailed
 from tests.verification.requests import boxed, make_rules
-from verification.class_desk import PAIRS_A_TURN, Answered, ClassDesk
-from verification.classes import MAX_FAULTS, Clustering, Pair
+from verification.classes import MAX_FAULTS, PAIRS_A_TURN, Answered, ClassDesk, Clustering, Pair
 from verification.pool.pool import Pool
 from verification.verdict import GradingError
 

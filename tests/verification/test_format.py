@@ -6,11 +6,11 @@ import pytest
 
 from verification.format import (
     CUT_OFF_REFUSALS,
-    check_code_format,
-    check_format,
     fenced_blocks,
     last_box,
     split_response,
+    think_box,
+    think_code,
 )  # fmt: skip
 
 GOLDEN = [
@@ -72,14 +72,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "answer"), PASSED)
 def test_well_formed_response_gives_its_last_box(text: str, answer: str) -> None:
-    check = check_format(text)
-    assert check.is_passed
+    check = think_box(text)
+    assert not check.refusal
     assert check.answer == answer
 
 
 @pytest.mark.parametrize(("text", "refusal"), REFUSED)
 def test_malformed_response_is_refused_with_its_reason(text: str, refusal: str) -> None:
-    check = check_format(text)
+    check = think_box(text)
     assert (check.answer, check.refusal) == ("", refusal)
 
 
@@ -103,29 +103,29 @@ def test_golden_set_is_large_and_names_every_refusal() -> None:
 
 @pytest.mark.parametrize("case", BOX_CASES, ids=note)
 def test_golden_box_gets_its_verdict(case: dict[str, str]) -> None:
-    check = check_format(case["text"])
+    check = think_box(case["text"])
     assert (check.answer, check.refusal) == (case["answer"], case["refusal"])
-    assert check.is_passed is (case["refusal"] == "")
+    assert (not check.refusal) is (case["refusal"] == "")
 
 
 @pytest.mark.parametrize("case", CODE_CASES, ids=note)
 def test_golden_code_gets_its_verdict(case: dict[str, str]) -> None:
-    check = check_code_format(case["text"])
-    assert (check.source, check.tag, check.refusal) == (
+    check = think_code(case["text"])
+    assert (check.answer, check.tag, check.refusal) == (
         case["source"], case["tag"], case["refusal"],
     )  # fmt: skip
-    assert check.is_passed is (case["refusal"] == "")
+    assert (not check.refusal) is (case["refusal"] == "")
 
 
 @pytest.mark.parametrize("case", [case for case in GOLDEN if case["refusal"]], ids=note)
 def test_refusals_of_cut_off_text_are_those_that_more_text_can_mend(case: dict[str, str]) -> None:
     if case["kind"] == "box":
-        checks = [check_format(case["text"] + end) for end in BOX_ENDS]
+        checks = [think_box(case["text"] + end) for end in BOX_ENDS]
     else:
-        checks = [check_code_format(case["text"] + end) for end in CODE_ENDS]
+        checks = [think_code(case["text"] + end) for end in CODE_ENDS]
     if not case["text"]:
         return  # An empty text can become anything, but no tag is missing yet.
-    assert any(check.is_passed for check in checks) is (case["refusal"] in CUT_OFF_REFUSALS)
+    assert any(not check.refusal for check in checks) is (case["refusal"] in CUT_OFF_REFUSALS)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_absent_box_is_none() -> None:
 )
 def test_hostile_text_takes_linear_time(text: str) -> None:
     start = time.process_time()
-    check_format(text)
+    think_box(text)
     # About 0.1 s for 0.5 MB; quadratic time would be many minutes.
     assert time.process_time() - start < 5
 
@@ -206,7 +206,7 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
 )
 def test_hostile_fences_take_linear_time(body: str) -> None:
     start = time.process_time()
-    check_code_format("<think></think>" + body)
-    check_code_format("<think>" + body + "</think>")
+    think_code("<think></think>" + body)
+    think_code("<think>" + body + "</think>")
     # Below 0.5 s for 2 MB; quadratic time would be many minutes.
     assert time.process_time() - start < 10

@@ -7,7 +7,7 @@ from megatron_rl.config.prompts import Demonstrations, SystemPrompts
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.types import ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request
-from verification.format_checks import FORMAT_CHECKS
+from verification.format import FORMAT_CHECKS
 from verification.score import score
 
 # How DeepSeek-R1's and QwQ's chat templates end.

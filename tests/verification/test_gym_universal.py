@@ -9,8 +9,13 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from verification.gym_answer import REFUSED_DATASETS, compare, compare_quickly
-from verification.gym_screens import _SCREENS, screen
+from verification.gym_answer import (
+    _SCREENS,
+    REFUSED_DATASETS,
+    compare,
+    compare_quickly,
+    screen,
+)
 from verification.verdict import CORRECT
 
 NAMES = sorted(set(DATASETS) - set(REFUSED_DATASETS))

@@ -23,7 +23,7 @@ from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_prompt, make_rollout
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
-from verification.format_checks import FORMAT_CHECKS, FormatResult
+from verification.format import FORMAT_CHECKS, FormatResult
 from verification.library import Grading, Sample
 from verification.pool.pool import Pool
 from verification.rules import RewardRules

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tools.bench.open_task import vowel_share
-from verification.format import check_format
+from verification.format import think_box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,12 @@ class Grader:
         rewards = []
         right = 0
         for ids, reference in zip(completion_ids, answer, strict=True):
-            check = check_format(self._decode(ids[:-1] if ids and ids[-1] == eos else ids))
-            is_correct = check.is_passed and check.answer == reference.strip()
+            check = think_box(self._decode(ids[:-1] if ids and ids[-1] == eos else ids))
+            is_correct = not check.refusal and check.answer == reference.strip()
             right += is_correct
             rewards.append(
-                self._job.format_reward * check.is_passed + self._job.correct_reward * is_correct
+                self._job.format_reward * (not check.refusal)
+                + self._job.correct_reward * is_correct
             )
         self.accuracy = right / len(rewards)
         return rewards

@@ -34,7 +34,7 @@ from tools.bench import verify_work as work
 from tools.bench.measuring import over, parser, percentile, report
 from verification.code.languages import LANGUAGES, compile_command
 from verification.code.setup import CodeLimits, header_folder, prepare
-from verification.format import check_code_format, check_format
+from verification.format import think_box, think_code
 from verification.library import Grading, Sample
 from verification.rules import RewardRules
 
@@ -73,7 +73,7 @@ def _bare_math(samples: Sequence[Sample]) -> None:
     from math_verify import parse, verify
 
     for sample in samples:
-        answer = check_format(sample.text).answer
+        answer = think_box(sample.text).answer
         verify(parse(f"\\boxed{{{sample.answer}}}"), parse(f"\\boxed{{{answer}}}"))
 
 
@@ -103,9 +103,9 @@ def _score_all_right(grading: Grading, samples: Sequence[Sample]) -> None:
 def _bare_programs(samples: Sequence[Sample]) -> None:
     """The same programs and tests in plain processes under rlimits: no isolation at all."""
     for sample in samples:
-        check = check_code_format(sample.text)
+        check = think_code(sample.text)
         with tempfile.TemporaryDirectory() as folder:
-            command = _build(check.source, check.tag, Path(folder))
+            command = _build(check.answer, check.tag, Path(folder))
             for case in json.loads(sample.entry)["cases"]:
                 done = subprocess.run(
                     command,

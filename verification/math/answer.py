@@ -61,8 +61,8 @@ def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
     """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves open.
 
-    Does not repeat its refusals: of another pair it may run out of time or memory. A pair that
-    nothing decides is wrong for the reason "undecided".
+    Call it only for such a pair: it does not repeat the refusals that bound time and memory. A pair
+    that nothing decides is wrong for the reason "undecided".
     """
     first, second = _spelled(_trim(answer), _trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
@@ -109,6 +109,32 @@ def opinions(answer: str, reference: str) -> dict[str, bool | None]:
     said["structure"] = same_structure(first, second)
     said["math_verify"] = same_by_library(first, second)
     return said
+
+
+def why_illegible(answer: str) -> str:
+    """Why no comparison can rely on the answer; empty where it is read.
+
+    Words alone are read: they are compared as words.
+    """
+    from verification.math.readings import read
+
+    text = answer.strip()
+    if not text:
+        return "it is empty"
+    if len(text) > MAX_CHARS:
+        return f"it has {len(text)} characters, over the {MAX_CHARS} that are compared"
+    plain = normalise(text)
+    if not plain:
+        return "nothing is left of it without its layout"
+    refused = refusal(plain)
+    if refused:
+        return f"it is refused ({refused})"
+    return "" if read(plain) else "our grammar does not read it: only equal text is surely right"
+
+
+def find_illegible(answers: list[str]) -> dict[int, str]:
+    """Why answers are not read, by their place in the list."""
+    return {place: why for place, answer in enumerate(answers) if (why := why_illegible(answer))}
 
 
 def prepare() -> None:

@@ -1,15 +1,14 @@
 """Functions by name: whether `P(2)` is a value of P or twice P.
 
 Runs in grading processes. A letter before parentheses can be a factor or a function. The texts of
-both sides are read together: what a letter means follows from how they use it, and where that
-leaves it open, both meanings must give the same verdict, so that nobody is paid for the convenient
-one.
+both sides are read together: their use of a letter tells its meaning. Where they leave it open,
+both meanings must give the same verdict, so that no answer earns the convenient one.
 
 | written | meaning |
 |---|---|
 | `f(..)`, `g(..)`, `y'(..)`, `P(2,3)` | a function |
 | `n(n+1)`: the letter stands inside too | a factor |
-| `a(b+c)` beside `ab+ac`: a sum inside, the letter elsewhere alone | a factor |
+| `a(b+c)` and elsewhere `ab+ac`: a sum inside, and the letter also without parentheses | a factor |
 | the same, a capital with `n-1`, `x+1` and the like inside | open |
 | all else: `I(0)`, `B(t)`, `x(2)` | open |
 """

@@ -1,9 +1,9 @@
 """Values of expressions: exact rationals, or balls that surely hold the value.
 
-Runs in grading processes. FLINT's balls (`arb`) carry a proven bound of their error. A value that
-lies on a jump or a branch cut cannot be told from one beside it by a ball alone: `Unsure` asks for
-more bits. From `settle_bits` on, a ball that holds the place and is smaller than 2^-settle_bits
-counts as lying on it.
+Runs in grading processes. FLINT's balls (`arb`) carry a proven bound of their error. No ball tells
+a value on a jump or a branch cut from a value near it: `Unsure` asks for more bits. From
+`settle_bits` on, a ball that holds the place and is smaller than 2^-settle_bits counts as lying on
+it.
 """
 
 import math
@@ -12,9 +12,17 @@ from fractions import Fraction
 
 from flint import acb, arb, ctx, fmpq, fmpz
 
-from verification.math.effort import Unbounded, Undefined, Unsure, Work
-from verification.math.exact import COUNTS, MAX_EXACT_BITS, exact_logarithm, exact_power
-from verification.math.expression import Tree
+from verification.math.exact import (
+    COUNTS,
+    MAX_EXACT_BITS,
+    Unbounded,
+    Undefined,
+    Unsure,
+    Work,
+    exact_logarithm,
+    exact_power,
+)
+from verification.math.trees import Tree
 
 MAX_MAGNITUDE_BITS = 50
 MAX_COUNTED = 5000

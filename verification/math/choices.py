@@ -1,12 +1,10 @@
-"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`.
+"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`; and words that take an answer back.
 
 Pure string code; runs in the verifier and its grading processes.
 """
 
 import re
 from typing import NamedTuple
-
-from verification.math.hedges import hedges_in
 
 _MARKED = re.compile(
     r"(?:\\text\{ ?)?(?:(?i:option|choice|answer)(?:\\?[: }]| is)*)?\(([A-J])\)\}?[.:]? ?(.*)",
@@ -42,6 +40,16 @@ _LETTER = r"(?:(?i:option|choice) )?\(?[A-J]\)?"
 _SEVERAL = re.compile(rf"{_LETTER}(?:(?: ?, ?(?:and ?)?| ?and ?| ?& ?){_LETTER})+")
 _ONE_LETTER = re.compile(r"(?<![A-Za-z])[A-J](?![A-Za-z])")
 _BLANKS = re.compile(r" {2,}")
+_HEDGE = re.compile(
+    r"(?<![\\A-Za-z])(?P<word>approximately|approx|roughly|nearly|almost|circa|maybe|perhaps"
+    r"|possibly|probably|likely|presumably|guess|unsure|uncertain|more|less|fewer|at least"
+    r"|at most|not|never|cannot|except|other than|anything but|or so|ish|wrong|incorrect)"
+    r"(?![A-Za-z])"
+    r"|(?P<negation>[A-Za-z]n't)(?![A-Za-z])"
+    r"|(?<![\\A-Za-z])(?P<relation>over|under|above|below|beyond|around|about|between|up to"
+    r"|within)[ }]{1,3}[$\\(-]{0,3}[0-9.]",
+    re.IGNORECASE,
+)
 
 
 class Choice(NamedTuple):
@@ -83,3 +91,11 @@ def read_choice(text: str) -> Choice | Choices | None:
     if text.startswith("\\text{(") and rest.endswith("}") and rest.count("{") < rest.count("}"):
         rest = f"\\text{{{rest}"
     return Choice(match[1], rest)
+
+
+def hedges_in(text: str) -> frozenset[str]:
+    """The words of doubt, denial and estimation in a normalised text."""
+    return frozenset(
+        (match["word"] or match["negation"] or match["relation"]).lower()
+        for match in _HEDGE.finditer(text)
+    )

@@ -2,7 +2,7 @@
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes. An
 expression is taken for the bag of its numbers and names: order, brackets, signs, layout and
-neutral zeros and ones do not count, a power is so many equal factors, a root is one of degree 2.
+neutral zeros and ones do not count. A power counts as its equal factors, a root as one of degree 2.
 Two expressions of equal value and with the same bag are hardly ever two different ones.
 """
 
@@ -324,7 +324,7 @@ class _Reader:
             self._leaves.append(BREAK)
 
     def _power(self) -> None:
-        """A whole or broken exponent as copies and degree; any other as leaves of its own."""
+        """Read a whole or fractional exponent as copies and degree; any other stays as leaves."""
         exponent, end = self._exponent()
         match = _EXPONENT.fullmatch(exponent)
         if match is None:

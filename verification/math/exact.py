@@ -1,4 +1,4 @@
-"""Exact powers, roots, logarithms and counts of rational numbers, and how large they may be.
+"""Exact results of functions of rational numbers, and the ways in which computing a value ends.
 
 Runs in grading processes. Each function returns None where the result is no rational number, or has
 more than MAX_EXACT_BITS.
@@ -12,10 +12,43 @@ from flint import arb, ctx, fmpq, fmpz
 MAX_EXACT_BITS = 200_000
 MAX_ROOT_DEGREE = 10_000
 
+# Costs a second or two: functions of 100,000 bits cost about 25 ms each.
+MAX_WORK = 5_000_000
+
+
 COUNTS = {
     "factorial": math.factorial, "binom": math.comb, "perm": math.perm, "gcd": math.gcd,
     "lcm": math.lcm,
 }  # fmt: skip
+
+
+class Undefined(ArithmeticError):
+    """The expression has no value there, such as a division by zero."""
+
+
+class Unbounded(ArithmeticError):
+    """The value is too large, or costs too much, to compute with."""
+
+
+class Exhausted(Unbounded):
+    """The comparison has had all the time it may take."""
+
+
+class Unsure(ArithmeticError):
+    """More bits are needed to tell on which side of a jump a value lies."""
+
+
+class Work:
+    """What is left of the time that one comparison may take."""
+
+    def __init__(self, units: int = MAX_WORK) -> None:
+        self._left = units
+
+    def spend(self, units: int) -> None:
+        """Take units away. Exhausted when none are left."""
+        self._left -= units
+        if self._left < 0:
+            raise Exhausted
 
 
 def exact_power(base: fmpq, exponent: fmpq) -> fmpq | None:

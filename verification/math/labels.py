@@ -1,4 +1,4 @@
-"""What stands beside a value: names, left-hand sides, chains of equations, roundings.
+"""Names, left-hand sides, chains of equations and roundings around a value.
 
 Runs in grading processes. `x=5`, `f(2)=5`, `\\cos A=5`, `a+b=5` and `n=3+2=5` all give the value 5
 to somebody who asked for it. An answer that states two different values states none.

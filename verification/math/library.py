@@ -1,9 +1,7 @@
-"""math-verify's opinion on two answers, for audits: it decides no verdict.
+"""math-verify's opinions on two answers, for audits: they decide no verdict.
 
-It may parse a fragment of a text and compare that. Runs in grading processes only: its grammar and
-SymPy may take unbounded time and memory. Its own timeouts are off, because they replace signal
-handlers and the process has limits of its own. Only its LaTeX grammar is used: its other reader
-hands text to `sympy.parse_expr`.
+Runs in grading processes only: its grammar and SymPy may take unbounded time and memory. Its own
+timeouts are off: they replace signal handlers, and the grading process has limits already.
 """
 
 import functools
@@ -25,7 +23,9 @@ _NAMES = {
 def same_by_library(first: str, second: str) -> bool | None:
     """Whether math-verify calls two normalised texts equal both ways round.
 
-    None when it cannot read one of them. Decimals are exact: 0.333 is not 1/3.
+    None when it cannot read one of them; it may parse a fragment of a text and compare that.
+    Decimals are exact: 0.333 is not 1/3. Only its LaTeX grammar is used: its other reader hands
+    text to `sympy.parse_expr`.
     """
     # Imported here: the verifier's own process and quick comparisons need no SymPy.
     from math_verify import verify
@@ -38,6 +38,20 @@ def same_by_library(first: str, second: str) -> bool | None:
         return False
     options = {"timeout_seconds": None, "numeric_precision": PRECISION_DIGITS}
     return all(verify(gold, target, **options) for gold, target in (pair, pair[::-1]))
+
+
+@functools.lru_cache(maxsize=16)
+def same_by_bare_library(answer: str, reference: str) -> bool:
+    """Whether math-verify alone, as most trainers use it, takes the boxed answer for the reference.
+
+    False where it cannot read one of them.
+    """
+    from math_verify import parse, verify
+
+    gold, target = (
+        parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (reference, answer)
+    )
+    return bool(verify(gold, target, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=256)

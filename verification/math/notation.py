@@ -1,12 +1,15 @@
-"""One notation for what people write in several: combinations, systems, vectors.
+"""What people write in several notations: combinations, systems, vectors, residue classes.
 
 Pure string code on normalised texts; runs in grading processes.
 """
 
 import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
 
-from verification.math.numbers import spell_repeating
-from verification.math.split import enclosed, split_at
+from verification.math.numbers import parse_number, spell_repeating
+from verification.math.split import enclosed, split_at, split_words
 
 _COUNT = r"(?:[0-9]{1,3}|[a-zN]|\{[^{}\\]{1,12}\})"
 _BEFORE = rf"(?:\{{\}}[_^]({_COUNT})|\{{[_^]({_COUNT})\}}|(?<![0-9A-Za-z)}}\]_^])[_^]({_COUNT}))"
@@ -46,8 +49,30 @@ _UNIT_VECTOR = re.compile(
 )
 
 
+_CONGRUENCE = re.compile(
+    r"(?:(?P<name>[A-Za-z](?:_[0-9A-Za-z])?|[A-Za-z]\^[0-9]) ?(?:\\equiv|=) ?)?"
+    r"(?P<residues>[^\\()]{1,60}|(?:[^\\()]|\\text\{(?:or|and)\}|\\equiv|\\pm){1,60}?) ?"
+    r"(?:\\pmod ?(?:\{(?P<braced>[0-9]{1,12})\}|(?P<digit>[0-9]))"
+    r"|\(?(?:\\b?mod(?![a-z])|\\text\{mod\}|(?<![A-Za-z])mod(?![a-z]))"
+    r" ?\{?(?P<bare>[0-9]{1,12})\}?\)?)"
+)
+
+
+@dataclass(frozen=True)
+class Congruence:
+    """Classes of whole numbers by one modulus."""
+
+    name: str
+    residues: tuple[Fraction, ...]
+    modulus: int
+
+    def classes(self) -> Counter[Fraction]:
+        """How often each least residue is named."""
+        return Counter(residue % self.modulus for residue in self.residues)
+
+
 def respell(text: str, other: str) -> str:
-    """A text in this module's notation; `C(5,2)` beside a pair stays a point."""
+    """A text in this module's notation. `C(5,2)` stays a point where the other text is a pair."""
     for spelling, known in _SPELLINGS.items():
         if spelling in text:
             text = text.replace(spelling, known)
@@ -64,7 +89,7 @@ def respell(text: str, other: str) -> str:
 def with_bold_sets(text: str, other: str) -> str:
     r"""A raw text with `\mathbf{R}` as the real numbers where it is a set for certain.
 
-    It is behind `\in`, and beside a text with the same set in blackboard letters or infinity.
+    It is one behind `\in`, and where the other text names that set or, for R, infinity.
     """
     if "\\mathbf" not in text and "\\bold" not in text and "\\textbf" not in text:
         return text
@@ -107,6 +132,37 @@ def vector_components(text: str) -> tuple[str, ...] | None:
         return None
     axes = "ijk" if "k" in components else "ij"
     return tuple(components.get(axis, "0") for axis in axes)
+
+
+def read_congruence(text: str) -> Congruence | None:
+    """The congruence that a normalised text is; None when it is none."""
+    if "mod" not in text:
+        return None
+    match = _CONGRUENCE.fullmatch(text)
+    if match is None:
+        return None
+    modulus = int(match["braced"] or match["digit"] or match["bare"])
+    items = [
+        part.strip().removeprefix("\\equiv").strip()
+        for piece in split_at(match["residues"], ",", ";")
+        for half in split_words(piece, "or", "\\text{or}")
+        for part in split_words(half, "and", "\\text{and}")
+        if part.strip()
+    ]
+    if len(items) == 1 and items[0].startswith("\\pm"):
+        items = [items[0][3:], f"-{items[0][3:].strip()}"]
+    values = [parse_number(item.strip()) for item in items]
+    known = tuple(value for value in values if value is not None and value.denominator == 1)
+    if not known or len(known) < len(items) or modulus < 2:
+        return None
+    return Congruence(match["name"] or "", known, modulus)
+
+
+def same_congruence(first: Congruence, second: Congruence) -> bool:
+    """Whether two congruences name the same classes of the same unknown."""
+    if first.name and second.name and first.name != second.name:
+        return False
+    return first.modulus == second.modulus and first.classes() == second.classes()
 
 
 def _signed_terms(text: str) -> list[str]:

@@ -9,8 +9,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from verification.math.choices import Choice, Choices, read_choice
-from verification.math.hedges import hedges_in
+from verification.math.choices import Choice, Choices, hedges_in, read_choice
 from verification.math.number_words import read_number_words
 from verification.math.numbers import (
     ClockTime,
@@ -116,7 +115,7 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
 
 
 def _read_pair(first: str, second: str) -> tuple[Plain | None, Plain | None]:
-    """Plain readings of both; `5 PM` is a time beside another time, and 5 of something else."""
+    """Plain readings of both texts. `5 PM` is a time only where the other text is one too."""
     plain, other = read_plain(first), read_plain(second)
     hour, other_hour = parse_hour(first), parse_hour(second)
     if hour is not None and (other_hour is not None or isinstance(other, ClockTime)):

@@ -1,8 +1,8 @@
 """Points at which expressions with symbols are compared.
 
-Pure functions; used in grading processes. The points of a pair are drawn from a hash of both its
-expressions, so that nobody can write an answer that fits points known beforehand, and everybody
-gets the same ones: in any process, whichever of the two is the reference.
+Pure functions; used in grading processes. A hash of both expressions seeds the points of a pair, so
+that no answer can be written for points known beforehand. Every process draws the same points,
+whichever of the two is the reference.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def _grade(tree: Tree, names: list[str]) -> int:
 
 
 def _grade_of_root(tree: Tree, names: list[str]) -> int:
-    """The same for the operation at the root of a tree alone."""
+    """How many points the operation at the root of a tree needs."""
     if tree[0] == "pow":
         return _grade_of_power(tree, names)
     if tree[0] != "call":
@@ -146,7 +146,7 @@ def _whole_number(index: int, draw: random.Random) -> Fraction:
 
 
 def _grid_number(index: int, literals: list[Fraction], draw: random.Random) -> Fraction:
-    """Whole numbers of both signs, fractions, numbers beside whole ones, and the literals."""
+    """Whole numbers of both signs, fractions, numbers near whole ones, and the literals."""
     whole = Fraction(draw.choice((index // 3 - 12, draw.randrange(-9, 10), draw.randrange(60))))
     kind = draw.randrange(6)
     if kind == 0:

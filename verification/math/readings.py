@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field, replace
 
 from verification.math.applications import without_application_marks
-from verification.math.congruences import Congruence, read_congruence
 from verification.math.expression import parse_expression
 from verification.math.labels import (
     Assignment,
@@ -21,7 +20,12 @@ from verification.math.labels import (
     settle_approximation,
 )
 from verification.math.linear import read_linear
-from verification.math.notation import rows_of_cases, vector_components
+from verification.math.notation import (
+    Congruence,
+    read_congruence,
+    rows_of_cases,
+    vector_components,
+)
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_of
 from verification.math.regions import Region, parse_region
@@ -336,28 +340,20 @@ def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Rea
     values = tuple(assignment.value for assignment in named)
     bases = {_SUBSCRIPT.sub("", name) for name in names}
     if len(bases) == 1:
-        return (
-            Collection(
-                "list",
-                values,
-                tuple(sorted(names if any("_" in name for name in names) else bases)),
-            ),
-        )
+        is_numbered = any("_" in name for name in names)
+        return (Collection("list", values, tuple(sorted(names if is_numbered else bases))),)
     if is_choice:
         return (Collection("alternatives", tuple(items)),)
     in_order = [*zip(names, values, strict=True)]
     if _is_family(names):
         in_order.sort()
     order, row = tuple(name for name, _ in in_order), tuple(value for _, value in in_order)
-    kinds = (("named", tuple(items)), ("row", row), ("tuple", row))
-    return tuple(
-        Collection(kind, parts, tuple(sorted(names)) if kind == "named" else order)
-        for kind, parts in kinds
-    )
+    named_values = Collection("named", tuple(items), tuple(sorted(names)))
+    return (named_values, Collection("row", row, order), Collection("tuple", row, order))
 
 
 def _is_family(names: list[str]) -> bool:
-    """Whether names have an order of their own, as x, y, z and a, b, c have; x and p have none."""
+    """Whether names have an order, as x, y, z and a, b, c have; x and p have none."""
     letters = sorted(name[:1] for name in names)
     if not letters[0]:
         return False

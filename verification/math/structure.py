@@ -33,11 +33,10 @@ from verification.math.bound_names import (
     same_progression,
     with_bound_names,
 )
-from verification.math.congruences import Congruence, same_congruence
 from verification.math.expression import parse_expression
 from verification.math.inequalities import is_positive_multiple
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
-from verification.math.notation import respell
+from verification.math.notation import Congruence, respell, same_congruence
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
     Collection,
@@ -201,7 +200,7 @@ class _Comparison:
         return isinstance(a, Words) and a == b
 
     def _same_congruence(self, a: Congruence, b: Reading) -> bool | None:
-        """A class of its own modulus, the residue that it names, or `11k+7`."""
+        """Whether a congruence equals a class, the residue that it names, or `11k+7`."""
         if isinstance(b, Congruence):
             return same_congruence(a, b)
         residues = tuple(map(str, a.residues))

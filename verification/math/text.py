@@ -9,9 +9,12 @@ import functools
 import re
 
 from verification.math.number_words import spell_bases, spell_factors
-from verification.math.sentences import spell_sentences
-from verification.math.statements import part_statements
-from verification.math.styling import join_thousands, without_styling
+from verification.math.phrasing import (
+    join_thousands,
+    part_statements,
+    spell_sentences,
+    without_styling,
+)
 
 MAX_CHARS = 1000
 MAX_DEPTH = 30
@@ -71,64 +74,23 @@ _COMMANDS = (
     | dict.fromkeys(["\\land", "\\wedge"], "\\text{and}")
     | dict.fromkeys(["\\ldots", "\\dots", "\\cdots", "\\dotsc"], "...")
     | dict.fromkeys(
-        [
-            "\\textrm",
-            "\\textbf",
-            "\\textit",
-            "\\textnormal",
-            "\\textup",
-            "\\textsf",
-            "\\texttt",
-            "\\textsc",
-            "\\mbox",
-            "\\hbox",
-            "\\mathrm",
-            "\\mathbf",
-            "\\bold",
-            "\\textsl",
-            "\\mathit",
-            "\\mathsf",
-            "\\mathtt",
-            "\\operatorname",
-            "\\emph",
-            "\\operatorname*",
-        ],
+        (
+            "\\textrm \\textbf \\textit \\textnormal \\textup \\textsf \\texttt \\textsc \\mbox "
+            "\\hbox \\mathrm \\mathbf \\bold \\textsl \\mathit \\mathsf \\mathtt \\operatorname "
+            "\\emph \\operatorname*"
+        ).split(),
         "\\text",
-    )  # fmt: skip
-    | {
-        "\\lbrace": "\\{",
-        "\\rbrace": "\\}",
-        "\\lbrack": "[",
-        "\\rbrack": "]",
-        "\\neq": "\\ne",
-        "\\lt": "<",
-        "\\gt": ">",
-        "\\div": "/",
-        "\\cents": "\\cent ",
-        "\\textcent": "\\cent ",
-        "\\pounds": "£",
-        "\\textsterling": "£",
-        "\\euro": "€",
-        "\\texteuro": "€",
-        "\\yen": "¥",
-        "\\textdollar": "\\$",
-        "\\colon": ":",
-        "\\%": "%",
-        "\\&": "and",
-        "\\#": "",
-        "\\_": "_",
-        "\\R": "\\reals ",
-        "\\Z": "\\integers ",
-        "\\N": "\\naturals ",
-        "\\Q": "\\rationals ",
-        "\\C": "\\complexes ",
-        "\\backslash": "\\setminus",
-        "\\tg": "\\tan",
-        "\\ctg": "\\cot",
-        "\\arctg": "\\arctan",
-        "\\bigcup": "\\cup",
-    }  # fmt: skip
+    )
 )
+_COMMANDS |= {
+    "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\neq": "\\ne",
+    "\\lt": "<", "\\gt": ">", "\\div": "/", "\\cents": "\\cent ", "\\textcent": "\\cent ",
+    "\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\yen": "¥",
+    "\\textdollar": "\\$", "\\colon": ":", "\\%": "%", "\\&": "and", "\\#": "", "\\_": "_",
+    "\\R": "\\reals ", "\\Z": "\\integers ", "\\N": "\\naturals ", "\\Q": "\\rationals ",
+    "\\C": "\\complexes ", "\\backslash": "\\setminus", "\\tg": "\\tan", "\\ctg": "\\cot",
+    "\\arctg": "\\arctan", "\\bigcup": "\\cup",
+}  # fmt: skip
 _SET_DIFFERENCE = re.compile(r"(?<=\\reals) *[-/] ?(?=\\\{)")
 _CHOOSE = re.compile(
     r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"

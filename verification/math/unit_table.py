@@ -8,7 +8,6 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from verification.math.hedges import HEDGES
 from verification.math.number_words import NUMBER_WORDS
 
 MAX_UNIT_CHARS = 60
@@ -80,9 +79,17 @@ _LETTERS = {letter: letter.lower() for letter in "mgshlLNJWV"}
 # In this case a prefix or letter means something else: a megagram is no milligram.
 _OTHER_CASE = frozenset("Mg Ms Mm Ml ML mJ mHz Nm NM".split())
 _NO_UNIT = frozenset({"unit", "number", "point"})
+_HEDGES = frozenset(
+    "more less fewer remaining left so approximately approx about ish maybe perhaps possibly "
+    "probably likely roughly nearly almost around circa guess plus minus at most least many few "
+    "too lower higher longer shorter taller older younger greater smaller bigger larger faster "
+    "slower extra additional below above under over beyond short wrong incorrect ago within "
+    "between except unless because since as false true yes neither either max "
+    "maximum minimum tops past upward upwards downward downwards".split()
+)
 # Words that make a text behind a number something else than a unit.
 _NOT_UNITS = (
-    HEDGES
+    _HEDGES
     | NUMBER_WORDS
     | frozenset(
         "or and not to than if when where for no only but is are with from choose mod modulo pi "
@@ -123,8 +130,7 @@ def known_units() -> dict[str, tuple[dict[str, int], Fraction]]:
 def read_unit(text: str) -> Unit | None:
     """The unit that a text spells; None when it spells none.
 
-    Unknown words become a dimension of their own, so that apples are no oranges, if the text marks
-    them as text.
+    Unknown words that are marked as text become a new dimension: apples are no oranges.
     """
     text = text.strip()
     if text == PERCENT or _PERCENT.fullmatch(text):
@@ -226,7 +232,7 @@ _IRREGULAR = {
 
 
 def singular(word: str) -> str:
-    """A noun in the singular, or for a word that is none some spelling of its own."""
+    """The singular of a noun; for any other word, one fixed spelling."""
     if word in _IRREGULAR:
         return _IRREGULAR[word]
     if word.endswith("ies") and len(word) > 4:

@@ -2,8 +2,8 @@
 
 Pure string code; runs in the verifier and its grading processes. Letters without a mark may be a
 unit or factors. By itself a text holds a unit only where that is plain: `5 m`, `6\\pi cm`, but not
-`\\pi r^2 h`, `2mg` or `5m`. Beside another text `settle_units` knows more: `5m` is a length beside
-`5\\text{ m}`, and `5 m` is a product beside `m+4m`.
+`\\pi r^2 h`, `2mg` or `5m`. `settle_units` reads two texts together: `5m` is a length where the
+other text is `5\\text{ m}`, and `5 m` is a product where it is `m+4m`.
 """
 
 import functools
@@ -11,7 +11,6 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from verification.math.compound import read_compound
 from verification.math.numbers import parse_number
 from verification.math.trees import Tree, num
 from verification.math.unit_table import (
@@ -23,6 +22,7 @@ from verification.math.unit_table import (
     read_unit,
 )  # fmt: skip
 
+MAX_PARTS = 4
 ANGLE = "deg^1"
 _RADIAN = "rad^1"
 _STERLING = "gbp^1"
@@ -43,6 +43,23 @@ _PREFIX = re.compile(
     r"(-?) ?(\\\$|[€£¥₹]|\\text\{(?:Rs|USD|US|EUR|GBP)\.?\}|Rs\.?|USD|EUR|GBP)(?=[ 0-9.(\\-])"
 )
 _RATE = re.compile(r"(?:/|\\text\{ ?(?:/|per |an? )| per | an? )[^0-9]*$")
+
+
+_MARKS = re.compile(r"\\text\{|\}")
+_BLANKS = re.compile(r" {2,}")
+_FIRST_PART = re.compile(r"-?(?:\\text\{ ?)?[0-9.]+ ?(?:\\text\{|\\deg|[A-Za-z'])")
+_PART = re.compile(
+    r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?P<unit>\\deg|''|'|[A-Za-z]{1,12}\.?)"
+    r"(?: ?,)?(?: ?and(?![a-z]))? ?"
+)
+# Unit of the first part -> what other spellings mean behind it: `5 h 3 m` holds minutes.
+_BESIDE = {
+    "s": {"m": "minute"},
+    "m": {"'": "foot", "''": "inch"},
+    "deg": {"'": "arcminute", "''": "arcsecond", "minute": "arcminute", "second": "arcsecond",
+            "min": "arcminute", "sec": "arcsecond", "minutes": "arcminute",
+            "seconds": "arcsecond"},
+}  # fmt: skip
 
 
 class _Split(NamedTuple):
@@ -77,14 +94,14 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
     if dimensions == {ANGLE, _RADIAN}:
         return tuple(map(_in_radians, splits))
     if dimensions == {_STERLING, "g^1"}:
-        # Beside £5 a pound is money.
+        # A pound is money where the other text is £5.
         settled = _POUNDS.sub("\\\\text{gbp}", settled[0]), _POUNDS.sub("\\\\text{gbp}", settled[1])
     are_generic = [
         split.unit is not None and split.unit.dimension.startswith(f"{GENERIC}^")
         for split in splits
     ]
     if are_generic[0] != are_generic[1] and f"{NOTHING}^1" not in dimensions:
-        # Beside a known unit, or none, they say nothing.
+        # "units" says nothing where the other text has a known unit, or none.
         generic = 0 if are_generic[0] else 1
         rest = splits[generic].rest.strip()
         settled = (rest, settled[1]) if generic == 0 else (settled[0], rest)
@@ -172,7 +189,7 @@ def _is_balanced(tail: str) -> bool:
 
 
 def _is_plainly_unit(before: str, tail: str) -> bool:
-    """Whether bare letters behind a text are a unit, whatever stands beside the text."""
+    """Whether bare letters behind a text are a unit, whatever the other text is."""
     words = _WORD.findall(tail)
     is_long = len(words[0]) > 1
     is_like_product = not is_long or words[0] in _PRODUCT_LIKE
@@ -222,3 +239,41 @@ def in_base_units(tree: Tree, unit: Unit | None) -> Tree:
 def is_unit_mismatch(unit: Unit | None, other: Unit | None) -> bool:
     """Whether both units are given and measure different things."""
     return unit is not None and other is not None and unit.dimension != other.dimension
+
+
+def read_compound(text: str) -> tuple[str, Unit] | None:
+    """A normalised text as a number, spelled as a fraction, of its largest unit.
+
+    None for anything but two to four quantities of one kind, each in a smaller unit than the last.
+    """
+    if text[-1:].isdigit() or not _FIRST_PART.match(text):
+        return None
+    flat = _BLANKS.sub(" ", _MARKS.sub(" ", text)).strip()
+    sign, flat = ("-", flat[1:]) if flat.startswith("-") else ("", flat)
+    largest: Unit | None = None
+    total, factor, position, count = Fraction(0), Fraction(0), 0, 0
+    while position < len(flat):
+        part = _PART.match(flat, position)
+        unit = None if part is None else _unit_of(part["unit"].rstrip("."), largest)
+        if part is None or unit is None or count == MAX_PARTS:
+            return None
+        if largest is not None and (unit.dimension != largest.dimension or unit.factor >= factor):
+            return None
+        largest, factor = largest or unit, unit.factor
+        total += Fraction(part["number"]) * unit.factor
+        position, count = part.end(), count + 1
+    if largest is None or count < 2:
+        return None
+    value = total / largest.factor
+    return f"{sign}{value.numerator}/{value.denominator}", largest
+
+
+def _unit_of(name: str, largest: Unit | None) -> Unit | None:
+    base = "m" if largest is None else largest.dimension.removesuffix("^1")
+    spelled = _BESIDE.get(base, {}).get(name, name)
+    if largest is None and name == "m":
+        spelled = "m"
+    if spelled.startswith("'"):
+        return None
+    unit = read_unit(spelled if spelled.startswith("\\") else f"\\text{{{spelled}}}")
+    return unit if unit is not None and unit.dimension.endswith("^1") else None

@@ -1,10 +1,9 @@
 """Whether two expressions are equal, by their values.
 
 Runs in grading processes. Rational values are exact. Others are balls that surely hold the value:
-two values whose balls part are different. Values whose balls keep meeting are called equal when
-they agree in SURE_BITS bits beyond three times the size of all numbers on the way, so that nothing
-in the text, however small beside the rest, can hide below the last digit; a pair that would need
-more than MAX_BITS is undecided.
+two values whose balls part are different. Values whose balls keep meeting count as equal when
+they agree in SURE_BITS bits beyond three times the size of all numbers on the way. So no small term
+of the text can hide below the last digit. A pair that would need more than MAX_BITS is undecided.
 
 Expressions with symbols are compared at points that depend on both: they are equal when they agree
 wherever every part of both is real, at points enough to tell. So x/x is 1, and the logarithm of
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from verification.math.balls import Evaluation
-from verification.math.effort import Exhausted, Unbounded, Undefined, Unsure, Work
+from verification.math.exact import Exhausted, Unbounded, Undefined, Unsure, Work
 from verification.math.points import Point, is_enough, points_of
 from verification.math.trees import ZERO, Tree, at_point, inverse, num, subtrees, symbols_of
 
@@ -111,9 +110,9 @@ def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None
 def _is_narrower(first: Tree, second: Tree, lacking: list[Point], work: Work) -> bool:
     """Whether one of two trees that agree where both are real is another function elsewhere.
 
-    The square of the root of x is no |x|: it goes on as x below 0. Only a function that is real at
-    every point, or that takes an absolute value, is held to that: the root of ab may be written as
-    the product of two roots, and ln(x^2) as 2ln(x), by whom lengths and sizes are positive.
+    The square of the root of x is not |x|: below 0 it is x. The rule applies only to a function
+    that is real at every point, or that takes an absolute value. Where lengths and sizes are
+    positive, the root of ab is also the product of two roots, and ln(x^2) is 2ln(x).
     """
     lacking = lacking[:MAX_LACKING]
     for wide, narrow in ((first, second), (second, first)):

@@ -10,9 +10,14 @@ from verification.math.bound_names import (
     same_progression,
     with_bound_names,
 )
-from verification.math.congruences import read_congruence, same_congruence
 from verification.math.expression import parse_expression
-from verification.math.notation import respell, rows_of_cases, vector_components
+from verification.math.notation import (
+    read_congruence,
+    respell,
+    rows_of_cases,
+    same_congruence,
+    vector_components,
+)
 
 
 @pytest.mark.parametrize(

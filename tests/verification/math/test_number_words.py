@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from verification.math.answer import compare
-from verification.math.hedges import hedges_in
+from verification.math.choices import hedges_in
 from verification.math.number_words import read_number_words
 from verification.math.text import normalise
 

@@ -5,8 +5,7 @@ from fractions import Fraction
 import pytest
 
 from verification.math.answer import compare
-from verification.math.compound import read_compound
-from verification.math.units import settle_units, split_unit
+from verification.math.units import read_compound, settle_units, split_unit
 from verification.verdict import Verdict
 
 
