@@ -12,8 +12,7 @@ from rich.table import Table
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import printable, progress, say
-from megatron_rl.observe.audit.findings import Findings
-from megatron_rl.observe.audit.records import audit_records
+from megatron_rl.observe.audit import Findings, audit_records
 
 app = plain_app()
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import say
-from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
+from megatron_rl.config.files import load_run
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
@@ -99,10 +98,7 @@ def status(options: StatusOptions, console: Console) -> int:
 
 def read_status(run_dir: Path, now: float) -> Status:
     """Of a run folder; now: unix seconds. Raises InputError where there is no run."""
-    saved = run_dir / "config.toml"
-    if not saved.is_file():
-        raise InputError(f"{run_dir} holds no run: it has no config.toml")
-    config = load_config(saved)
+    config = load_run(run_dir)
     rows = stream_rows(run_dir / "metrics.jsonl")
     is_complete = (run_dir / "summary.json").exists()
     state = "complete" if is_complete else "stopped"

@@ -26,7 +26,7 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.generator import refuse_overlap, refuse_relay
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
@@ -95,8 +95,6 @@ def check(
     check_overlap(config, gpus)
     if config.train.steps and config.generator.release_memory:
         check_memory_saver(device_of_host(gpus), os.environ)
-    if config.train.steps and config.weights.relay:
-        refuse_relay(config.generator.quantization)
     model_checks.check_model_folder(config.model.path)
     model_checks.check_quantization(config)
     model_checks.check_vllm(config)

@@ -88,20 +88,6 @@ def _ready_path(config: Config, role: str) -> Path:
     return config.run.dir / "logs" / f"{role}.ready"
 
 
-@dataclass(frozen=True)
-class Restart:
-    """A role that was started again."""
-
-    role: str
-    kind: str
-    """Of `RestartRule`."""
-    exit_code: int
-    """Of its predecessor; minus the signal's number when a signal ended it."""
-    count: int
-    """Restarts of the replica within the rule's window, this one included."""
-    limit: int
-
-
 class Answer(Enum):
     """What the death of a role leads to."""
 

@@ -34,7 +34,6 @@ from megatron_rl.launcher.restarts import (
     Answer,
     Death,
     Replicas,
-    Restart,
     RestartRule,
     answer_death,
     pause_before,
@@ -47,6 +46,7 @@ from megatron_rl.observe.deaths import (
     how_it_ended,
 )
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
+from megatron_rl.protocol.node_messages import RoleRestart
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
 from megatron_rl.protocol.wire import WireError
 
@@ -193,7 +193,7 @@ class Supervisor:
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
 
-    def check(self) -> list[Restart]:
+    def check(self) -> list[RoleRestart]:
         """Note which roles ended, and start again those whose pause is over; returns the latter.
 
         Orphans that ended are forgotten. Raises RoleDied for a role that should not have ended.
@@ -275,7 +275,7 @@ class Supervisor:
             lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
         )
 
-    def _restart(self, role: Role) -> Restart | None:
+    def _restart(self, role: Role) -> RoleRestart | None:
         """Start a role again; None when a restart became pointless during the pause."""
         rule = role.restarts
         assert rule is not None and role.exit_code is not None
@@ -296,7 +296,7 @@ class Supervisor:
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
         new = self._start(role.name, role.command, role.outlives, rule, role.environment)
         new.is_restarted = True
-        return Restart(role.name, rule.kind, role.exit_code, count, rule.limit)
+        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
 
     def end_silent(self, missing: Collection[str]) -> None:
         """Kill roles that hang: they run and are ready, but the queue has long not heard them.

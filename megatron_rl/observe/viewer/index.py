@@ -7,12 +7,12 @@ made anew at each start, and grows with the run.
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
 
@@ -65,8 +65,8 @@ class Place(NamedTuple):
     size: int
 
 
-class Index:
-    """The rollouts of a run folder; a context manager."""
+class Index(Closing):
+    """The rollouts of a run folder."""
 
     def __init__(self, run_dir: Path, database: Path) -> None:
         """database: the file to make. Raises InputError where there are no rollouts."""
@@ -83,15 +83,8 @@ class Index:
         self._connection.execute("pragma mmap_size = 2147483648")
         self._connection.executescript(_TABLE)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the database."""
         self._connection.close()
 
     def refresh(self) -> int:
