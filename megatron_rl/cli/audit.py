@@ -1,4 +1,4 @@
-"""`megatron-rl audit RUN`: hold the records of a run against each other, and against its model."""
+"""`megatron-rl audit RUN`: check that a run's records agree, with each other and with its model."""
 
 import dataclasses
 import json

@@ -44,7 +44,7 @@ class ReportOptions:
     text: Annotated[bool, typer.Option("--text", help="print the summary alone")] = False
 
 
-@command(app, "report", "Say what runs came to, as text and as an HTML file.")
+@command(app, "report", "Summarize runs as text and as an HTML file.")
 def report(options: ReportOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     if options.trace is not None and len(options.run_dirs) > 1:
@@ -99,7 +99,7 @@ def write_report(
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """What runs are called: the names of their folders, with those above where they are alike."""
+    """Names of runs: their folders, with the parent folder where two have the same name."""
     paths = [folder.resolve() for folder in folders]
     counts = Counter(path.name for path in paths)
     return [p.name if counts[p.name] == 1 else f"{p.parent.name}/{p.name}" for p in paths]
@@ -125,7 +125,7 @@ def _read_summary(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        fix = "move it away, and the metrics are summed up anew"
+        fix = "move it away, then the summary is made from the metrics"
         raise InputError(f"cannot read {path}: {error}; {fix}") from error
     if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
         raise InputError(f"{path} is no summary of a run: expected an object with wall_s")

@@ -83,7 +83,7 @@ REFUSALS = (
     Refusal(
         lambda c: c.train.minibatches > c.train.prompts_per_batch,
         "train.minibatches={train.minibatches} is more than train.prompts_per_batch="
-        "{train.prompts_per_batch}: groups never split across minibatches; lower the former",
+        "{train.prompts_per_batch}: groups never split across minibatches; lower train.minibatches",
     ),
     Refusal(
         lambda c: c.reward.length_margin_tokens > c.sampling.max_new_tokens,
@@ -92,7 +92,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.generator.context_tokens <= c.sampling.max_new_tokens,
-        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt beside "
+        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt with "
         "sampling.max_new_tokens={sampling.max_new_tokens}: raise it",
     ),
     Refusal(
@@ -100,7 +100,7 @@ REFUSALS = (
             c.generator.context_tokens <= c.eval.longest(c.sampling.max_new_tokens)
             and c.generator.context_tokens > c.sampling.max_new_tokens
         ),
-        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt beside "
+        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt with "
         "the max_new_tokens={longest_eval} of eval or of eval.sets: raise it",
     ),
     # Time limits.
@@ -109,7 +109,7 @@ REFUSALS = (
         "expert.generator.request_timeout_s={generator.request_timeout_s:g} is not below "
         "expert.queue.lease_timeout_s={queue.lease_timeout_s:g}: a lease would be given to "
         "another generator before its engine has given up; set expert.queue.lease_timeout_s to "
-        "{lease_s:g}, or lower the former",
+        "{lease_s:g}, or lower expert.generator.request_timeout_s",
     ),
     Refusal(
         lambda c: c.verifier.answer_within_s >= c.queue.score_timeout_s,
@@ -134,7 +134,7 @@ REFUSALS = (
     Refusal(
         lambda c: c.eval.replicas != "auto" and c.eval.replicas >= c.generator.replicas > 1,
         "eval.replicas={eval.replicas} leaves none of generator.replicas={generator.replicas} to "
-        "training: lower the former",
+        "training: lower eval.replicas",
     ),
     Refusal(
         lambda c: bool(c.generator.quantization) and c.generator.engine in ("hf", "vllm"),

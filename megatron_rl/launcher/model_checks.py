@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.shape import (
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
-"""Token ids that a teacher may have beside the policy's: each costs a logprob of every token."""
+"""Most token ids of a teacher that the policy lacks: each costs a logprob of every token."""
 
 
 def check_model_folder(folder: Path) -> None:

@@ -150,7 +150,7 @@ class FirstNode(Node):
     link: FirstNodeLink
     view: LiveView
     lock: FolderLock
-    """Of the run folder."""
+    """Lock of the run folder."""
 
     def look(self) -> None:
         """As on every node; then show what is new. Raises FolderTaken too."""

@@ -41,7 +41,7 @@ class NodeLost(DeadlineExceeded):
 
 
 class NodeRegistry:
-    """What the first node knows of the others. No sockets, no clock."""
+    """The first node's knowledge of the other nodes. No sockets, no clock."""
 
     def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
         self._nodes, self._limits = nodes, limits
@@ -68,7 +68,7 @@ class NodeRegistry:
         self._states[state.node], self._heard_at[state.node] = state, now
 
     def take_restarts(self) -> list[RoleRestart]:
-        """What other nodes have started again since this was asked last."""
+        """Restarts on other nodes since the last call."""
         taken, self._restarts = self._restarts, []
         return taken
 
@@ -195,7 +195,7 @@ class FirstNodeLink(NodeLink):
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
     def take_restarts(self) -> list[RoleRestart]:
-        """What other nodes have started again since this was asked last."""
+        """Restarts on other nodes since the last call."""
         return self._attendance.take_restarts()
 
     def exchange(self, now: float) -> None:
@@ -226,7 +226,7 @@ class FirstNodeLink(NodeLink):
         if self._router is None:
             return
         for peer in self._peers:
-            # Who cannot be reached now hears it in answer to its next state, or is missed.
+            # A node that cannot be reached now gets the phase in answer to its next state.
             self._router.send(peer, phase)
 
     def close(self) -> None:

@@ -114,9 +114,9 @@ def _width(name: str, config: Config) -> int:
 
 
 def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
-    """The first, an even one, of so many ports that nothing listens on. Raises InputError.
+    """The first, an even one, of `count` ports that nothing listens on. Raises InputError.
 
-    No other process that asks gets them before this one ends. taken: not these.
+    No other launcher gets these ports before this process ends. taken: ports to leave out.
     """
     choose = random.SystemRandom()
     for _ in range(_MAX_TRIES):
@@ -134,7 +134,7 @@ def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
 
 @functools.cache
 def _locks() -> "PortLocks":
-    """Those of this process, which is the launcher: they hold for the life of its run."""
+    """The locks of this launcher; they hold until it ends."""
     return PortLocks(default_folder())
 
 

@@ -66,16 +66,16 @@ _STATE_BYTES = 16
 
 
 class PromptReport(NamedTuple):
-    """What a run should know of its prompts."""
+    """Findings about the prompts of a run."""
 
     notes: list[str]
     """Lines for the user."""
     dropped: list[DroppedPrompt]
     """Prompts that are left out."""
     files: tuple[Path, ...] = ()
-    """What prompts were read from."""
+    """Files that prompts were read from."""
     prompts: Sequence[Prompt] = ()
-    """Those that are kept."""
+    """Prompts that are kept."""
 
 
 def check(
@@ -230,7 +230,7 @@ def check_sft_dataset(sft: SftConfig) -> None:
 
 
 def check_replay(config: Config) -> None:
-    """What is replayed can be read, and the objective can learn from it."""
+    """Groups to replay can be read, and the objective can learn from them."""
     if not config.replay.share or not config.train.steps:
         return
     if find_advantage_functions(config.algorithm).needs_classes:

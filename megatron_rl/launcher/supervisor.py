@@ -74,7 +74,7 @@ class Role:
     restarts: RestartRule | None = None
     """None when its death ends the run."""
     is_expendable: bool = False
-    """The run goes on without it, whatever ends it."""
+    """The run continues without it, whatever ends it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
@@ -82,7 +82,7 @@ class Role:
     restart_at: float | None = None
     """time.monotonic() when it is to be started again."""
     is_death_answered: bool = False
-    """Its death was noticed, and the run goes on."""
+    """Its death was noticed, and the run continues."""
     is_restarted: bool = False
     """It is not the first process of its phase."""
     silent_since: float | None = None
@@ -112,7 +112,7 @@ class Supervisor:
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
-    """Of all children."""
+    """Variables of all children."""
     early_end_grace_s: float = 30.0
     """A role may end this long before the one that it must outlive."""
     silence_s: float = 60.0
@@ -220,7 +220,7 @@ class Supervisor:
         return name in self.roles and self.roles[name].exit_code == 0
 
     def _answer_death(self, role: Role, now: float) -> None:
-        """Plan a restart or go on without the role; RoleDied when its death ends the run."""
+        """Plan a restart or continue without the role; RoleDied when its death ends the run."""
         rule = role.restarts
         if role.is_expendable:
             role.is_death_answered = True
@@ -242,7 +242,7 @@ class Supervisor:
             again_at = self.replicas.give_up(rule)
             role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
-        # The run goes on: this error is not the cause of a later one.
+        # The run continues: this error is not the cause of a later one.
         clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
 
@@ -280,7 +280,7 @@ class Supervisor:
         rule = role.restarts
         assert rule is not None and role.exit_code is not None
         if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
-            role.restart_at, role.is_death_answered = None, False  # answered anew
+            role.restart_at, role.is_death_answered = None, False  # answered again
             return None
         if left := self._end_orphans(role):
             pids = [process.pid for process in left]
@@ -351,7 +351,7 @@ class Supervisor:
 
 
 def child_environment() -> dict[str, str]:
-    """What every child needs to find: our packages, its launcher, no hub."""
+    """Variables of every child: where our packages are, its launcher, no hub."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
         "HF_HUB_OFFLINE": "1",

@@ -52,7 +52,7 @@ class Findings:
 
     rules: dict[str, Rule] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
-    """What could not be looked at, and why."""
+    """Records that could not be checked, and why."""
 
     def check(self, rule: str, holds: bool, place: str) -> bool:
         """Count one look at a rule; place: where, and what was seen instead."""
@@ -193,7 +193,7 @@ def _check_step(
     config: Config,
     findings: Findings,
 ) -> None:
-    """What the trainer wrote of a step is what the queue recorded of its batch."""
+    """The trainer's row of a step agrees with the queue's record of its batch."""
     trained, dropped = of_step[False], of_step.get(True, [])
     # A file bears the version that its batch was made for, a row the one that it led to.
     row = steps.get((file.step or 0) + 1)

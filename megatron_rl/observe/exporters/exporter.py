@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """One that takes rows."""
+    """Takes rows."""
 
     def add(self, rows: list[Row]) -> None:
         """Take in rows, in the order in which they were written."""
@@ -96,7 +96,7 @@ class Exporter(Closing):
 
 
 def open_writers(config: Config) -> list[Writer]:
-    """Those that are asked for. Raises OSError for a port that is taken."""
+    """The writers that `[metrics]` asks for. Raises OSError for a port that is taken."""
     wanted, run_dir = config.metrics, config.run.dir
     writers: list[Writer] = []
     if wanted.tensorboard:

@@ -30,7 +30,7 @@ def family_name(name: str) -> str:
 
 
 class Values(Collector):
-    """What a scrape sees."""
+    """The values that a scrape returns."""
 
     def __init__(self, settings: dict[str, float]) -> None:
         """settings: keys of the configuration that alerts compare with."""

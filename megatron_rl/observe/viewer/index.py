@@ -1,7 +1,7 @@
 """An index of a run's recorded rollouts, in SQLite: which there are, where their lines lie.
 
 Used by the viewer. A file of a temporary folder holds it, so that a long run needs no memory; it is
-made anew at each start, and grows with the run.
+made again at each start, and grows with the run.
 """
 
 import sqlite3
@@ -17,10 +17,10 @@ from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
 
 CHUNK_BYTES = 16 << 20
-"""Of a file, read at once; a longer line takes more."""
+"""Bytes of a file that are read at once; a longer line takes more."""
 _PREVIEW_CHARS = 200
 _MAX_CHOICES = 100
-"""Of a facet that are offered."""
+"""Values of a facet that are offered."""
 _COLUMNS = (
     "file", "start", "size", "step", "evaluation", "kind", "task", "language", "reason", "dropped",
     "reward", "tokens", "staleness", "finish", "generator", "prompt", "stage", "grp", "idx",
@@ -156,7 +156,7 @@ class Index(Closing):
     def page(
         self, wanted: Filter, *, order: str, is_falling: bool, limit: int, offset: int
     ) -> tuple[int, list[dict[str, Any]]]:
-        """How many rollouts there are of those that are wanted, and one page of them."""
+        """Number of wanted rollouts, and one page of them."""
         assert order in SORTABLE
         where, values = _where(wanted)
         sorting = f"order by {order} {'desc' if is_falling else 'asc'}, id"
