@@ -41,7 +41,7 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What a preset is made of; needs: passes through the model beside the one with gradients."""
+    """The parts of a preset; needs: passes through the model before the one with gradients."""
     # What has no default reference is described as with one.
     given: dict[str, Any] = {"preset": name}
     if name in _ASKS_FOR_REFERENCE:
@@ -61,7 +61,7 @@ _ASKS_FOR_REFERENCE = ("distill",)
 
 
 def _parts(cfg: AlgorithmConfig) -> dict[str, str]:
-    """Of each part its name, where it does something."""
+    """Name of each part that does something."""
     policy_loss = cfg.policy_loss.name
     if policy_loss in ("clipped", "cispo"):
         low, high = cfg.policy_loss.eps_low, cfg.policy_loss.eps_high

@@ -1,6 +1,6 @@
 """`megatron-rl analyse weights | plane | lengths`: analyses into one folder, with a report.
 
-Each command replaces its section of OUT/analysis.json and draws the report anew.
+Each command replaces its section of OUT/analysis.json and draws the report again.
 """
 
 import tempfile
@@ -93,10 +93,10 @@ def weights(options: WeightsOptions, console: Console) -> int:
     if options.dry_run:
         for one in checkpoints:
             say(console, f"would compare {one.name}: {one.folder}")
-        say(console, f"would write {options.out}; scratch files beside it. {_NOTHING}")
+        say(console, f"would write {options.out}; scratch files in the same folder. {_NOTHING}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    # Scratch files lie beside the report: the system's folder may be in memory.
+    # Not in the system's folder for temporary files, which may be in memory.
     with (
         tempfile.TemporaryDirectory(dir=options.out, prefix=".scratch.") as scratch,
         open_checkpoints(checkpoints, Path(scratch)) as opened,
@@ -176,7 +176,7 @@ def lengths(options: LengthsOptions, console: Console) -> int:
 
 
 def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis":
-    """What --out has already. Raises InputError, also where plots cannot be drawn."""
+    """The analysis in --out so far. Raises InputError, also where plots cannot be drawn."""
     from megatron_rl.analysis.plots import check_library
     from megatron_rl.analysis.results import read_analysis
 

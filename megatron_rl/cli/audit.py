@@ -1,4 +1,4 @@
-"""`megatron-rl audit RUN`: hold the records of a run against each other, and against its model."""
+"""`megatron-rl audit RUN`: check that a run's records agree, with each other and with its model."""
 
 import dataclasses
 import json
@@ -12,8 +12,7 @@ from rich.table import Table
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import printable, progress, say
-from megatron_rl.observe.audit.findings import Findings
-from megatron_rl.observe.audit.records import audit_records
+from megatron_rl.observe.audit import Findings, audit_records
 
 app = plain_app()
 

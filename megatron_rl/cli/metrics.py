@@ -11,7 +11,7 @@ from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides, RunFolder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config, override
+from megatron_rl.config.files import load_run, override
 from megatron_rl.observe.exporters.exporter import Exporter, destinations
 from megatron_rl.observe.metrics_table import markdown
 
@@ -61,11 +61,8 @@ class ExportOptions:
 @command(app, "export", "Pass on the metrics of a run, finished or not.")
 def export(options: ExportOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    saved = options.run_dir / "config.toml"
-    if not saved.is_file():
-        raise InputError(f"{options.run_dir} holds no run: it has no config.toml")
     overrides = [override("run.dir", str(options.run_dir)), *options.overrides]
-    config = load_config(saved, overrides)
+    config = load_run(options.run_dir, overrides)
     if not config.metrics.is_on:
         raise InputError(
             "nothing is to be exported: give metrics.tensorboard=true, metrics.wandb=offline or "

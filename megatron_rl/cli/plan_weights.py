@@ -44,9 +44,9 @@ class Forecast:
     """By rank of each engine."""
     model_bytes: int
     rounds: int
-    """Of each engine's exchange."""
+    """Rounds of each engine's exchange."""
     peak_bytes: int
-    """Most memory of any rank beside its parameters, in one exchange."""
+    """Most memory of a rank in one exchange, without its parameters."""
     bucket_bytes: int
     direct: int
     """Engines that the trainer itself serves."""

@@ -14,8 +14,7 @@ from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import complete_run_folder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
-from megatron_rl.config.tree import Config
+from megatron_rl.config.files import load_run
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.report.material import read_material
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
@@ -45,7 +44,7 @@ class ReportOptions:
     text: Annotated[bool, typer.Option("--text", help="print the summary alone")] = False
 
 
-@command(app, "report", "Say what runs came to, as text and as an HTML file.")
+@command(app, "report", "Summarize runs as text and as an HTML file.")
 def report(options: ReportOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     if options.trace is not None and len(options.run_dirs) > 1:
@@ -68,7 +67,7 @@ def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> Non
     """Raise InputError for a file that cannot be written, before anything is read."""
     # First what is no run at all.
     for folder in run_dirs:
-        _config_of(folder)
+        load_run(folder)
     for file, fix in (
         (path, "--html FILE elsewhere, or --text"),
         (trace, "--trace FILE elsewhere"),
@@ -90,7 +89,7 @@ def write_report(
 
     names = run_names(folders)
     runs = [
-        read_material(folder, load_config(folder / "config.toml"), name)
+        read_material(folder, load_run(folder), name)
         for folder, name in zip(folders, names, strict=True)
     ]
     lines = [plot for run in runs if (plot := timeline.plot(run)) is not None]
@@ -100,7 +99,7 @@ def write_report(
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """What runs are called: the names of their folders, with those above where they are alike."""
+    """Names of runs: their folders, with the parent folder where two have the same name."""
     paths = [folder.resolve() for folder in folders]
     counts = Counter(path.name for path in paths)
     return [p.name if counts[p.name] == 1 else f"{p.parent.name}/{p.name}" for p in paths]
@@ -111,7 +110,7 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
 
     Raises InputError when the folder holds no run.
     """
-    config = _config_of(run_dir)
+    config = load_run(run_dir)
     export = find_export(run_dir)
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
@@ -126,15 +125,8 @@ def _read_summary(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        fix = "move it away, and the metrics are summed up anew"
+        fix = "move it away, then the summary is made from the metrics"
         raise InputError(f"cannot read {path}: {error}; {fix}") from error
     if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
         raise InputError(f"{path} is no summary of a run: expected an object with wall_s")
     return found
-
-
-def _config_of(run_dir: Path) -> Config:
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
-        raise InputError(f"{run_dir} holds no run: it has no config.toml")
-    return load_config(config_path)

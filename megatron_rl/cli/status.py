@@ -15,8 +15,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, RunFolder
 from megatron_rl.cli.command_line.printing import say
-from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
+from megatron_rl.config.files import load_run
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
@@ -48,33 +47,33 @@ class Status:
     step: int
     """Steps that were taken."""
     steps: int
-    """Those that are wanted."""
+    """Steps of the whole run."""
     step_s: float | None = None
     """Median seconds of the latest steps."""
     left_s: float | None = None
-    """Until the last step, at that speed; of a run that goes on."""
+    """Seconds until the last step, at that speed; running runs only."""
     silent_s: dict[str, float] = field(default_factory=dict)
-    """Seconds since each role wrote its last row; of a run that goes on."""
+    """Seconds since each role wrote its last row; running runs only."""
     last_step: str = ""
     activity: str = ""
     """Since the last step or evaluation."""
     evaluation: str = ""
-    """How far the one is that goes on."""
+    """How far the current evaluation is."""
     evaluations: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Groups that were not trained on, by reason."""
     peers: str = ""
-    """How many engines and verifiers live, and which are missing; of a run that goes on."""
+    """How many engines and verifiers live, and which are missing; running runs only."""
     generators: str = ""
-    """How much they do, and which is the slowest; of a run that goes on."""
+    """How busy the generators are, and which is the slowest; running runs only."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
     phase: str = ""
-    """What a run that goes on does now."""
+    """What a running run does now."""
     error: str = ""
-    """Of a run that stopped: what was noted first."""
+    """First error that a process of a stopped run noted."""
     rerun: str = ""
-    """Of a run that stopped: what the same command would do, resume it or begin it anew."""
+    """How to resume a stopped run, or that it would start again."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,8 @@ def status(options: StatusOptions, console: Console) -> int:
 
 
 def read_status(run_dir: Path, now: float) -> Status:
-    """Of a run folder; now: unix seconds. Raises InputError where there is no run."""
-    saved = run_dir / "config.toml"
-    if not saved.is_file():
-        raise InputError(f"{run_dir} holds no run: it has no config.toml")
-    config = load_config(saved)
+    """The status of a run folder; now: unix seconds. Raises InputError where there is no run."""
+    config = load_run(run_dir)
     rows = stream_rows(run_dir / "metrics.jsonl")
     is_complete = (run_dir / "summary.json").exists()
     state = "complete" if is_complete else "stopped"

@@ -90,7 +90,7 @@ def run_here(plan: Plan, console: Console, command_of: CommandOf = run_command) 
 
 
 def _check_runs(runs: list[PlannedRun]) -> None:
-    """What `megatron-rl run` would refuse at once, for all variants; prompts are left to it.
+    """Refuse what `megatron-rl run` would refuse at once, for all variants; prompts are not read.
 
     Raises InputError with all that was found.
     """

@@ -202,7 +202,7 @@ class ReferenceConfig(Section):
 
     @property
     def folder(self) -> Path | None:
-        """That the policy names, if it does."""
+        """The folder that `policy` names; None for another policy."""
         return None if self.policy in ("none", "start", "ema") else Path(self.policy)
 
 

@@ -1,10 +1,11 @@
 """Refused combinations of sections: one table of conditions and texts.
 
-The tree checks all rows when it is loaded. Each section checks its own keys; the launcher's
-preflight checks the machine.
+The tree checks all rows when it is loaded. Each section checks its own keys, the preflight files
+and the machine.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 Config = Any
@@ -42,16 +43,10 @@ def _facts(config: Config) -> dict[str, Any]:
     }
 
 
-def _releases(c: Config) -> bool:
-    return c.generator.release_memory
-
-
-def _pads(c: Config) -> bool:
-    return c.train.pad_microbatches
-
-
-def _overlaps(c: Config) -> bool:
-    return c.parallel.overlap_tensor
+_releases = attrgetter("generator.release_memory")
+_pads = attrgetter("train.pad_microbatches")
+_overlaps = attrgetter("parallel.overlap_tensor")
+_scores = attrgetter("algorithm.needs_scorer")
 
 
 def _offloads(c: Config) -> bool:
@@ -70,23 +65,16 @@ def _chooses(c: Config) -> bool:
     return bool(c.sft.steps and c.sft.export_every_steps)
 
 
-def _scores(c: Config) -> bool:
-    return c.algorithm.needs_scorer
-
-
 def _samples_otherwise(c: Config, key: str, off: float) -> bool:
     found = [c.sampling, c.eval, *c.eval.sets]
     return c.generator.engine == "hf" and any(getattr(s, key) not in (off, None) for s in found)
 
 
-_HF_TEXT = (
-    "generator.engine='hf' samples with KEY = OFF alone: leave sampling.KEY, eval.KEY and that of "
-    "eval.sets at OFF, or use 'sglang'"
-)
-
-
 def _hf_refusal(key: str, off: float) -> Refusal:
-    text = _HF_TEXT.replace("KEY", key).replace("OFF", f"{off:g}")
+    text = (
+        f"generator.engine='hf' samples with {key} = {off:g} alone: leave sampling.{key}, "
+        f"eval.{key} and that of eval.sets at {off:g}, or use 'sglang'"
+    )
     return Refusal(lambda c: _samples_otherwise(c, key, off), text)
 
 
@@ -95,7 +83,7 @@ REFUSALS = (
     Refusal(
         lambda c: c.train.minibatches > c.train.prompts_per_batch,
         "train.minibatches={train.minibatches} is more than train.prompts_per_batch="
-        "{train.prompts_per_batch}: groups never split across minibatches; lower the former",
+        "{train.prompts_per_batch}: groups never split across minibatches; lower train.minibatches",
     ),
     Refusal(
         lambda c: c.reward.length_margin_tokens > c.sampling.max_new_tokens,
@@ -104,7 +92,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.generator.context_tokens <= c.sampling.max_new_tokens,
-        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt beside "
+        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt with "
         "sampling.max_new_tokens={sampling.max_new_tokens}: raise it",
     ),
     Refusal(
@@ -112,7 +100,7 @@ REFUSALS = (
             c.generator.context_tokens <= c.eval.longest(c.sampling.max_new_tokens)
             and c.generator.context_tokens > c.sampling.max_new_tokens
         ),
-        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt beside "
+        "generator.context_tokens={generator.context_tokens} leaves no room for a prompt with "
         "the max_new_tokens={longest_eval} of eval or of eval.sets: raise it",
     ),
     # Time limits.
@@ -121,7 +109,7 @@ REFUSALS = (
         "expert.generator.request_timeout_s={generator.request_timeout_s:g} is not below "
         "expert.queue.lease_timeout_s={queue.lease_timeout_s:g}: a lease would be given to "
         "another generator before its engine has given up; set expert.queue.lease_timeout_s to "
-        "{lease_s:g}, or lower the former",
+        "{lease_s:g}, or lower expert.generator.request_timeout_s",
     ),
     Refusal(
         lambda c: c.verifier.answer_within_s >= c.queue.score_timeout_s,
@@ -146,7 +134,7 @@ REFUSALS = (
     Refusal(
         lambda c: c.eval.replicas != "auto" and c.eval.replicas >= c.generator.replicas > 1,
         "eval.replicas={eval.replicas} leaves none of generator.replicas={generator.replicas} to "
-        "training: lower the former",
+        "training: lower eval.replicas",
     ),
     Refusal(
         lambda c: bool(c.generator.quantization) and c.generator.engine in ("hf", "vllm"),
@@ -228,6 +216,17 @@ REFUSALS = (
         "generator.release_memory=true with generator.quantization={generator.quantization!r}: of "
         "a model's layers SGLang restores buffers and a weight sync parameters, but what "
         "quantisation adds may be neither; leave one of them out",
+    ),
+    Refusal(
+        lambda c: c.train.steps > 0 and c.weights.relay and bool(c.generator.quantization),
+        "expert.weights.relay=true with generator.quantization={generator.quantization}: a "
+        "quantised engine takes full tensors, which it cannot pass on; leave one of them out",
+    ),
+    Refusal(
+        lambda c: c.model.megatron_path is not None and bool(c.sft.steps or not c.train.steps),
+        "model.megatron_path={model.megatron_path} is read by reinforcement learning alone, "
+        "without sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert` "
+        "and give that as model.path",
     ),
     # A pass of a trainer rank.
     Refusal(

@@ -1,4 +1,4 @@
-"""Errors that a person can mend. Imported by every process."""
+"""Errors that a person can fix. Imported by every process."""
 
 
 class InputError(ValueError):

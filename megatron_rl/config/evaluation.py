@@ -65,7 +65,7 @@ class EvalConfig(Section):
     0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
     generator.replicas, at least one where there are two."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds that an evaluation may take, for each set anew; auto: twice
+    """Seconds that an evaluation may take, for each set; auto: twice
     expert.queue.lease_timeout_s, at least 600 s times run.patience. A late evaluation ends without
     missing prompts (eval/lost) and missing grades (eval/not_graded); training continues. In a run
     that only evaluates, missing prompts end the run."""

@@ -13,7 +13,7 @@ import tomli_w
 
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.derived import fill_in, patience_of
-from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key, scaled_waits, with_expert
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
@@ -48,6 +48,14 @@ def load_config(
     (`paths.py`). Raises ConfigError.
     """
     return resolve(read_layers(path, overrides))
+
+
+def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run folder. Raises InputError where there is no run, ConfigError."""
+    saved = run_dir / "config.toml"
+    if not saved.is_file():
+        raise InputError(f"{run_dir} holds no run: it has no config.toml")
+    return load_config(saved, overrides)
 
 
 def read_layers(

@@ -16,15 +16,6 @@ MOST_PASSED_BY = 8
 """Weight syncs that pass by a generator that failed several in a row, before it is served again."""
 
 
-def refuse_relay(quantization: str) -> None:
-    """Raise InputError where engines have no slices that they could pass on."""
-    if quantization:
-        raise InputError(
-            f"expert.weights.relay=true with generator.quantization={quantization}: a quantised "
-            "engine takes full tensors, which it cannot pass on; leave one of them out"
-        )
-
-
 def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
     """Raise InputError where `expert.weights.overlap` is not known to be safe.
 

@@ -106,7 +106,7 @@ def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
 def compare_accuracy(
     cfg: Config, renderer: Renderer, prompts: list[Prompt], summary: dict
 ) -> dict[str, object]:
-    """transformers' accuracy beside the reported one."""
+    """Compare transformers' accuracy with the reported one."""
     accuracy = hf_accuracy(cfg, renderer, prompts)
     reported = summary["accuracy_after"]
     return {

@@ -1,4 +1,4 @@
-"""The cold start in the phases of a run: whether it is to come, what is left of it, its model.
+"""The cold start of a run: whether it is due, what an earlier attempt left, its model.
 
 Used by `run.py` and `phases.py`.
 """
@@ -60,7 +60,7 @@ def steps_left_behind(config: Config) -> int:
 
 
 def left_behind_text(config: Config, steps: int) -> str:
-    """What of an earlier attempt is not done again."""
+    """Says which part of an earlier attempt is not repeated."""
     if steps == config.sft.steps:
         return "but for its cold start, which is there"
     return f"but for its cold start, which resumes after step {steps} of {config.sft.steps}"
@@ -77,7 +77,7 @@ def is_of_cold_start(name: str) -> bool:
 
 
 def rows_of_cold_start(rows: Iterable[Row], steps: int) -> str:
-    """The rows of `metrics.jsonl` that hold for a cold start which goes on after so many steps."""
+    """The rows of `metrics.jsonl` that a cold start keeps when it resumes after `steps` steps."""
     kept = []
     for row in rows:
         is_step = row["source"] == "sft" and row["step"] <= steps
@@ -88,7 +88,7 @@ def rows_of_cold_start(rows: Iterable[Row], steps: int) -> str:
 
 
 def is_evaluated(config: Config, step: int) -> bool:
-    """Whether everything is known of a model to choose from."""
+    """Whether a model to choose from was evaluated on all sets."""
     sets, rows = {config.sft.choose_by, *(one.name for one in config.eval.sets)}, _measured(config)
     return all(step in candidates_of(rows, name) for name in sets)
 

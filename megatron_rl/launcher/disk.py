@@ -24,7 +24,7 @@ _OF_STEP = re.compile(r"(?:step|dropped|trained)_(\d{6,})\.")
 
 
 def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
-    """What is wrong with the disk's free space, and what to do; "" while there is enough.
+    """Warning about too little free space, with what to do; "" while there is enough.
 
     left_steps: that the run has still to take.
     """
@@ -67,7 +67,7 @@ def _bytes_a_step(folder: Path, keep_steps: int) -> int:
 
 
 def _bytes_of_checkpoint(folder: Path) -> int:
-    """Of the newest complete one; 0 before the first."""
+    """Bytes of the newest complete checkpoint; 0 before the first."""
     found = complete_checkpoints(folder)
     mark = read_complete_mark(found[max(found)]) if found else None
     return sum(record.size for record in mark.files.values()) if mark is not None else 0

@@ -55,7 +55,7 @@ class Rehearsal(NamedTuple):
 
 
 class TaskReport(NamedTuple):
-    """What was seen of one task."""
+    """Findings about one task."""
 
     task: str
     prompts: int

@@ -131,7 +131,7 @@ def _download(name: str, revision: str, *, only_sizes: bool) -> HubModel:
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Those files of a model's repository that a Hugging Face folder needs.
+    """The files of a model's repository that a Hugging Face folder needs.
 
     Files in folders are other formats of the same weights; consolidated* is mistral's format.
     """

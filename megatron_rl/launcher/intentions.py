@@ -1,4 +1,4 @@
-"""What a command would start and write, as lines: for `--dry-run`, after all checks.
+"""Lines that say what a command would start and write: for `--dry-run`, after all checks.
 
 Used by the commands that start processes. Starts nothing and writes nothing.
 """
@@ -41,7 +41,7 @@ def run_lines(config: Config, machines: Machines = ONE_NODE) -> list[str]:
 def evaluation_lines(
     config: Config, label: str, folder: Path, problems: int, missing: int
 ) -> list[str]:
-    """Of an evaluation: problems of all sets, and those whose completions are not there."""
+    """Lines about an evaluation. problems: of all sets; missing: problems without completions."""
     lines = [f"would evaluate {config.model.path} as {label!r}: {missing} of {problems} problems"]
     if missing:
         lines += [f"would start: {', '.join(_processes(config, has_serving=True))}"]

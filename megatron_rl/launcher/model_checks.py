@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.shape import (
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
-"""Token ids that a teacher may have beside the policy's: each costs a logprob of every token."""
+"""Most token ids of a teacher that the policy lacks: each costs a logprob of every token."""
 
 
 def check_model_folder(folder: Path) -> None:
@@ -139,18 +139,12 @@ def check_reference(config: Config, gpus: Sequence[str]) -> None:
 
 
 def check_megatron_path(config: Config) -> None:
-    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    """The Megatron checkpoint that reinforcement learning starts from is there."""
     path = config.model.megatron_path
     if path is None:
         return
     if not path.is_dir():
         raise InputError(f"model.megatron_path = {path}: there is no such folder")
-    if config.sft.steps or not config.train.steps:
-        raise InputError(
-            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
-            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
-            "and give that as model.path"
-        )
 
 
 def check_scorer(

@@ -24,10 +24,11 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
-from megatron_rl.launcher.restarts import Restart, RestartRule
+from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, JsonlWriter
+from megatron_rl.protocol.node_messages import RoleRestart
 
 _RESTARTS_OF = {
     "generator": GENERATOR_RESTARTS,
@@ -124,7 +125,7 @@ class Node:
         self.link.exchange(time.monotonic())
         replicas.given_up_elsewhere = self.link.given_up_elsewhere
 
-    def record(self, restart: Restart) -> None:
+    def record(self, restart: RoleRestart) -> None:
         """Tell the first node of a role that was started again."""
         assert isinstance(self.link, OtherNodeLink)
         self.link.tell_restart(restart)
@@ -149,7 +150,7 @@ class FirstNode(Node):
     link: FirstNodeLink
     view: LiveView
     lock: FolderLock
-    """Of the run folder."""
+    """Lock of the run folder."""
 
     def look(self) -> None:
         """As on every node; then show what is new. Raises FolderTaken too."""
@@ -160,7 +161,7 @@ class FirstNode(Node):
         self.link.missing = list(self.view.state.peers.missing)
         self.lock.heartbeat.check()
 
-    def record(self, restart: Restart) -> None:
+    def record(self, restart: RoleRestart) -> None:
         """Write a row about a role of any node that was started again."""
         values = {
             _RESTARTS_OF[restart.kind]: 1,

@@ -19,7 +19,6 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, NodesConfig
-from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES
 from megatron_rl.protocol.keys import load_keys
@@ -43,14 +42,14 @@ class NodeLost(DeadlineExceeded):
 
 
 class NodeRegistry:
-    """What the first node knows of the others. No sockets, no clock."""
+    """The first node's knowledge of the other nodes. No sockets, no clock."""
 
     def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
         self._nodes, self._limits = nodes, limits
         self._opened_at = now
         self._states: dict[int, NodeState] = {}
         self._heard_at: dict[int, float] = {}
-        self._restarts: list[Restart] = []
+        self._restarts: list[RoleRestart] = []
 
     def note(self, state: NodeState, now: float) -> None:
         """Take in a node's state. Raises InputError for a node that cannot be one of the run's."""
@@ -66,15 +65,11 @@ class NodeRegistry:
         if known is None:
             log.info("node %d is there", state.node)
         last = known.restarts[-1].number if known is not None and known.restarts else 0
-        self._restarts += [
-            Restart(one.role, one.kind, one.exit_code, one.count, one.limit)
-            for one in state.restarts
-            if one.number > last
-        ]
+        self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now
 
-    def take_restarts(self) -> list[Restart]:
-        """What other nodes have started again since this was asked last."""
+    def take_restarts(self) -> list[RoleRestart]:
+        """Restarts on other nodes since the last call."""
         taken, self._restarts = self._restarts, []
         return taken
 
@@ -200,8 +195,8 @@ class FirstNodeLink(NodeLink):
         assert self._phase is not None
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
-    def take_restarts(self) -> list[Restart]:
-        """What other nodes have started again since this was asked last."""
+    def take_restarts(self) -> list[RoleRestart]:
+        """Restarts on other nodes since the last call."""
         return self._attendance.take_restarts()
 
     def exchange(self, now: float) -> None:
@@ -232,7 +227,7 @@ class FirstNodeLink(NodeLink):
         if self._router is None:
             return
         for peer in self._peers:
-            # Who cannot be reached now hears it in answer to its next state, or is missed.
+            # A node that cannot be reached now gets the phase in answer to its next state.
             self._router.send(peer, phase)
 
     def close(self) -> None:
@@ -295,17 +290,10 @@ class OtherNodeLink(NodeLink):
         self._phase, self.missing = message, message.missing
         self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
-    def tell_restart(self, restart: Restart) -> None:
+    def tell_restart(self, restart: RoleRestart) -> None:
         """Tell the first node of a role that was started again here."""
         self._restarts += 1
-        told = RoleRestart(
-            self._restarts,
-            restart.role,
-            restart.kind,
-            restart.exit_code,
-            restart.count,
-            restart.limit,
-        )
+        told = msgspec.structs.replace(restart, number=self._restarts)
         self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])
 
     def leave(self, error: str) -> None:

@@ -34,7 +34,7 @@ def prepare(config: Config, console: Console) -> Config:
     """Check the configuration, choose ports on this node, make keys, write the run folder.
 
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
-    run goes on. Raises InputError, also where a run is going on in the folder.
+    run is resumed. Raises InputError, also while a run is running in the folder.
     """
     refuse_scorer(config)
     config = pin_revisions(config)
@@ -109,7 +109,7 @@ def run_node(
 
 
 def last_words(run_dir: Path, node: int, nodes: int) -> str:
-    """What becomes of a run that ended early, on the first node; "" elsewhere."""
+    """On the first node: how to resume a run that ended early; "" on other nodes."""
     if node or not (run_dir / CONFIG).exists():
         return ""
     return run_folder.last_words(load_config(run_dir / CONFIG), nodes)

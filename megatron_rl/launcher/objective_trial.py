@@ -25,7 +25,7 @@ _ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
-"""What a function with a mistake in it may raise."""
+"""Errors of a function with a mistake."""
 
 
 def try_objective(cfg: AlgorithmConfig) -> list[str]:

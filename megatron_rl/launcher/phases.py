@@ -129,9 +129,9 @@ def _choose(own: FirstNode) -> None:
 
 
 def _take_part(own: Node, phase: RunPhase, arguments: Sequence[str] = ()) -> None:
-    """What this node does in a phase, until nothing of it runs here."""
+    """Do this node's part of a phase, until none of its processes runs here."""
     if own.number == 0 and own.config.metrics.is_on:
-        own.start("metrics", "megatron_rl.observe.exporters.worker", [], is_expendable=True)
+        own.start("metrics", "megatron_rl.observe.exporters.exporter", [], is_expendable=True)
     match phase.kind:
         case PhaseKind.COLD_START:
             _cold_start(own)

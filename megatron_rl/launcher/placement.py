@@ -19,7 +19,7 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class NodeRoles:
-    """What one node runs, beside a verifier; the first node also runs the queue."""
+    """Roles of one node. Each node also runs a verifier, the first one the queue."""
 
     trainer_ranks: int = 0
     trainer_nodes: int = 0
@@ -27,7 +27,7 @@ class NodeRoles:
     engines: dict[int, range] = field(default_factory=dict)
     """Generator -> its GPUs, counted on this node."""
     engine_nodes: dict[int, "EngineNode"] = field(default_factory=dict)
-    """Generator -> which part of its engine this is, of those that lie across nodes."""
+    """Generator -> this node's part of its engine, for engines across nodes."""
     scorer: range = range(0)
     """GPUs of the scorer, counted on this node."""
 
@@ -115,7 +115,7 @@ def _engine_starts(config: Config, ranks: int, gpus_per_node: int) -> list[int]:
 
 
 def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
-    """Raise InputError for a trainer of so many ranks, or engines, that fill no whole nodes."""
+    """Raise InputError for a trainer or engines that do not fill whole nodes."""
     width = config.generator.tensor_parallel
     if ranks > gpus_per_node and ranks % gpus_per_node:
         raise InputError(

@@ -1,25 +1,34 @@
 """Finds free ports for a run, and says who holds a port that is not free.
 
-Used by the launcher: a run of one host or several, and its checks.
+Used by the launcher. Minutes pass between the choice of a port and its first listener, in which
+another launcher would find the port free too: each chosen port is a locked file of this host. The
+kernel releases a lock when the process ends, however it ends. Launchers of all users see each
+other's locks if they have the same temporary folder.
 """
 
+import contextlib
+import fcntl
 import functools
+import os
 import random
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterable, Set
+from pathlib import Path
 
 import psutil
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher.port_locks import PortLocks, default_folder
 from megatron_rl.protocol.wire import LOOPBACK
 
 # Below Linux' range for outgoing connections (from 32768): a port chosen here may be bound only
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
+_FOLDER = "megatron_rl_ports"
+_SHARED = 0o1777
 _NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "nodes", "engine", "scorer")
 
 
@@ -105,9 +114,9 @@ def _width(name: str, config: Config) -> int:
 
 
 def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
-    """The first, an even one, of so many ports that nothing listens on. Raises InputError.
+    """The first, an even one, of `count` ports that nothing listens on. Raises InputError.
 
-    No other process that asks gets them before this one ends. taken: not these.
+    No other launcher gets these ports before this process ends. taken: ports to leave out.
     """
     choose = random.SystemRandom()
     for _ in range(_MAX_TRIES):
@@ -124,8 +133,8 @@ def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
 
 
 @functools.cache
-def _locks() -> PortLocks:
-    """Those of this process, which is the launcher: they hold for the life of its run."""
+def _locks() -> "PortLocks":
+    """The locks of this launcher; they hold until it ends."""
     return PortLocks(default_folder())
 
 
@@ -157,3 +166,63 @@ def port_names(config: Config) -> tuple[str, ...]:
 def ports_text(ports: PortsConfig) -> str:
     """One line that names all ports."""
     return ", ".join(f"{name} {port}" for name in _NAMES if (port := getattr(ports, name)))
+
+
+class PortLocks:
+    """The locks of this process; they hold until it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[int, int] = {}
+        """Descriptor by port."""
+
+    def take(self, ports: Iterable[int]) -> bool:
+        """Lock all of these, or none where this or another process has one. Raises InputError."""
+        taken: dict[int, int] = {}
+        for port in ports:
+            descriptor = None if port in self._held else self._lock(port)
+            if descriptor is None:
+                for earlier in taken.values():
+                    os.close(earlier)
+                return False
+            taken[port] = descriptor
+        self._held |= taken
+        return True
+
+    def _lock(self, port: int) -> int | None:
+        """A descriptor that holds the lock; None where another process has it."""
+        try:
+            descriptor = self._open(self._folder / str(port))
+        except OSError as error:
+            # Of another user, who is about to make it readable.
+            if isinstance(error, PermissionError) and os.access(self._folder, os.W_OK):
+                return None
+            raise InputError(
+                f"cannot lock port {port} in {self._folder}: {error.strerror}; name another folder "
+                "for temporary files by TMPDIR"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def _open(self, path: Path) -> int:
+        if not self._folder.is_dir():
+            with contextlib.suppress(FileExistsError):
+                self._folder.mkdir()
+                # The modes of mkdir and open are narrowed by the umask.
+                self._folder.chmod(_SHARED)
+        # Reading is enough for a lock. Files of other users in a folder for all may not be opened
+        # with O_CREAT (fs.protected_regular).
+        with contextlib.suppress(FileExistsError):
+            made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o444)
+            os.fchmod(made, 0o444)
+            os.close(made)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def default_folder() -> Path:
+    """Where the locks of a host are."""
+    return Path(tempfile.gettempdir()) / _FOLDER

@@ -26,7 +26,7 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.cli.command_line.printing import printable
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.generator import refuse_overlap, refuse_relay
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
@@ -66,16 +66,16 @@ _STATE_BYTES = 16
 
 
 class PromptReport(NamedTuple):
-    """What a run should know of its prompts."""
+    """Findings about the prompts of a run."""
 
     notes: list[str]
     """Lines for the user."""
     dropped: list[DroppedPrompt]
     """Prompts that are left out."""
     files: tuple[Path, ...] = ()
-    """What prompts were read from."""
+    """Files that prompts were read from."""
     prompts: Sequence[Prompt] = ()
-    """Those that are kept."""
+    """Prompts that are kept."""
 
 
 def check(
@@ -95,8 +95,6 @@ def check(
     check_overlap(config, gpus)
     if config.train.steps and config.generator.release_memory:
         check_memory_saver(device_of_host(gpus), os.environ)
-    if config.train.steps and config.weights.relay:
-        refuse_relay(config.generator.quantization)
     model_checks.check_model_folder(config.model.path)
     model_checks.check_quantization(config)
     model_checks.check_vllm(config)
@@ -232,7 +230,7 @@ def check_sft_dataset(sft: SftConfig) -> None:
 
 
 def check_replay(config: Config) -> None:
-    """What is replayed can be read, and the objective can learn from it."""
+    """Groups to replay can be read, and the objective can learn from them."""
     if not config.replay.share or not config.train.steps:
         return
     if find_advantage_functions(config.algorithm).needs_classes:

@@ -1,7 +1,7 @@
 """RUN/prompts.json: which files a run's prompts were read from, and their digests.
 
-Used by the launcher. A run that goes on needs the same prompts: what it has drawn is kept by their
-numbers, so a file that has changed since is refused.
+Used by the launcher. A resumed run needs the same prompts: it keeps the numbers of the prompts that
+it has drawn, so it refuses a file that has changed.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class PromptRecord(msgspec.Struct, frozen=True):
 def pin_revisions(config: Config) -> Config:
     """The configuration with a commit for each model and data set of the Hub, all in the cache.
 
-    A run that goes on keeps its commits. `train.epochs` is turned into steps of these prompts.
+    A resumed run keeps its commits. `train.epochs` is turned into steps of these prompts.
     Raises InputError.
     """
     earlier = _earlier(config)
@@ -108,7 +108,7 @@ def _earlier(config: Config) -> Config | None:
 
 
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
-    """What is known of the files now."""
+    """The record of the files as they are now."""
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     return PromptRecord(
         [_record_of(path) for path in files],
@@ -117,7 +117,7 @@ def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
 
 
 def record_prompts(config: Config, files: Sequence[Path], *, is_resumed: bool) -> None:
-    """Write the file; InputError where a run that goes on would read other prompts than before."""
+    """Write the file; InputError where a resumed run would read other prompts than before."""
     path = config.run.dir / RECORD
     record = make_record(config, files)
     if is_resumed and path.exists():

@@ -28,11 +28,11 @@ class RestartRule:
     kind: str = "generator"
     """Replicas of one kind do the same work: one can take over what another one leaves."""
     section: str = "generator"
-    """Of the configuration, where the limits come from."""
+    """Section of the configuration with the limits."""
     replicas: int = 1
-    """Of this kind in the run, on all nodes."""
+    """Replicas of this kind in the run, on all nodes."""
     min_replicas: int = 1
-    """The run continues without this one while so many others are not given up."""
+    """The run continues without this replica while at least this number is not given up."""
 
 
 def generator_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
@@ -88,22 +88,8 @@ def _ready_path(config: Config, role: str) -> Path:
     return config.run.dir / "logs" / f"{role}.ready"
 
 
-@dataclass(frozen=True)
-class Restart:
-    """A role that was started again."""
-
-    role: str
-    kind: str
-    """Of `RestartRule`."""
-    exit_code: int
-    """Of its predecessor; minus the signal's number when a signal ended it."""
-    count: int
-    """Restarts of the replica within the rule's window, this one included."""
-    limit: int
-
-
 class Answer(Enum):
-    """What the death of a role leads to."""
+    """What follows the death of a role."""
 
     RESTART = "restart"
     GIVE_UP = "continue without it until its window allows another restart"
@@ -113,14 +99,14 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Death:
-    """What decides the answer."""
+    """Facts that decide the answer."""
 
     exit_code: int
     """Minus the signal's number when a signal ended the role."""
     can_start: bool
     """A replica of its kind has been ready in this run, or another one may still become ready."""
     restarts: int
-    """Of the replica within the rule's window."""
+    """Restarts of the replica within the rule's window."""
     is_run_ending: bool
     """The role that tells this one to end has ended in good order."""
     is_too_late: bool
@@ -160,11 +146,11 @@ def pause_before(restarts: int, first_pause_s: float) -> float:
 
 
 class Replicas:
-    """What a launcher remembers of the replicas that it may restart. Times: monotonic seconds."""
+    """Restarts and failures of the replicas of a launcher. Times: monotonic seconds."""
 
     def __init__(self) -> None:
         self._restarted_at: dict[str, list[float]] = collections.defaultdict(list)
-        """Of each replica, over all phases."""
+        """Times of each replica's restarts, over all phases."""
         self._given_up: dict[str, set[str]] = collections.defaultdict(set)
         """Replicas of each kind that wait for their window."""
         self._proven: set[str] = set()

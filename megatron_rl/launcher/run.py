@@ -80,12 +80,12 @@ def begin(
 
 
 def begin_anew(config: Config) -> str:
-    """Set aside what an attempt left that the run cannot go on from; the text about it."""
+    """Set aside the files of an attempt that the run cannot resume; the text about it."""
     run_dir, steps = config.run.dir, steps_left_behind(config)
     kept = f", {left_behind_text(config, steps)}" if steps else ""
     return (
         f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
-        f"begins anew{kept}; what else the attempt left is now in {set_aside(run_dir, steps)}."
+        f"starts again{kept}; the attempt's other files are now in {set_aside(run_dir, steps)}."
     )
 
 
@@ -104,7 +104,7 @@ def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None
         return run_facts(config, run_dir, wall_s, find_export(run_dir))
 
     summary = write_summary(run_dir, facts())
-    # Found anew: the summary is one of the files that the text names.
+    # Read again: the summary is one of the files that the text names.
     text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
     say(console, "\n" + text)
 
@@ -147,14 +147,14 @@ def prepare_run_folder(
 ) -> Config:
     """Resolve ports and save the tree that all processes read; say what is known of the prompts.
 
-    replaces_config: an evaluation goes on, perhaps on other ports.
+    replaces_config: an evaluation is resumed, perhaps on other ports.
     """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
-    # Before the configuration is replaced: it may refuse to go on.
+    # Before the configuration is replaced: it may refuse to resume.
     record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved))

@@ -1,4 +1,4 @@
-"""The folder of a run: new, or one whose run goes on from a checkpoint; one launcher at a time.
+"""The folder of a run: new, or with a run to resume from a checkpoint; one launcher at a time.
 
 Used by the launcher.
 """
@@ -38,7 +38,7 @@ _LOCK = "lock"
 _LOCK_WAIT_S = 20.0
 """Processes of a run whose launcher was killed hold the lock until they have noticed."""
 STATUS_WATCH_S = 10.0
-"""So long a look at a run on another host takes, at most."""
+"""Most seconds that a look at a run on another host takes."""
 # Of flock on Lustre without -o flock, and on NFS without its lock service.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -50,13 +50,13 @@ class Beginning:
     """Where a run begins."""
 
     checkpoint: Path | None
-    """The complete checkpoint that it goes on from; None: at the start."""
+    """The complete checkpoint that it resumes from; None: it starts from the beginning."""
     is_again: bool = False
     """The folder holds an earlier part of the run, or an attempt that left no checkpoint."""
 
 
 def check_run_folder(config: Config) -> Beginning:
-    """Where the run begins: in a new folder, at a checkpoint, or anew after an attempt without one.
+    """Where the run begins: in a new folder, at a checkpoint, or again after a failed attempt.
 
     Raises InputError: a run never writes into the folder of another.
     """
@@ -117,9 +117,9 @@ def _is_same_command(config: Config) -> bool:
 
 
 def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
-    """Move what an attempt without a checkpoint left into a folder of its own; returns that.
+    """Move the files of an attempt without a checkpoint to RUN/attempt_N, which is returned.
 
-    sft_steps: of its cold start so many steps are not taken again: what is known of them stays.
+    sft_steps: steps of its cold start that are not repeated; their files and rows stay.
     """
     number = next(n for n in itertools.count(1) if not (run_dir / f"attempt_{n}").exists())
     folder = run_dir / f"attempt_{number}"
@@ -175,11 +175,11 @@ def last_words(config: Config, nodes: int = 0) -> str:
         why = "no checkpoints are made (checkpoint.every_steps=0)"
     steps = steps_left_behind(config)
     kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. {command} begins the run anew{kept}."
+    return f"Nothing is saved: {why}. {command} starts the run again{kept}."
 
 
 class FolderLock(NamedTuple):
-    """What keeps other launchers out of a folder."""
+    """The lock that keeps other launchers out of a folder."""
 
     descriptor: int
     """Children may inherit it: the lock holds as long as one process has it open."""
@@ -229,7 +229,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _is_locked(run_dir: Path) -> bool:
-    """Of another user's run, too: reading the lock is enough on a local disk."""
+    """Whether a process has the lock. It need not be writable: also for another user's run."""
     path = run_dir / _LOCK
     try:
         if not path.exists():
@@ -276,9 +276,9 @@ def write_config(config: Config, resumed: Path | None) -> None:
 
 
 def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
-    """Save the tree of those who evaluate a model folder without training: RUN/config.LABEL.toml.
+    """Save RUN/config.LABEL.toml for processes that evaluate a model folder without training.
 
-    They are a phase of their own, to which those of another one are strangers.
+    It has another label, so that these processes and those of training refuse each other.
     """
     changed = {
         "model": config.model.model_copy(update={"path": model}),

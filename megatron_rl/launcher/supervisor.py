@@ -34,7 +34,6 @@ from megatron_rl.launcher.restarts import (
     Answer,
     Death,
     Replicas,
-    Restart,
     RestartRule,
     answer_death,
     pause_before,
@@ -47,6 +46,7 @@ from megatron_rl.observe.deaths import (
     how_it_ended,
 )
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
+from megatron_rl.protocol.node_messages import RoleRestart
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
 from megatron_rl.protocol.wire import WireError
 
@@ -74,7 +74,7 @@ class Role:
     restarts: RestartRule | None = None
     """None when its death ends the run."""
     is_expendable: bool = False
-    """The run goes on without it, whatever ends it."""
+    """The run continues without it, whatever ends it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
@@ -82,7 +82,7 @@ class Role:
     restart_at: float | None = None
     """time.monotonic() when it is to be started again."""
     is_death_answered: bool = False
-    """Its death was noticed, and the run goes on."""
+    """Its death was noticed, and the run continues."""
     is_restarted: bool = False
     """It is not the first process of its phase."""
     silent_since: float | None = None
@@ -112,7 +112,7 @@ class Supervisor:
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
-    """Of all children."""
+    """Variables of all children."""
     early_end_grace_s: float = 30.0
     """A role may end this long before the one that it must outlive."""
     silence_s: float = 60.0
@@ -193,7 +193,7 @@ class Supervisor:
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
 
-    def check(self) -> list[Restart]:
+    def check(self) -> list[RoleRestart]:
         """Note which roles ended, and start again those whose pause is over; returns the latter.
 
         Orphans that ended are forgotten. Raises RoleDied for a role that should not have ended.
@@ -220,7 +220,7 @@ class Supervisor:
         return name in self.roles and self.roles[name].exit_code == 0
 
     def _answer_death(self, role: Role, now: float) -> None:
-        """Plan a restart or go on without the role; RoleDied when its death ends the run."""
+        """Plan a restart or continue without the role; RoleDied when its death ends the run."""
         rule = role.restarts
         if role.is_expendable:
             role.is_death_answered = True
@@ -242,7 +242,7 @@ class Supervisor:
             again_at = self.replicas.give_up(rule)
             role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
-        # The run goes on: this error is not the cause of a later one.
+        # The run continues: this error is not the cause of a later one.
         clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
 
@@ -275,12 +275,12 @@ class Supervisor:
             lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
         )
 
-    def _restart(self, role: Role) -> Restart | None:
+    def _restart(self, role: Role) -> RoleRestart | None:
         """Start a role again; None when a restart became pointless during the pause."""
         rule = role.restarts
         assert rule is not None and role.exit_code is not None
         if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
-            role.restart_at, role.is_death_answered = None, False  # answered anew
+            role.restart_at, role.is_death_answered = None, False  # answered again
             return None
         if left := self._end_orphans(role):
             pids = [process.pid for process in left]
@@ -296,7 +296,7 @@ class Supervisor:
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
         new = self._start(role.name, role.command, role.outlives, rule, role.environment)
         new.is_restarted = True
-        return Restart(role.name, rule.kind, role.exit_code, count, rule.limit)
+        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
 
     def end_silent(self, missing: Collection[str]) -> None:
         """Kill roles that hang: they run and are ready, but the queue has long not heard them.
@@ -351,7 +351,7 @@ class Supervisor:
 
 
 def child_environment() -> dict[str, str]:
-    """What every child needs to find: our packages, its launcher, no hub."""
+    """Variables of every child: where our packages are, its launcher, no hub."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""What the queue's activity rows add up to, and lines about it. Pure.
+"""Sums of the queue's activity rows, and lines about them. Pure.
 
 Used by the live view and the summary; `rollout_queue/activity.py` writes the rows.
 """
@@ -38,7 +38,7 @@ class ActivityTotals:
         return True
 
     def after_evaluation(self) -> "ActivityTotals":
-        """Totals of what follows an evaluation; these where training goes on beside it."""
+        """Totals of what follows an evaluation; these totals where training continued during it."""
         is_alone = self.count("rollouts_for_evaluation") == self.count("rollouts_scored")
         return self.next_part() if is_alone else self
 

@@ -62,7 +62,7 @@ def choose(rows: Iterable[Row], steps: Iterable[int], set_name: str) -> Candidat
 
 
 def summarize_choice(rows: list[Row]) -> dict[str, Any] | None:
-    """What was chosen, out of what, and how far it is ahead; None where there was no choice."""
+    """The chosen model, the candidates, and its lead; None without a choice."""
     made = [row for row in rows if CHOSEN in row]
     if not made:
         return None
@@ -111,7 +111,7 @@ def choice_lines(choice: dict[str, Any] | None) -> list[str]:
 def difference_of(
     start: tuple[float | None, float | None], end: tuple[float | None, float | None]
 ) -> tuple[float | None, float | None]:
-    """What two accuracies with their standard errors differ by, and that in combined errors."""
+    """Difference of two accuracies, and the same in combined standard errors."""
     if start[0] is None or end[0] is None:
         return None, None
     found = end[0] - start[0]

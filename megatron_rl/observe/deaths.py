@@ -20,7 +20,7 @@ TAIL_LINES = 15
 _LAST_BYTES = 1 << 20
 SAME_COMMAND = "The same command"
 """In the last line of a run that ended early: what giving it again does."""
-# torchrun prints the exit code of a failed rank, then a traceback of its own and a list of ranks.
+# torchrun prints the exit code of a failed rank, then its own traceback and a list of ranks.
 _TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
 _TORCHRUN_LISTED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ")
 # By which torchrun ends the ranks that are left.
@@ -29,11 +29,11 @@ _SIGTERM = 15
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of a role that ended."""
+    """Facts about a role that ended."""
 
     name: str
     exit_code: int
-    """Of what the launcher started; minus the signal's number when a signal ended it."""
+    """Exit code of the started process; minus the signal's number when a signal ended it."""
     log_path: Path
     log_start: int
     """Bytes of the log that are of earlier starts."""
@@ -121,7 +121,7 @@ def _last_lines(text: str) -> list[str]:
 
 
 def _output(ending: Ending) -> str:
-    """What the role wrote since its last start."""
+    """Output of the role since its last start."""
     return last_output(ending.log_path, ending.log_start) if ending.log_path.exists() else ""
 
 

@@ -1,4 +1,4 @@
-"""What the summary of a run needs beside its metrics: where things lie, and what was configured.
+"""What the summary of a run needs besides its metrics: paths and values of the configuration.
 
 Used by the launcher, for a run that it ends and for the folder of an earlier one.
 """
@@ -13,7 +13,7 @@ from megatron_rl.protocol.exports import COLD_START, FINAL
 from megatron_rl.protocol.metrics import iter_jsonl
 
 SAMPLED_STEPS = 10
-"""At most so many steps are read at each end of a run: a large one wrote gigabytes."""
+"""Most steps that are read at each end of a run: a large run wrote gigabytes."""
 
 
 def run_facts(
@@ -52,7 +52,7 @@ def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
 
 
 def _share_correct(steps: Sequence[Path]) -> float | None:
-    """steps: files of rollouts that were trained on; beside each lie those that were dropped."""
+    """steps: files of trained rollouts; dropped rollouts are in a file next to each."""
     graded = correct = 0
     for step in steps:
         for path in (step, step.with_name(step.name.replace("step", "dropped"))):

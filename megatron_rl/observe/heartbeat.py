@@ -43,7 +43,7 @@ class FolderTaken(DeadlineExceeded):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What the file says of a launcher."""
+    """The content of the file: one launcher."""
 
     host: str
     pid: int
@@ -106,7 +106,7 @@ def find_living(
 
 
 class Heartbeat(Closing):
-    """That of this launcher, from now until it is closed."""
+    """The heartbeat of this launcher, from now until it is closed."""
 
     def __init__(self, run_dir: Path, phase: str = "", nodes: int = 0) -> None:
         """Raises InputError where the file cannot be written."""

@@ -71,8 +71,8 @@ QUEUE = (
     Known("queue/groups_learning_gold", "groups of the batch that learn the reference answer",
           kind="count"),
     Known("queue/replayed_groups", "replayed groups of the batch", kind="count"),
-    Known("queue/replayed_rollouts", "rollouts of those", kind="count"),
-    Known("queue/replayed_reward", "mean reward of those"),
+    Known("queue/replayed_rollouts", "rollouts of the replayed groups", kind="count"),
+    Known("queue/replayed_reward", "mean reward of replayed rollouts"),
     Known("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
     Known("queue/replayed_age_versions_max", "the same, largest", "below expert.replay.max_age",
           "a shorter replay.buffer_groups"),
@@ -113,7 +113,7 @@ TRAINER = (
     Known("train/correction_changed", "share of tokens whose ratio was truncated or masked",
           "below 0.05", "fresher data, or wider algorithm.correction bounds"),
     Known("train/behaviour_ratio_mean", "mean ratio of that correction", "near 1"),
-    Known("train/effective_sample_share", "(sum r)^2 / (n sum r^2) of those ratios", "above 0.5",
+    Known("train/effective_sample_share", "(sum r)^2 / (n sum r^2) of these ratios", "above 0.5",
           "few tokens carry the step: fresher data"),
     Known("train/reference_k1", "estimate of KL(policy, reference) a token, k1"),
     Known("train/reference_k3", "the same, k3"),
@@ -208,7 +208,7 @@ WEIGHT_SYNC = (
     Known("peers/verifiers", "verifiers that the queue hears", "peers/verifiers_wanted",
           "peers/missing names the others: their logs"),
     Known("peers/verifiers_wanted", "most verifiers that the queue has heard at once"),
-    Known("peers/missing", "names of those that it heard before"),
+    Known("peers/missing", "names of processes that it heard before and no longer hears"),
     Known("launch/chosen_step", "step of the cold start whose model was chosen"),
     Known("launch/resumed", "the run resumes from a checkpoint", kind="count"),
 )  # fmt: skip
@@ -217,7 +217,7 @@ ACTIVITY = (
     Known("activity/seconds", "seconds that the row is about", kind="count"),
     Known("activity/rollouts_generated", "completions that generators returned", kind="count"),
     Known("activity/rollouts_scored", "completions that were scored", kind="count"),
-    Known("activity/rollouts_for_evaluation", "of those, for evaluations", kind="count"),
+    Known("activity/rollouts_for_evaluation", "scored completions of evaluations", kind="count"),
     Known("activity/tokens", "tokens of the completions", kind="count"),
     Known("activity/completions_in_flight", "completions that generators hold"),
     Known("activity/groups_complete", "groups that were completed", kind="count"),
@@ -264,7 +264,7 @@ Every row of `RUN/metrics.jsonl` is a JSON object with `time` (seconds since 197
 role that wrote it) and `step`: of `trainer` and `sft` the step of the row, elsewhere the newest
 policy version. Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
 
-Other programs get the same rows by `[metrics]` while a run goes on, or by
+Other programs get the same rows by `[metrics]` while a run is running, or by
 `megatron-rl metrics export RUN` afterwards:
 
 - `metrics.tensorboard = true`: event files in `RUN/tensorboard`, a TensorBoard run for each role;

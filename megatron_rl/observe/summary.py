@@ -1,4 +1,4 @@
-"""What a run came to: numbers from its metrics, and the text about them.
+"""The summary of a run: numbers from its metrics, and the text about them.
 
 Used by the launcher. Pure functions of the rows of `metrics.jsonl` and of what only the
 launcher knows; a number that the rows do not hold is None.
@@ -38,12 +38,12 @@ _OF_STEP = (
     "queue/rollouts_trained", "queue/rollouts_spanning_versions", "queue/staleness_versions_mean",
     "queue/staleness_versions_max",
 )  # fmt: skip
-"""Kept of a step's row, besides what was dropped: a run of weeks has thousands of long rows."""
+"""Kept of a step's row, with the drop counts: a run of weeks has thousands of long rows."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the metrics do not hold."""
+    """Facts that are not in the metrics."""
 
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
@@ -62,7 +62,7 @@ class RunFacts:
     steps."""
     run_dir: str = ""
     files: tuple[str, ...] = ()
-    """What the run folder holds beside the exported model, for the text."""
+    """Files of the run folder besides the exported model, for the text."""
 
 
 def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _needed_of(row: Row) -> Row:
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
-    """What the evaluations say: before and after training, and of the SFT baseline."""
+    """Results of the evaluations: before and after training, and of the SFT baseline."""
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})
@@ -216,7 +216,7 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
 
 
 def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
-    """What is printed at the end: measured numbers with their errors, and where things are."""
+    """The text at the end of a run: measured numbers with their errors, and paths."""
     lines = [*_accuracy_lines(summary, facts), "", *choice_lines(summary.get("cold_start"))]
     lines += [*_training_lines(summary, facts), ""]
     if restarts := summary.get("generator_restarts"):

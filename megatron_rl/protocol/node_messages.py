@@ -21,16 +21,16 @@ class PhaseKind(enum.StrEnum):
 class RoleRestart(msgspec.Struct, frozen=True):
     """A role of a node that was started again."""
 
-    number: int
-    """From 1, over all of the node."""
     role: str
     kind: str
     """Replicas of one kind do the same work: "generator", "verifier"."""
     exit_code: int
-    """Of its predecessor; minus the signal's number when a signal ended it."""
+    """Of the role's predecessor; minus the signal's number when a signal ended it."""
     count: int
-    """Restarts of the replica so far."""
+    """Restarts of the replica within the window of its rule, this one included."""
     limit: int
+    number: int = 0
+    """From 1, over all restarts of a node that tells the first one; 0: not told."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):

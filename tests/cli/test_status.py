@@ -113,7 +113,7 @@ def test_a_stopped_run_says_what_the_same_command_would_do(tmp_path: Path) -> No
     run = leave(tmp_path / "run", [step(3, at=1000.0)])
     anew = "Nothing is saved: no checkpoint is complete yet (checkpoint.every_steps=2). "
     said = describe(read_status(run, time.time()))
-    assert said[-1] == f"{anew}The same command begins the run anew."
+    assert said[-1] == f"{anew}The same command starts the run again."
     checkpoint = run / "checkpoints" / "step_000002"
     partial = checkpoint.with_name("step.partial")
     partial.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_a_stopped_run_on_several_nodes_names_the_commands_of_the_nodes(tmp_path
     said = describe(read_status(run, time.time()))[-1]
     assert said.endswith(
         f"Run `megatron-rl prepare` again, then `megatron-rl node {run} --nodes 3 --node N` on "
-        "each node: that begins the run anew."
+        "each node: that starts the run again."
     )
 
 

@@ -240,7 +240,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     assert evaluated(run_dir) == ["cold_start_step_21"]
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
-    assert run.returncode == 0 and "begins anew, but for its cold start" in output, output
+    assert run.returncode == 0 and "starts again, but for its cold start" in output, output
     with launched(*two_nodes(run_dir, 1)) as second, launched(*two_nodes(run_dir, 0)) as first:
         for host in (first, second):
             output, _ = host.communicate(timeout=300)

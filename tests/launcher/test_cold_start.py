@@ -74,7 +74,7 @@ def test_a_finished_cold_start_is_kept_with_what_is_known_of_it(run_dir: Path) -
         make_model(run_dir, name)
     cfg = config(run_dir)
     text = begin_anew(cfg)
-    assert "begins anew, but for its cold start, which is there; what else" in text
+    assert "starts again, but for its cold start, which is there; the attempt" in text
     aside = run_dir / "attempt_1"
     assert names(run_dir / "hf") == {"cold_start", "cold_start_step_3"}
     assert names(aside / "hf") == {"sft_baseline", "cold_start_step_6.partial"}
@@ -112,7 +112,7 @@ def test_a_cold_start_that_was_cut_off_goes_on_at_its_newest_checkpoint(run_dir:
 def test_without_a_checkpoint_everything_is_set_aside(run_dir: Path) -> None:
     make_model(run_dir, "cold_start_step_3")
     cfg = config(run_dir, "sft.export_every_steps=3")
-    assert "begins anew; what else" in begin_anew(cfg)
+    assert "starts again; the attempt" in begin_anew(cfg)
     assert names(run_dir) == {"attempt_1"}
     assert {"hf", "rollouts", "metrics.jsonl"} < names(run_dir / "attempt_1")
 

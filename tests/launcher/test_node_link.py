@@ -12,8 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, NodeRegistry, OtherNodeLink
-from megatron_rl.launcher.restarts import Restart
-from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
+from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
 from tests.lossy_router import LINKS, Loss, LossyRouter
@@ -155,9 +154,9 @@ def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
 
 def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
     cfg = config()
-    wanted = [Restart("generator-3", "generator", -9, number, 3) for number in range(1, 101)]
+    wanted = [RoleRestart("generator-3", "generator", -9, n, 3, n) for n in range(1, 101)]
     with FirstNodeLink(cfg, 2) as first, OtherNodeLink(cfg, 1, 2) as other:
-        heard: list[Restart] = []
+        heard: list[RoleRestart] = []
         for restart in wanted:
             other.tell_restart(restart)
             look(other)

@@ -13,8 +13,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, GeneratorConfig, PortsConfig
-from megatron_rl.launcher.port_locks import PortLocks
-from megatron_rl.launcher.ports import check_engine_ports
+from megatron_rl.launcher.ports import PortLocks, check_engine_ports
 
 CHOOSERS = 8
 WIDTH = 2

@@ -86,7 +86,7 @@ def test_last_words_say_where_the_same_command_resumes(run_dir: Path, tmp_path: 
         (5, "no checkpoint is complete yet (checkpoint.every_steps=5)"),
     ):
         said = last_words(config(new, f"checkpoint.every_steps={every}"))
-        assert said == f"Nothing is saved: {why}. The same command begins the run anew."
+        assert said == f"Nothing is saved: {why}. The same command starts the run again."
     (new / SUMMARY).write_text("{}")
     assert last_words(config(new)) == ""
 

@@ -110,7 +110,7 @@ def plain(kind: type) -> Any:
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
         EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
-        tuple[RoleRestart, ...]: (RoleRestart(1, "generator-1", "generator", -9, 1, 3),),
+        tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
 

@@ -79,7 +79,7 @@ def test_a_reason_cannot_steer_the_terminal(tmp_path: Path) -> None:
     log.write_text("earlier\nmegatron-rl: no \x1b[2Jmodel\n \n")
     assert last_line(log, len("earlier\n")) == "no  [2Jmodel"
     with log.open("a") as file:
-        file.write("megatron-rl: Nothing is saved: why. The same command begins the run anew.\n")
+        file.write("megatron-rl: Nothing is saved: why. The same command starts the run again.\n")
     assert last_line(log, len("earlier\n")) == "no  [2Jmodel"
 
 

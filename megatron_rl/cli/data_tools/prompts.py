@@ -74,7 +74,7 @@ class SourceOptions:
 class CheckOptions(SourceOptions):
     """What `data check` is given."""
 
-    limit: Annotated[int, typer.Option(help="number of different faults to print")] = 20
+    limit: Annotated[int, typer.Option(help="most faults to print; equal faults count once")] = 20
     json: Json = False
 
 

@@ -35,7 +35,7 @@ class MiningOptions:
     ] = None
     instructions: Annotated[Path | None, typer.Option(help="SFT examples to mix in")] = None
     instruction_task: Annotated[
-        str | None, typer.Option(help="task of those; default: as they are")
+        str | None, typer.Option(help="task of these SFT examples; default: their own")
     ] = None
     template_opens_thoughts: Annotated[
         bool,

@@ -124,7 +124,7 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
 def _ask_endpoint(
     options: Options, chosen: list[Chosen], console: Console
 ) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
-    """Translations by a served model, and what it took; they are kept beside the output."""
+    """Translations by a served model, and their cost; OUT.translations.jsonl keeps them."""
     # Needs aiohttp, which the other tools do without.
     from megatron_rl.curation.asking import ask_all
 

@@ -1,5 +1,5 @@
 """Metrics for others to read: what each means, and TensorBoard, Weights & Biases and Prometheus.
 
-`worker.py` is a process that a run starts when `[metrics]` asks for one; `megatron-rl metrics` uses
-the same on a finished run. May import config and protocol.
+A run starts `exporter.py` as a process when `[metrics]` asks for it; `megatron-rl metrics export`
+does the same with a finished run. May import config and protocol.
 """

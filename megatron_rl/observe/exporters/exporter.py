@@ -1,21 +1,34 @@
-"""Rows of a run to all that `[metrics]` names. Used by the exporter's process and by commands."""
+"""Passes the rows of a run on to every program that `[metrics]` names.
 
+`python -m megatron_rl.observe.exporters.exporter --config FILE` is the process of a run. It reads
+RUN/metrics.jsonl every `expert.metrics.poll_s` until SIGTERM, then once more. Nobody waits for it,
+and its end does not end the run. `megatron-rl metrics export` does the same with a finished run.
+"""
+
+import argparse
 import importlib.util
 import logging
+import signal
+import sys
+import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.exporters.follow import Follower, Row, is_rewritten
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.process import run_main, set_up_logging
 
+ROLE = "metrics"
 log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """One that takes rows."""
+    """Takes rows."""
 
     def add(self, rows: list[Row]) -> None:
         """Take in rows, in the order in which they were written."""
@@ -35,8 +48,8 @@ def check_installed(config: Config) -> None:
             )
 
 
-class Exporter:
-    """Follows the metrics of a run folder; a context manager."""
+class Exporter(Closing):
+    """Follows the metrics of a run folder."""
 
     def __init__(self, config: Config) -> None:
         """Opens nothing yet. Raises InputError for what is not installed."""
@@ -51,21 +64,14 @@ class Exporter:
         self._open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
-
     def _open(self) -> None:
         self._writers = open_writers(self._config)
         self.passed_on = 0
         for rows in self._follower.read_all():
             self._pass_on(rows)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let the writers finish."""
         with ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -76,7 +82,7 @@ class Exporter:
         rows = self._follower.read()
         if is_rewritten(rows):
             # Steps are taken again: what was passed on of them has to go.
-            self._close()
+            self.close()
             self._open()
         else:
             self._pass_on(rows)
@@ -90,7 +96,7 @@ class Exporter:
 
 
 def open_writers(config: Config) -> list[Writer]:
-    """Those that are asked for. Raises OSError for a port that is taken."""
+    """The writers that `[metrics]` asks for. Raises OSError for a port that is taken."""
     wanted, run_dir = config.metrics, config.run.dir
     writers: list[Writer] = []
     if wanted.tensorboard:
@@ -140,3 +146,28 @@ def settings(config: Config) -> dict[str, float]:
         "train.prompts_per_batch": config.train.prompts_per_batch,
         "expert.train.batch_timeout_s": config.train.batch_timeout_s,
     }
+
+
+def main(config: Config) -> None:
+    """Pass rows on until the process is told to end."""
+    ending = threading.Event()
+    # The last rows are written while the run ends: the signal says when to look for them.
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    with Exporter(config) as exporter:
+        while not ending.wait(config.metrics.poll_s):
+            exporter.advance()
+        while exporter.advance():
+            pass
+
+
+def start() -> int:
+    """Entry of the process."""
+    parser = argparse.ArgumentParser(description="passes metrics on; started by a run")
+    parser.add_argument("--config", type=Path, required=True)
+    config = load_config(parser.parse_args().config)
+    set_up_logging(ROLE, config.run.dir / "logs")
+    return run_main(ROLE, partial(main, config))
+
+
+if __name__ == "__main__":
+    sys.exit(start())

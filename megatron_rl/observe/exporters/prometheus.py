@@ -9,7 +9,6 @@
 import re
 import threading
 from collections.abc import Iterator
-from typing import Self
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from megatron_rl.observe.exporters.follow import Row, numbers
 from megatron_rl.observe.metrics_table import find
+from megatron_rl.protocol.closing import Closing
 
 PREFIX = "megatron_rl_"
 LAST_ROW = f"{PREFIX}last_row_time_seconds"
@@ -30,7 +30,7 @@ def family_name(name: str) -> str:
 
 
 class Values(Collector):
-    """What a scrape sees."""
+    """The values that a scrape returns."""
 
     def __init__(self, settings: dict[str, float]) -> None:
         """settings: keys of the configuration that alerts compare with."""
@@ -80,7 +80,7 @@ class Values(Collector):
         yield settings
 
 
-class PrometheusServer:
+class PrometheusServer(Closing):
     """Serves /metrics until it is closed."""
 
     def __init__(self, host: str, port: int, settings: dict[str, float]) -> None:
@@ -90,12 +90,6 @@ class PrometheusServer:
         self.registry.register(self._values)
         self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
         self.port: int = self._server.server_port
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def add(self, rows: list[Row]) -> None:
         """Take in rows."""

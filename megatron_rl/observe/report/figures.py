@@ -118,7 +118,7 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of each evaluation set, by version; the SFT baseline has a set of its own."""
+    """Rows of each evaluation set, by version; the SFT baseline counts as a set."""
     rows = [row for row in run.rows if "eval/accuracy" in row]
     names: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
@@ -153,10 +153,10 @@ def _lengths(runs: Sequence[Run]) -> Plot | None:
 
 
 def _seconds(runs: Sequence[Run]) -> Plot | None:
-    """What a step of the trainer is made of."""
+    """Parts of a trainer step."""
     parts = (("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
              ("weight_sync/s", "weight sync"))  # fmt: skip
-    return _bars(runs, parts, Plot("Seconds of a step", "Of the trainer, one part on the other.",
+    return _bars(runs, parts, Plot("Seconds of a step", "Parts of a trainer step, stacked.",
                                    go.Figure()))  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _named(prefix: str) -> Callable[[Sequence[Run]], list[tuple[str, str]]]:
 
 
 def _dropped(runs: Sequence[Run]) -> Plot | None:
-    text = "Of a step, by reason; zero-variance ones have equal rewards."
+    text = "Groups of a step that were dropped, by reason; zero-variance groups have equal rewards."
     return _bars(runs, _named(GROUPS_DROPPED)(runs), Plot("Dropped groups", text, go.Figure()))
 
 

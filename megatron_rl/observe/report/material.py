@@ -1,4 +1,4 @@
-"""What a report is made of: the metrics of a run, and its recorded rollouts.
+"""The material of a report: the metrics of a run, and its recorded rollouts.
 
 Records are read in one pass, as only what is plotted; a long run wrote gigabytes of text.
 """
@@ -23,7 +23,7 @@ MAX_TRACED = 20_000
 MAX_EXAMPLES = 8
 """Prompts that are shown with what was answered before and after."""
 MAX_SHOWN_CHARS = 4_000
-"""Of one text."""
+"""Characters of one text."""
 
 
 class Times(msgspec.Struct):
@@ -36,7 +36,7 @@ class Times(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """Of a recorded rollout, what plots need."""
+    """The part of a recorded rollout that plots need."""
 
     versions: list[int] = []
     generator: str = ""
@@ -49,7 +49,7 @@ class Record(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """Of an evaluated rollout, what is shown."""
+    """The part of an evaluated rollout that is shown."""
 
     prompt_id: str
     problem: str = ""
@@ -90,7 +90,7 @@ class Run:
 
 
 def read_material(folder: Path, config: Config, name: str) -> Run:
-    """Read a run folder; one that goes on gives what there is so far."""
+    """Read a run folder; of a running run what there is so far."""
     rows = [row for row in stream_rows(folder / "metrics.jsonl") if ACTIVITY_S not in row]
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)

@@ -41,7 +41,7 @@ def render(
     runs: Sequence[Run], texts: Sequence[str], *, timelines: Sequence[Plot], plots: Sequence[Plot]
 ) -> str:
     """The page; texts: the summary of each run."""
-    title = " beside ".join(run.name for run in runs)
+    title = " and ".join(run.name for run in runs)
     small = {f"plot-{number}": plot for number, plot in enumerate(plots)}
     wide = {f"timeline-{number}": plot for number, plot in enumerate(timelines)}
     parts = [

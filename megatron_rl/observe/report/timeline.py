@@ -20,7 +20,7 @@ WAIT, UPDATE, WEIGHT_SYNC = "waits", "update", "weight sync"
 _COLOURS = {WAIT: "#d8d8d8", UPDATE: "#1f77b4", WEIGHT_SYNC: "#d62728", "generates": "#2ca02c",
             "idle": "#f2f2f2", "evaluates": "#9467bd"}  # fmt: skip
 _SHOWN_SPANS = 4_000
-"""Of a role in the plot; the trace has all."""
+"""Spans of a role in the plot; the trace has all spans."""
 
 
 class Span(NamedTuple):
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     start: float
     end: float
     share: float = 1.0
-    """Of the time between, in which it did so."""
+    """Share of the time between in which it did so."""
 
 
 def spans(run: Run) -> list[Span]:

@@ -1,26 +1,26 @@
 """An index of a run's recorded rollouts, in SQLite: which there are, where their lines lie.
 
 Used by the viewer. A file of a temporary folder holds it, so that a long run needs no memory; it is
-made anew at each start, and grows with the run.
+made again at each start, and grows with the run.
 """
 
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
 
 CHUNK_BYTES = 16 << 20
-"""Of a file, read at once; a longer line takes more."""
+"""Bytes of a file that are read at once; a longer line takes more."""
 _PREVIEW_CHARS = 200
 _MAX_CHOICES = 100
-"""Of a facet that are offered."""
+"""Values of a facet that are offered."""
 _COLUMNS = (
     "file", "start", "size", "step", "evaluation", "kind", "task", "language", "reason", "dropped",
     "reward", "tokens", "staleness", "finish", "generator", "prompt", "stage", "grp", "idx",
@@ -65,8 +65,8 @@ class Place(NamedTuple):
     size: int
 
 
-class Index:
-    """The rollouts of a run folder; a context manager."""
+class Index(Closing):
+    """The rollouts of a run folder."""
 
     def __init__(self, run_dir: Path, database: Path) -> None:
         """database: the file to make. Raises InputError where there are no rollouts."""
@@ -83,15 +83,8 @@ class Index:
         self._connection.execute("pragma mmap_size = 2147483648")
         self._connection.executescript(_TABLE)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the database."""
         self._connection.close()
 
     def refresh(self) -> int:
@@ -163,7 +156,7 @@ class Index:
     def page(
         self, wanted: Filter, *, order: str, is_falling: bool, limit: int, offset: int
     ) -> tuple[int, list[dict[str, Any]]]:
-        """How many rollouts there are of those that are wanted, and one page of them."""
+        """Number of wanted rollouts, and one page of them."""
         assert order in SORTABLE
         where, values = _where(wanted)
         sorting = f"order by {order} {'desc' if is_falling else 'asc'}, id"

@@ -1,4 +1,4 @@
-"""What the tokens of a rollout say, one by one. Used by the viewer."""
+"""Texts and values of a rollout's tokens. Used by the viewer."""
 
 from pathlib import Path
 from typing import Protocol
@@ -16,19 +16,19 @@ _WINDOW = 8
 
 
 class Decoder(Protocol):
-    """Of tokenizers.Tokenizer, what is used."""
+    """The used part of tokenizers.Tokenizer."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids."""
 
 
 class TrainedView(msgspec.Struct, frozen=True):
-    """What the trainer found of the same tokens."""
+    """The trainer's values of the same tokens."""
 
     gaps: list[float]
     """Its logprobs less the generator's, in nats."""
     entropies: list[float]
-    """Of its next-token distribution, in nats."""
+    """Entropies of its next-token distribution, in nats."""
     advantages: list[float]
     """As the loss was given them."""
 

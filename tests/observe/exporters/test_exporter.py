@@ -81,7 +81,7 @@ def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path:
     (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, *overrides)))
     path = tmp_path / "metrics.jsonl"
     write(path, [row("trainer", 1, train__loss=1.0)])
-    command = [sys.executable, "-m", "megatron_rl.observe.exporters.worker", "--config"]
+    command = [sys.executable, "-m", "megatron_rl.observe.exporters.exporter", "--config"]
     process = subprocess.Popen([*command, str(tmp_path / "config.toml")], cwd=ROOT)
     try:
         await_file(tmp_path / "tensorboard" / "trainer")

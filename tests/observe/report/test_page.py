@@ -51,7 +51,7 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
 def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
     first, second = leave_run(tmp_path / "a" / "run"), leave_run(tmp_path / "b" / "run")
     page = report(first, second).read_text()
-    assert "<h1>a/run beside b/run</h1>" in page and "a/run: reward" in page
+    assert "<h1>a/run and b/run</h1>" in page and "a/run: reward" in page
 
 
 @needs_chromium

@@ -10,8 +10,7 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.audit.findings import SHOWN, Findings
-from megatron_rl.observe.audit.records import audit_records
+from megatron_rl.observe.audit import SHOWN, Findings, audit_records
 
 REWARDS = {"step_000000": [[1.0, 0.1], [0.1, 1.0]], "step_000001": [[1.0, 1.0], [0.1, 0.1]],
            "dropped_000001": [[1.0, 1.0]]}  # fmt: skip

@@ -1,20 +1,20 @@
-"""The records of a run held against each other: metrics, rollouts, evaluations, models, summary.
+"""Whether the records of a run agree: metrics, rollouts, evaluations, models, summary.
 
-Pure reading. A run that goes on may be looked at: only what is there is.
+Used by `megatron-rl audit`. Reads alone; of a run that is not over it checks what is there.
 """
 
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
+from megatron_rl.config.files import load_run
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.audit.findings import Findings
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import (
@@ -33,15 +33,49 @@ Report = Callable[[int, int | None], None]
 _ROUNDING = 1e-6
 _ZERO_VARIANCE = "zero_variance"
 
+SHOWN = 5
+"""Faults of a rule that are kept; all are counted."""
+
+
+@dataclass
+class Rule:
+    """One thing that has to hold."""
+
+    looked_at: int = 0
+    broken: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """All rules of an audit."""
+
+    rules: dict[str, Rule] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Records that could not be checked, and why."""
+
+    def check(self, rule: str, holds: bool, place: str) -> bool:
+        """Count one look at a rule; place: where, and what was seen instead."""
+        found = self.rules.setdefault(rule, Rule())
+        found.looked_at += 1
+        if not holds:
+            found.broken += 1
+            if len(found.examples) < SHOWN:
+                found.examples.append(place)
+        return holds
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every rule held wherever it was looked at."""
+        return not any(rule.broken for rule in self.rules.values())
+
 
 def audit_records(run_dir: Path, report: Report) -> Findings:
     """Look at everything that the run left; report(done, all) counts files of rollouts.
 
     Raises InputError where there is no run.
     """
-    if not (run_dir / "config.toml").is_file():
-        raise InputError(f"{run_dir} holds no run: it has no config.toml")
-    config, findings = load_config(run_dir / "config.toml"), Findings()
+    config, findings = load_run(run_dir), Findings()
     rows = []
     for row in stream_rows(run_dir / "metrics.jsonl"):
         bad = [name for name, value in row.items() if _is_bad_number(value)]
@@ -159,7 +193,7 @@ def _check_step(
     config: Config,
     findings: Findings,
 ) -> None:
-    """What the trainer wrote of a step is what the queue recorded of its batch."""
+    """The trainer's row of a step agrees with the queue's record of its batch."""
     trained, dropped = of_step[False], of_step.get(True, [])
     # A file bears the version that its batch was made for, a row the one that it led to.
     row = steps.get((file.step or 0) + 1)
