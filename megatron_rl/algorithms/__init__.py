@@ -1,6 +1,10 @@
 """Objectives, as pure functions; one part a file.
 
-The rollout queue computes advantage estimator, normalization and aggregation; trainer ranks
-shaping, policy loss, correction, KL and entropy. `objective.py` puts the latter together. May
-import config alone, and torch for types only: the launcher looks names up, and does without.
+| file                                                     | runs in       | put together by |
+|----------------------------------------------------------|---------------|-----------------|
+| advantage_estimators, normalization, aggregation         | rollout queue | minibatch       |
+| shaping, policy_loss, importance_ratio, kl, soft_value   | trainer ranks | objective       |
+
+`objective.py` adds the entropy bonus. May import only config, and torch for types alone, as the
+launcher looks names up without it.
 """

@@ -2,10 +2,9 @@
 queue.
 
 An advantage estimator is `f(group, config) -> [n] float64`, from the rewards of one prompt's
-completions. One that reads `classes` has an attribute `needs_classes = True`: the verifier is then
-asked which wrong answers are the same. One that reads `is_correct` instead of rewards says
-`zero_variance_on = "verdict"`: a group has zero variance, then, in which all answers are right, or
-none.
+completions. With the attribute `needs_classes = True` it reads `classes`: the verifier tells which
+wrong answers are the same. With `zero_variance_on = "verdict"` it reads `is_correct` instead of
+rewards: a group has zero variance if all its answers are right, or none.
 """
 
 from collections.abc import Callable
@@ -32,8 +31,8 @@ class GroupView:
     lengths: np.ndarray
     """[n] int64, completion tokens."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[n] int64: which answers the verifier takes for the same; -1: no answer. Empty where the
-    advantage estimator does not need them."""
+    """[n] int64: the same number for the same answer; -1: no answer. Empty where the advantage
+    estimator does not need classes."""
 
 
 AdvantageEstimator = Callable[[GroupView, AdvantageEstimatorConfig], np.ndarray]
@@ -47,7 +46,7 @@ def group_mean(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
 def leave_one_out(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Reward minus the mean of the others: unbiased. Source: RLOO (arXiv 2402.14740), eq. 8.
 
-    0 for a completion without others, such as a recorded one: there is nothing to compare it with.
+    0 for a completion without others, such as a recorded one.
     """
     n = len(group.rewards)
     if n == 1:
@@ -70,7 +69,7 @@ def well_formed(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
 
 
 def zero(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
-    """Nothing: where only a reference policy teaches."""
+    """0 for all: only a reference policy teaches."""
     return np.zeros_like(group.rewards)
 
 
@@ -90,7 +89,7 @@ def pass_at_k(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     order = np.argsort(-rewards, kind="stable")
     ranked = rewards[order]
     advantages = np.zeros(n)
-    # In subsets whose largest is of rank i and second of rank j, the others are of later ranks.
+    # In subsets with the largest reward at rank i and the second at j, the others have later ranks.
     for i in range(n):
         for j in range(i + 1, n):
             subsets = comb(n - j - 1, k - 2)
@@ -101,8 +100,8 @@ def pass_at_k(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
 def majority(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Each completion's share in the mean over all k-subsets of whether their majority is right.
 
-    Ties are drawn uniformly. All right answers are one class; a completion without an answer has no
-    vote, and where nobody votes the majority is not right.
+    Ties are drawn uniformly. All right answers are one class. A completion without an answer has no
+    vote; without votes the majority is not right.
     Source: the objective of arXiv 2503.19595, with a leave-one-out baseline; see `majority.py`.
     """
     # As in pass_at_k.
@@ -116,8 +115,8 @@ majority.zero_variance_on = "verdict"  # type: ignore[attr-defined]
 def soft_value(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Reward minus beta * log mean exp(reward / beta) over the group, with beta cfg.temperature.
 
-    Of completions that the reference policy sampled, it is the value of the best policy that KL
-    holds to the reference. Source: SPO (arXiv 2503.05453), section 3; there, from the reference.
+    For completions of the reference policy, the second term is the value of the best policy under
+    the KL penalty. Source: SPO (arXiv 2503.05453), section 3, where the reference samples.
     """
     scaled = group.rewards / cfg.temperature
     top = scaled.max()

@@ -1,7 +1,7 @@
-"""Aggregation: what a token weighs in the loss. Pure numpy; used by the rollout queue.
+"""Aggregation: the weight of a token in the loss. Pure numpy; used by the rollout queue.
 
-An aggregation is `f(lengths, config) -> weights`: of each group, completion tokens [n] to the
-weight of every token of each completion [n]. The loss is a plain sum of weighted tokens.
+An aggregation is `f(lengths, config) -> weights`, both [n] per group: from the tokens of each
+completion, the weight of each of its tokens. The loss is a plain sum of weighted tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rl.config.algorithm import AggregationConfig
 
 Lengths = Sequence[np.ndarray]
-"""Of each group [n] int64."""
+"""[n] int64 per group."""
 AggregationFunction = Callable[[Lengths, AggregationConfig], list[np.ndarray]]
 
 
@@ -36,8 +36,10 @@ def sequence_mean(lengths: Lengths, cfg: AggregationConfig) -> list[np.ndarray]:
 
 
 def sequence_sum(lengths: Lengths, cfg: AggregationConfig) -> list[np.ndarray]:
-    """Mean over sequences of the sum over their tokens: no sequence's gradient depends on its
-    length. Source: Dr. GRPO (arXiv 2503.20783), section 3.2, but for a constant."""
+    """Mean over sequences of the sum over their tokens.
+
+    Source: Dr. GRPO (arXiv 2503.20783), section 3.2, except for a constant.
+    """
     sequences = sum(map(len, lengths))
     return [np.full(len(n), 1.0 / sequences) for n in lengths]
 

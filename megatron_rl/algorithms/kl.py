@@ -1,7 +1,7 @@
-"""KL(policy || reference) as a cost, with gradients that are its own. Pure; for trainer ranks.
+"""KL(policy || reference) as a penalty with exact gradients. Pure; used by trainer ranks.
 
-l_t = log(policy / reference) of token t; KL_t = KL of the policy's next-token distribution, at
-the position of t, to the reference's. See docs/algorithms.md for what other forms would follow.
+l_t = log(policy / reference) of token t; KL_t = KL of the policy's next-token distribution at the
+position of t to the reference's. docs/algorithms.md compares other forms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
-    """What to add to each token's advantage [tokens], without gradient.
+    """The KL penalty's part of each token's advantage [tokens], without gradient.
 
     horizon "to_go": -beta (sum_{s >= t} l_s - b), b the mean of the sums over the other sequences
     of the group; in expectation under the policy the exact gradient of the sequences' KL. "token":
@@ -43,7 +43,7 @@ def forward_kl(ratios: Tensor, max_log_ratio: float) -> Tensor:
 
 
 def kl_loss(tokens: Tokens, cfg: KlConfig, max_log_ratio: float) -> Tensor:
-    """[] to add to the loss; a sequence weighs as its tokens do.
+    """[] the KL penalty's part of the loss; a sequence has its tokens' weight.
 
     k2: beta / 2 (sum_t l_t)^2 of a sequence, whose expected gradient on-policy is that of
     KL(policy || reference). forward_kl: beta (exp(-l_t) - 1 + l_t), that of KL(reference || policy)

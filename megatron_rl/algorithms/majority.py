@@ -1,10 +1,10 @@
-"""What a vote of a majority is worth, and what each completion adds to it. Pure numpy.
+"""The value of a majority vote, and each completion's share in it. Pure numpy.
 
-Used by `advantage_estimators.py`, and by evaluations.
+Used by `advantage_estimators.py` and by evaluations.
 
-f(S) is the probability that an answer is right which is drawn uniformly from the most frequent ones
-of a set S of completions. All right answers are one class; a completion without an answer casts no
-vote, and f = 0 where nobody votes. Sums over subsets are counted class by class, never listed.
+f(S) is the probability that the majority of a set S of completions is right: an answer is drawn
+uniformly from the most frequent ones. All right answers are one class. A completion without an
+answer has no vote, and f = 0 without votes. Sums over subsets are counted class by class.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ import numpy as np
 NO_ANSWER = -1
 """Class of a completion without an answer."""
 _ROUNDING = 1e-12
-"""A smaller advantage is what is left of terms that cancel."""
+"""A smaller advantage is rounding of terms that cancel."""
 
 
 class _Vote(NamedTuple):
-    """All of a set of completions that f depends on."""
+    """The counts in a set of completions that f depends on."""
 
     right: int
     """Completions that are right."""
@@ -49,7 +49,7 @@ def majority_advantages(classes: np.ndarray, is_correct: np.ndarray, k: int) -> 
             others = vote._replace(silent=vote.silent - 1)
         else:
             others = vote._replace(wrong=_less_one(vote.wrong, sizes[int(classes[i])]))
-        # Of the k-subsets with i, f(S) is what those of all have beyond those of the others.
+        # The sum over k-subsets with i: over all subsets, less over those without i.
         gain = _sums_of_f(vote, k)[k] - _sums_of_f(others, k)[k] - _sums_of_f(others, k)[k - 1]
         advantages[i] = gain / comb(n, k)
     return np.where(np.abs(advantages) < _ROUNDING, 0.0, advantages)
@@ -61,7 +61,7 @@ def majority_value(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float
     classes: [n] int64, read where is_correct [n] is False.
     """
     vote = _vote(_sizes_of_wrong(classes, is_correct), is_correct)
-    # What rounding leaves of a share of 1.
+    # Rounding may exceed a share of 1.
     return min(1.0, _sums_of_f(vote, k)[k] / comb(len(classes), k))
 
 
@@ -96,12 +96,12 @@ def _sums_of_f(vote: _Vote, k: int) -> tuple[float, ...]:
 
 
 def _ways(vote: _Vote, level: int, room: int) -> np.ndarray:
-    """[ties + 1, room + 1]: ways to choose so many of those that are not right, by ties.
+    """[ties + 1, room + 1]: ways to choose 0 to `room` of the completions that are not right.
 
-    Of no wrong class more than `level` are chosen; ties: the classes of which just so many are.
+    At most `level` of each wrong class; ties: the number of classes with exactly `level`.
     """
     large = [size for size in vote.wrong if size >= level]
-    # Classes below the level never tie: it is as if they did not vote.
+    # Classes below the level never tie, as if they did not vote.
     free = vote.silent + sum(vote.wrong) - sum(large)
     ways = np.zeros((min(len(large), room // level) + 1, room + 1))
     ways[0] = [comb(free, s) for s in range(room + 1)]

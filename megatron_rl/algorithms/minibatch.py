@@ -1,5 +1,4 @@
-"""Advantages and weights of a minibatch: advantage estimator, normalization and aggregation put
-together.
+"""Advantages and weights of a minibatch, from estimator, normalization and aggregation.
 
 Used by the rollout queue.
 """
@@ -26,7 +25,7 @@ ZeroVarianceOn = Literal["reward", "verdict"]
 
 @dataclass(frozen=True)
 class AdvantageFunctions:
-    """How completions are valued and weighed."""
+    """The functions that give completions advantages and weights."""
 
     cfg: AlgorithmConfig
     estimator: AdvantageEstimator
@@ -35,7 +34,7 @@ class AdvantageFunctions:
 
     @property
     def needs_classes(self) -> bool:
-        """Whether the advantage estimator reads which answers are the same."""
+        """Whether the advantage estimator reads classes of answers."""
         return bool(getattr(self.estimator, "needs_classes", False))
 
     @property
@@ -44,17 +43,17 @@ class AdvantageFunctions:
         return getattr(self.estimator, "zero_variance_on", "reward")
 
     def advantages(self, groups: Sequence[GroupView]) -> list[np.ndarray]:
-        """Of each group [n] float64."""
+        """[n] float64 per group."""
         advantages = [self.estimator(group, self.cfg.advantage_estimator) for group in groups]
         return self.normalization(advantages, self.cfg.normalization)
 
     def weights(self, groups: Sequence[GroupView]) -> list[np.ndarray]:
-        """Of each group [n] float64: what every token of a completion weighs."""
+        """[n] float64 per group: the weight of every token of a completion."""
         return self.aggregation([group.lengths for group in groups], self.cfg.aggregation)
 
 
 def find_advantage_functions(cfg: AlgorithmConfig) -> AdvantageFunctions:
-    """Of a configuration. Raises InputError for a name that stands for nothing."""
+    """The functions of a configuration. Raises InputError for an unknown name."""
     advantage_functions = AdvantageFunctions(
         cfg,
         find_function(

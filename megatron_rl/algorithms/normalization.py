@@ -1,5 +1,4 @@
-"""Normalization: how the advantages of a minibatch are scaled. Pure numpy; used by the rollout
-queue.
+"""Normalization of the advantages of a minibatch. Pure numpy; used by the rollout queue.
 
 A normalization is `f(advantages, config) -> scaled advantages`, over the groups of a minibatch.
 """
@@ -11,10 +10,10 @@ import numpy as np
 from megatron_rl.config.algorithm import NormalizationConfig
 
 MIN_STD = 1e-6
-"""Below this advantages count as equal: what differs is rounding."""
+"""Below this, advantages differ by rounding only."""
 
 Advantages = Sequence[np.ndarray]
-"""Of each group [n] float64."""
+"""[n] float64 per group."""
 NormalizationFunction = Callable[[Advantages, NormalizationConfig], list[np.ndarray]]
 
 
@@ -33,7 +32,7 @@ def group(advantages: Advantages, cfg: NormalizationConfig) -> list[np.ndarray]:
 
 
 def none(advantages: Advantages, cfg: NormalizationConfig) -> list[np.ndarray]:
-    """As they are."""
+    """The advantages unchanged."""
     return list(advantages)
 
 

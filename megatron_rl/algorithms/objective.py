@@ -1,8 +1,8 @@
-"""The loss of a configuration: its parts put together.
+"""The loss of a configuration: policy loss, correction, KL and entropy bonus.
 
-Used by trainer ranks. A loss is a sum over tokens, each of which carries its own weight, so it is
-the same for every split into microbatches and ranks: sequences are whole in each microbatch, and
-what depends on whole groups is computed before the gradient (`needs_groups`).
+Used by trainer ranks. A loss is a sum over tokens with a weight each, so every split into
+microbatches and ranks has the same loss. Sequences are whole in each microbatch; values of whole
+groups are computed before the gradient (`needs_groups`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class LossOutput(NamedTuple):
     """The scalar to differentiate, and what to report."""
 
     loss: Tensor
-    """[] float32: this microbatch's part of the minibatch's loss."""
+    """[] float32: the microbatch's part of the minibatch's loss."""
     sums: dict[str, Tensor]
     """By name [], over real tokens; the same names for every microbatch."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What an update minimises."""
+    """The function that an update minimises."""
 
     cfg: AlgorithmConfig
     policy_loss: PolicyLossFunction
@@ -46,7 +46,7 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether it reads the trainer's own logprobs from before the batch's first update."""
+        """Whether it reads the trainer's logprobs from before the batch's first update."""
         return self.cfg.policy_loss.old_logprobs == "recompute"
 
     @property
@@ -71,7 +71,7 @@ class Objective:
         return self.cfg.entropy.coefficient > 0
 
     def advantages(self, tokens: Tokens) -> Tensor:
-        """[tokens], without gradient: those of the queue, shaped by the policy as it is."""
+        """[tokens], without gradient: the queue's advantages, with shaping and KL."""
         found = tokens.advantages
         if self.shaping is not None:
             found = self.shaping(tokens, self.cfg.shaping).detach()
@@ -140,12 +140,12 @@ def _advantage_sums(tokens: Tokens, advantages: Tensor) -> dict[str, Tensor]:
 
 
 def _sum_where(is_counted: Tensor, values: Tensor) -> Tensor:
-    """[] sum of some tokens' values. Selecting these by a mask would wait for the device."""
+    """[] sum of some tokens' values. Indexing by a mask would wait for the device."""
     return values.masked_fill(~is_counted, 0).sum()
 
 
 def find_objective(cfg: AlgorithmConfig) -> Objective:
-    """The objective of a configuration. Raises InputError for a name that stands for nothing."""
+    """The objective of a configuration. Raises InputError for an unknown name."""
     return Objective(
         cfg,
         find_function(POLICY_LOSSES, cfg.policy_loss.name, key="algorithm.policy_loss.name"),

@@ -1,6 +1,7 @@
-"""Policy losses: what is maximised for each token. Pure; used by trainer ranks.
+"""Policy losses: PPO clipping, CISPO, REINFORCE, supervised. Pure; used by trainer ranks.
 
-A policy loss is `f(tokens, advantages, config) -> PolicyLoss`; the loss is minus its weighted sum.
+A policy loss is `f(tokens, advantages, config) -> PolicyLoss`, of values to maximise: the loss is
+minus their weighted sum. The importance ratio r is in `importance_ratio.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Per token [tokens], and what to report: sums over real tokens by name."""
+    """Values per token [tokens], and sums over real tokens to report, by name."""
 
     values: Tensor
     sums: dict[str, Tensor]
@@ -30,7 +31,7 @@ CLIPPED_LOW, CLIPPED_HIGH = "clip_fraction_low", "clip_fraction_high"
 def clipped(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = policy / old, of tokens or sequences.
 
-    With dual_clip c, no less than c A where A < 0.
+    With dual_clip c, at least c A where A < 0.
     Source: Magistral (arXiv 2506.10910), section 2.1; level "sequence": GSPO (arXiv 2507.18071),
     eq. 5 and 7; dual_clip: arXiv 1912.09729, eq. 5.
     """
@@ -72,7 +73,7 @@ def cispo(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLo
 
 
 def supervised(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
-    """log pi: maximum likelihood, whatever the advantages."""
+    """log pi: maximum likelihood; ignores the advantages."""
     return PolicyLoss(tokens.logprobs, {})
 
 

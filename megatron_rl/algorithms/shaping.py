@@ -1,8 +1,8 @@
-"""Shapings: advantages that depend on the policy as it is. Pure; used by trainer ranks.
+"""Shapings: advantages that depend on the current policy. Pure; used by trainer ranks.
 
-A shaping is `f(tokens, config) -> [tokens]`, without gradient. One with an attribute
-`needs_groups = True` sees all groups of the minibatch whole: the trainer then computes the logprobs
-of the minibatch once more, before its gradient.
+A shaping is `f(tokens, config) -> [tokens]`, without gradient. With the attribute
+`needs_groups = True` it sees whole groups of the minibatch: the trainer then computes the
+minibatch's logprobs in an extra pass before the gradient.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _less_value(tokens: Tokens) -> Tensor:
 
 
 def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
-    """Thoughts by how likely they make the reference answer, and that answer by its share.
+    """Advantages of thoughts by the likelihood of the reference answer, and of that answer.
 
     l_i: summed logprob of the answer behind thoughts i, LME the log of the mean of exp over a
     group's sequences that have one. Thoughts get A_i = LME(l) - LME(l without i), divided by their
@@ -90,7 +90,7 @@ def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     support = cfg.support * shares * is_member.sum(-1, keepdim=True)
     of_thoughts = segments.spread(segments.from_members(bounded, sums))
     of_answers = segments.spread(segments.from_members(support, sums))
-    # Padding gets any of them: it has no weight.
+    # Padding may have any value: it has no weight.
     return of_answers.where(tokens.is_gold, tokens.advantages + of_thoughts)
 
 

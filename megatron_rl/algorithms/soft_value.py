@@ -1,7 +1,7 @@
-"""The soft value of a prompt from what any policy sampled. Pure; used by trainer ranks.
+"""The soft value of a prompt from samples of any policy. Pure; used by trainer ranks.
 
-V = beta log E_ref exp(r / beta) is what the best policy that KL holds to the reference is worth. A
-group was sampled by others, so each of its sequences weighs ref(y) / generator(y).
+V = beta log E_ref exp(r / beta): the value of the best policy under a KL penalty to the reference.
+Other policies sampled the group, so each of its sequences has the weight ref(y) / generator(y).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class SoftValues(NamedTuple):
-    """Both [sequences] float32, without gradient; of padding, any."""
+    """Both [sequences] float32, without gradient; any value for padding."""
 
     values: Tensor
-    """In rewards: from the others of the group. A sequence without others has its own reward."""
+    """From the other sequences of the group; without others, the sequence's own reward."""
     effective_shares: Tensor
     """Of the group: (sum u)^2 / (n sum u^2) of its terms u, from 1 / n to 1."""
 
@@ -50,7 +50,7 @@ def soft_values(tokens: Tokens, temperature: float) -> SoftValues:
     listed = terms.masked_fill(~is_there, -math.inf)
     twice = listed.logsumexp(-1, keepdim=True) * 2
     shares = (twice - (2 * listed).logsumexp(-1, keepdim=True)).exp() / counts
-    # Padding gets any of them, which its weight of 0 must not make a NaN.
+    # Padding may have any value but NaN, as its weight is 0.
     shares = shares.where(counts > 0, shares.new_ones(())).expand_as(values)
     like = tokens.weights
     return SoftValues(segments.from_members(values, like), segments.from_members(shares, like))

@@ -1,6 +1,6 @@
-"""What a loss sees: completion tokens with their logprobs, and which sequence each is of.
+"""The inputs of a loss: completion tokens with their logprobs, sequences and groups.
 
-Used by trainer ranks. Context ranks see the same: whole sequences.
+Used by trainer ranks; all context ranks have the same whole sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Segments:
     members: int = 0
     """Places of a group."""
     add_up: Callable[[Tensor], Tensor] | None = None
-    """Sum over the ranks that share the groups; None: all groups are here."""
+    """Sums over the ranks that share the groups; None: this rank has all groups."""
 
     def sum(self, values: Tensor) -> Tensor:
         """[tokens] -> [sequences], differentiable."""
@@ -43,13 +43,13 @@ class Segments:
         return self.sum(values) / self.lengths(values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[sequences] -> [tokens]: each token has its sequence's value."""
+        """[sequences] -> [tokens]: the value of each token's sequence."""
         return values[self.sequence_of]
 
     def to_go(self, values: Tensor) -> Tensor:
         """[tokens] -> [tokens]: sum from each token to the end of its sequence."""
-        # Each turn doubles the tokens that are summed. cumsum on CUDA adds in no fixed order, and
-        # its differences would cancel what other sequences add.
+        # Each round doubles the tokens in a sum. cumsum on CUDA adds in no fixed order, and a
+        # difference of its results would hold rounding of other sequences.
         count = len(values)
         left = self.ends[self.sequence_of] - self.sequence_of.new_ones(count).cumsum(0)
         sums, reach = values.double(), 1
@@ -70,9 +70,9 @@ class Segments:
         return self.from_members(means, values).where(is_real, values.detach())
 
     def by_member(self, values: Tensor, is_listed: Tensor) -> tuple[Tensor, Tensor]:
-        """[groups, members] float64 of the sequences listed, 0 elsewhere; and bool: where they are.
+        """[groups, members] float64 of the listed sequences, 0 elsewhere; and bool: is listed.
 
-        values: [sequences]; not differentiable. is_listed: [sequences] bool, of no padding. Only
+        values: [sequences]; not differentiable. is_listed: [sequences] bool, without padding. Only
         where whole groups are known: in a shaping with `needs_groups`.
         """
         assert self.groups, "groups are known to shapings with needs_groups alone"
@@ -91,7 +91,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Completion tokens of some sequences, end to end. All [tokens] float32 but where noted."""
+    """Completion tokens of sequences, end to end. All [tokens] float32 unless noted."""
 
     logprobs: Tensor  # of the policy in training, differentiable
     generator_logprobs: Tensor  # of the policy that sampled
@@ -101,27 +101,27 @@ class Tokens:
     is_real: Tensor  # bool: not padding
     lags: Tensor  # int64: versions between sampling and training
     segments: Segments
-    is_gold: Tensor  # bool: of a reference answer, which nobody sampled
+    is_gold: Tensor  # bool: of a reference answer, which no policy sampled
     proximal_logprobs: Tensor | None = None  # of the policy before the batch's first update
     reference_logprobs: Tensor | None = None
     reference_kl: Tensor | None = None
     """KL(policy || reference) of the token's position over the whole vocabulary, in nats,
-    differentiable; 0 for padding and what nobody sampled. None unless algorithm.kl is exact."""
+    differentiable; 0 for padding and reference answers. None unless algorithm.kl is exact."""
     values: Tensor | None = None
-    """Of the token's prompt: what is expected of its completions; constant. None unless
+    """Value of the token's prompt: the expected reward; constant. None unless
     algorithm.shaping.baseline is value or soft."""
     effective_shares: Tensor | None = None
-    """Of the token's group: as soft_value.py gives them. None unless that baseline is soft."""
+    """Of the token's group, from soft_value.py. None unless the baseline is soft."""
 
     @property
     def old_logprobs(self) -> Tensor:
-        """What importance ratios divide by: proximal ones where they were asked for."""
+        """Of the old policy of importance ratios: proximal if computed, else the generator's."""
         proximal = self.proximal_logprobs
         return self.generator_logprobs if proximal is None else proximal
 
     @property
     def reference_log_ratios(self) -> Tensor:
-        """log(policy / reference), differentiable; 0 for padding and what nobody sampled."""
+        """log(policy / reference), differentiable; 0 for padding and reference answers."""
         assert self.reference_logprobs is not None, "algorithm.reference.policy is none"
         return (self.logprobs - self.reference_logprobs).masked_fill(
             ~self.is_real | self.is_gold, 0.0

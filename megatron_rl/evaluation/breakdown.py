@@ -1,6 +1,6 @@
-"""The figures of an evaluation set, as a whole and by task, language, length and truncation.
+"""The figures of an evaluation set: overall and by task, language, length and truncation.
 
-Used by the launcher, for eval.json. What it returns can be written as JSON as it stands.
+Used by the launcher, for eval.json. The results can be written as JSON.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ _Report = dict[str, Any]
 def set_report(problems: Sequence[ProblemSamples]) -> _Report:
     """All figures of one set, of at least one problem.
 
-    Each is {"value", "se", "problems"}, with se None of one problem; `by_length` and
-    `by_truncation` are over completions, whose errors allow for those that belong to one problem.
+    Each is {"value", "se", "problems"}, with se None for one problem. `by_length` and
+    `by_truncation` are over completions, with errors clustered by problem.
     """
     return {
         **figures_report(problems),
@@ -87,7 +87,7 @@ def _by_length(problems: Sequence[ProblemSamples]) -> list[_Report]:
 
 
 def _by_truncation(problems: Sequence[ProblemSamples]) -> _Report:
-    """Accuracy of the completions that ended by themselves, and of those that were cut."""
+    """Accuracy of the completions that finished, and of those cut at the length limit."""
     is_cut = np.concatenate([problem.is_cut for problem in problems])
     is_correct = np.concatenate([problem.is_correct for problem in problems])
     clusters = _clusters(problems)
@@ -105,6 +105,6 @@ def _clusters(problems: Sequence[ProblemSamples]) -> np.ndarray:
 
 
 def _plain(figure: Figure) -> _Report:
-    # Nothing can be said of how problems differ when there is one.
+    # One problem says nothing about how problems differ.
     error = figure.se if figure.problems > 1 else None
     return {"value": figure.value, "se": error, "problems": figure.problems}

@@ -1,4 +1,4 @@
-"""Two evaluations side by side: the same problems paired, and what only one of them has.
+"""Comparison of two evaluations: paired problems, and problems in only one of them.
 
 Used by the launcher.
 """
@@ -19,23 +19,22 @@ class Comparison:
     """One set of two evaluations."""
 
     test: PairedTest | None
-    """None where no problem is in both."""
+    """None: no problem is in both."""
     first_accuracy: float | None
-    """Over the problems of both, as the second one."""
+    """Over the paired problems, as is second_accuracy."""
     second_accuracy: float | None
     only_first: int
-    """Problems that the second evaluation has not, or has no verdict of."""
+    """Problems without a verdict in the second evaluation."""
     only_second: int
     other_samples: int
-    """Paired problems of which the two have different numbers of graded completions: the level of
-    the test is then approximate."""
+    """Paired problems with different numbers of graded completions; they make the level of the test
+    approximate."""
 
 
 def compare(first: Sequence[ProblemSamples], second: Sequence[ProblemSamples]) -> Comparison:
-    """The second evaluation of a set less the first.
+    """The second evaluation of a set minus the first.
 
-    Problems are the same where task, question and reference answer are; where a set repeats one,
-    its occurrences are paired in order.
+    Problems are paired by task, question and reference answer; repeated problems in order.
     """
     ours, theirs = _by_key(first), _by_key(second)
     pairs = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
@@ -55,7 +54,7 @@ def compare(first: Sequence[ProblemSamples], second: Sequence[ProblemSamples]) -
 def _by_key(problems: Sequence[ProblemSamples]) -> dict[_Key, ProblemSamples]:
     seen: Counter[tuple[str, str, str]] = Counter()
     found = {}
-    # By id: the order of the records is that in which completions ended.
+    # Sorted by id, as records are in the order in which completions ended.
     for problem in sorted(problems, key=lambda problem: problem.prompt_id):
         name = (problem.task, problem.question, problem.answer)
         found[(*name, seen[name])] = problem

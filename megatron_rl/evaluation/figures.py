@@ -1,7 +1,7 @@
 """avg@k, pass@k and maj@k of evaluated problems, with standard errors over problems.
 
-Used by the rollout queue and the launcher. Completions of one problem are not independent: whatever
-is measured is first averaged over them, and errors are of the mean over problems.
+Used by the rollout queue and the launcher. Completions of one problem are not independent: figures
+are averaged over them first, and errors are of the mean over problems.
 """
 
 import math
@@ -26,18 +26,17 @@ class Figure:
 
 
 def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
-    """Mean of one value a problem. For problems of equally many completions the error is the
-    clustered one of arXiv 2411.00640, eq. 4, with problems as clusters.
-    """
+    """Mean of one value per problem. For equal numbers of completions the error is the clustered
+    one of arXiv 2411.00640, eq. 4, with problems as clusters."""
     array = np.asarray(values, np.float64)
     mean = float(array.mean())
-    # Of the differences: a constant has none, whatever the rounding of its mean.
+    # Equal values have no variance, whatever the rounding of their mean.
     variance = 0.0 if (array == array[0]).all() else float(np.mean((array - mean) ** 2))
     return Figure(mean, math.sqrt(variance / len(array)), len(array))
 
 
 def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
-    """Mean over completions that are only some of each problem's: long ones, say.
+    """Mean over some of the completions of each problem, such as long ones.
 
     values: [m] float; clusters: [m], the problem of each. The error allows for completions of a
     problem that go together: sqrt(sum over problems of (sum of its deviations)^2) / m. Source:
@@ -50,10 +49,10 @@ def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Chance that one at least of k completions is right that are drawn from n without return.
+    """Chance that at least one of k completions is right, drawn from n without replacement.
 
-    1 - (n - right choose k) / (n choose k), in whole numbers up to the division: no n is too large,
-    and no chance too small. Source: arXiv 2107.03374, eq. 1.
+    1 - (n - right choose k) / (n choose k), in integers up to the division, for any n.
+    Source: arXiv 2107.03374, eq. 1.
     """
     _check_k(n, k)
     every = comb(n, k)
@@ -61,10 +60,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def maj_at_k(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float:
-    """Chance that the vote of k of the n completions is right, drawn without return.
+    """Chance that the vote of k of the n completions is right, drawn without replacement.
 
-    Exact: over all k-subsets, ties drawn uniformly. A completion without an answer has no vote, and
-    where nobody votes the vote is not right. classes: [n], as in ProblemSamples.
+    Exact: over all k-subsets, ties drawn uniformly. A completion without an answer has no vote;
+    without votes the result is not right. classes: [n], as in ProblemSamples.
     """
     _check_k(len(classes), k)
     return majority_value(classes, is_correct, k)
@@ -76,12 +75,12 @@ def _check_k(n: int, k: int) -> None:
 
 
 def sizes(most: int) -> list[int]:
-    """The k that are reported of so many completions: 2, 4, 8 ... and all of them."""
+    """The k to report for up to `most` completions: 2, 4, 8 ... and all of them."""
     return sorted({most, *(2**power for power in range(1, most.bit_length()))} - {0, 1})
 
 
 def pass_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
-    """pass@k by k, each over the problems of which so many completions are graded."""
+    """pass@k by k, each over the problems with at least k graded completions."""
     return {
         k: mean_figure([pass_at_k(p.n, p.right, k) for p in problems if p.n >= k])
         for k in sizes(most_samples(problems))
@@ -89,7 +88,7 @@ def pass_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
 
 
 def maj_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
-    """maj@k by k, each over the problems whose classes are known, of so many completions."""
+    """maj@k by k, each over the problems with known classes and at least k graded completions."""
     known = [p for p in problems if p.classes is not None]
     return {
         k: mean_figure(
@@ -104,5 +103,5 @@ def maj_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
 
 
 def most_samples(problems: Iterable[ProblemSamples]) -> int:
-    """Completions of the problem that has most; 0 of none."""
+    """The largest number of completions of a problem; 0 without problems."""
     return max((problem.n for problem in problems), default=0)

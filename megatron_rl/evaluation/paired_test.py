@@ -1,14 +1,11 @@
 """The paired test of two evaluations on the same problems. Used by the launcher.
 
-The sign-flip permutation test on the differences by problem. Under the hypothesis that the two
-models are equal, swapping their completions on any one problem changes no probability, so each
-difference has either sign with equal chance. p is the share of all 2^problems choices of signs
-whose sum is as far from 0 as the one that was seen, or farther. Nothing is assumed of the shape of
-the differences, and the level holds for any number of problems, where both models have equally
-many completions of a problem. For one completion of each it is McNemar's exact test.
-
-Why not a t-test: differences of accuracies are few, lumpy and mostly 0; its level holds for many
-problems only.
+The sign-flip permutation test on the differences by problem. If the two models are equal, swapping
+their completions on one problem changes no probability, so each difference has either sign with
+equal chance. p is the share of all 2^problems choices of signs whose sum is at least as far from 0
+as the observed one. The test assumes nothing about the distribution of differences. Its level holds
+for any number of problems, if both models have as many completions of each. With one completion per
+problem it is McNemar's exact test. A t-test's level holds for many problems only.
 """
 
 import math
@@ -19,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 _MOST_STATES = 300_000_000
-"""Cells that the exact count may visit: a few seconds; beyond that, signs are drawn."""
+"""Cells that the exact count may visit, a few seconds; above that, signs are drawn."""
 _DRAWS = 100_000
 _DRAWN_AT_ONCE = 1_000
 _SEED = 0
@@ -28,26 +25,26 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PairedTest:
-    """What two evaluations differ by on the problems that both have."""
+    """The difference of two evaluations on the problems that both have."""
 
     difference: float
-    """Mean over problems of the second accuracy less the first."""
+    """Mean over problems of the second accuracy minus the first."""
     se: float | None
     """Sample standard deviation of the differences over sqrt(problems); None for one problem."""
     p: float
     """Two-sided."""
     problems: int
     higher: int
-    """Problems on which the second is better."""
+    """Problems on which the second evaluation is better."""
     lower: int
     is_exact: bool
     """Whether all choices of signs were counted, rather than 100,000 drawn ones."""
 
 
 def paired_test(differences: Sequence[Fraction]) -> PairedTest:
-    """Test of the hypothesis that no difference by problem leans to either sign.
+    """Test the hypothesis that each difference has either sign with equal chance.
 
-    differences: one a problem, at least one, as fractions of whole numbers of completions.
+    differences: one per problem, at least one, as fractions of numbers of completions.
     """
     count = len(differences)
     values = np.array([float(d) for d in differences])
@@ -62,7 +59,7 @@ def paired_test(differences: Sequence[Fraction]) -> PairedTest:
 
 
 def _in_steps(differences: Sequence[Fraction], *, keep_sign: bool = False) -> list[int]:
-    """The differences that are not 0, in whole multiples of their largest common part."""
+    """The differences other than 0, as multiples of their greatest common divisor."""
     found = [d if keep_sign else abs(d) for d in differences if d]
     denominator = math.lcm(*(d.denominator for d in found))
     whole = [d.numerator * (denominator // d.denominator) for d in found]
@@ -86,7 +83,7 @@ def _exact_p(steps: list[int], seen: int) -> float:
 
 
 def _drawn_p(differences: np.ndarray) -> float:
-    """The same of drawn signs; what was seen counts as one of the draws, so that p is never 0."""
+    """The same from drawn signs; the observed signs count as a draw, so p is never 0."""
     chance = np.random.default_rng(_SEED)
     seen = abs(float(differences.sum())) - _ROUNDING
     hits = 0

@@ -1,6 +1,6 @@
-"""What is known of the completions of one problem of an evaluation.
+"""The graded completions of one problem of an evaluation.
 
-Used by the rollout queue, of groups that it holds, and by the launcher, of recorded rollouts.
+Used by the rollout queue for its groups, and by the launcher for recorded rollouts.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class ProblemSamples:
     """The reference."""
     task: str
     language: str
-    """Language that was asked for; empty: that of the question."""
+    """Requested language; empty: that of the question."""
     is_correct: np.ndarray
     """[n] bool."""
     is_well_formed: np.ndarray
@@ -38,8 +38,7 @@ class ProblemSamples:
     rewards: np.ndarray
     """[n] float64."""
     classes: np.ndarray | None = field(default=None)
-    """[n] int64: answers that are the same have the same number, right ones 0; -1: no answer. None:
-    not known."""
+    """[n] int64: a number per distinct answer, 0 for right ones; -1: no answer. None: unknown."""
 
     @property
     def n(self) -> int:
@@ -58,7 +57,7 @@ class ProblemSamples:
 
 
 def of_records(records: Iterable[RolloutRecord]) -> list[ProblemSamples]:
-    """Problems of an evaluation's records, in the order in which they come first.
+    """Problems of an evaluation's records, in order of first appearance.
 
     Records without a verdict are left out: they count neither as right nor as wrong.
     """

@@ -1,12 +1,11 @@
 """Batches from the rollout queue, for all ranks of the trainer.
 
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, WeightsSynced, and SaveState /
-QueueState with the queue. One leader per data-parallel replica (its first rank) talks to the queue
-and broadcasts the bytes of each answer to all ranks that work on the same sequences (tensor,
-context, pipeline). So the queue sees one peer per data-parallel rank.
+QueueState with the queue. The leader of each data-parallel replica (its first rank) talks to the
+queue. All ranks that work on the same sequences (tensor, context, pipeline) get its answers.
 
-A message may be lost with a connection: a leader repeats its question every REASK_S, and drops
-answers that it no longer waits for.
+A message may be lost with a connection: the leader repeats its request every REASK_S, and drops
+answers to older requests.
 """
 
 import logging
@@ -35,7 +34,7 @@ from megatron_rl.trainer.leader import TURN_S, Leader
 _ANSWER = RankBatch | Stop
 REASK_S = 5.0
 STOP_S = 15.0
-"""After the last weight sync the queue may be gone with its Stop: it is not awaited for longer."""
+"""The longest wait for Stop after the last weight sync: the queue may have ended with its Stop."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class BatchClient(Closing):
         return wire.Dealer(self._address, name, self._keys, endpoint=BATCHES, label=self._label)
 
     def request(self, step: int) -> None:
-        """Ask for the batch of `step` before it is needed: it comes while others work."""
+        """Ask for the batch of `step` before it is needed; it travels meanwhile."""
         if self._dealer is not None and self._requested_step != step:
             self._ask(self._dealer, step)
         self._requested_step = step
@@ -86,8 +85,8 @@ class BatchClient(Closing):
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
         """This rank's share of the batch of `step`; None when training ends.
 
-        Every trainer rank must call it. meanwhile: collective over all trainer ranks, done again
-        and again until each has its share. Raises DeadlineExceeded after timeout_s.
+        Every trainer rank must call it. meanwhile: collective over all trainer ranks, repeated
+        until each has its share. Raises DeadlineExceeded after timeout_s.
         """
         started = time.monotonic()
         self.request(step)
@@ -114,16 +113,16 @@ class BatchClient(Closing):
             self._dealer.send(WeightsSynced(version, is_final))
 
     def announce_aside(self, version: int) -> None:
-        """As `announce`, by a thread other than the one that calls the other methods."""
+        """As `announce`, from another thread than the one that calls the other methods."""
         self._held_version = version
         if self._dealer is not None and self._dp_rank == 0:
-            # A socket serves one thread at a time, and `next` may be waiting at the other one.
+            # A socket serves one thread at a time, and `next` may be waiting on the other socket.
             if self._aside is None:
                 self._aside = self._connect(f"{self._name}-synced")
             self._aside.send(WeightsSynced(version, is_final=False))
 
     def queue_state(self, step: int, timeout_s: float) -> QueueState | None:
-        """The queue's state after batch number `step`, on the first leader; None elsewhere.
+        """The queue's state after batch number `step`, on the first leader; None on other ranks.
 
         No request for a batch may be open. Raises DeadlineExceeded.
         """
@@ -144,14 +143,14 @@ class BatchClient(Closing):
         )
 
     def _poll(self, step: int, started: float) -> bytearray:
-        """On the leader: the answer's frames joined; empty when none came for a while.
+        """On the leader: the answer's frames joined; empty when none came within a turn.
 
         started: when the wait for the batch of this step began.
         """
         assert self._dealer is not None
         now = time.monotonic()
         if self._is_final and now - started > STOP_S:
-            log.warning("all is synced, and the queue does not say stop: it may have ended")
+            log.warning("the last version is synced and the queue sent no stop: it may have ended")
             return wire.join_frames(wire.encode_frames(Stop("all is synced")))
         if now - self._asked_at > REASK_S:
             self._ask(self._dealer, step)
@@ -165,7 +164,7 @@ class BatchClient(Closing):
         return bytearray()
 
     def _note_dropped(self, answer: AnyMessage | None) -> None:
-        """An answer to a question that was asked twice, or before."""
+        """Log an answer to an older or a repeated request."""
         if answer is not None:
             log.info("%s came late or twice and is dropped", type(answer).__name__)
 

@@ -1,7 +1,7 @@
-"""Ends a run whose updates went wrong, and leaves what a person needs to see why.
+"""Ends a run whose updates fail, and writes the minibatch that shows why.
 
-Used by trainer ranks. Every decision rests on figures that are equal on all ranks, so that all of
-them end together.
+Used by trainer ranks. Every decision rests on figures that are equal on all ranks, so all ranks end
+together.
 """
 
 import math
@@ -24,7 +24,7 @@ class SkippedMinibatch(msgspec.Struct, frozen=True):
     """One data-parallel rank's part of the last minibatch whose update was skipped."""
 
     version: int
-    """Policy version that was being trained from."""
+    """Policy version that the update started from."""
     dp_rank: int
     reason: str
     grad_norm: float
@@ -33,23 +33,23 @@ class SkippedMinibatch(msgspec.Struct, frozen=True):
 
 
 def read_skipped(path: Path) -> SkippedMinibatch:
-    """The file that a stopped run left. Raises WireError for another kind of file."""
+    """Read the file that a stopped run wrote. Raises WireError for another kind of file."""
     return wire.decode(path.read_bytes(), SkippedMinibatch)
 
 
 class StepGuard:
-    """Counts skipped updates, and holds the mismatch to its limit."""
+    """Limits the updates skipped in a row, and the mismatch of logprobs."""
 
     def __init__(self, cfg: TrainConfig, folder: Path) -> None:
-        """folder: where the offending minibatch is written, made when that happens."""
+        """folder: for the minibatch of a skipped update; created when one is written."""
         self._cfg = cfg
         self._folder = folder
         self._skipped_in_a_row = 0
 
     def check_mismatch(self, sums: Tensor, *, version: int) -> None:
-        """Raise TrainingStopped above expert.train.max_mismatch; before the update is applied.
+        """Raise TrainingStopped above expert.train.max_mismatch; call it before the update.
 
-        sums: of mismatch_sums, over all ranks. Nothing happens where no token counts.
+        sums: of mismatch_sums, over all ranks.
         """
         mean, limit = mean_mismatch(sums), self._cfg.max_mismatch
         if limit and mean > limit:
@@ -61,15 +61,15 @@ class StepGuard:
             )
 
     def count(self, result: StepResult, minibatch: MinibatchShare, *, version: int) -> None:
-        """Raise TrainingStopped after expert.train.max_skipped_updates skipped ones in a row.
+        """Raise TrainingStopped after expert.train.max_skipped_updates skipped updates in a row.
 
-        Collective over all trainer ranks then: each data-parallel rank's part is written first.
+        Each data-parallel rank writes its part of the minibatch first: a collective over all ranks.
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.was_skipped else 0
         if self._skipped_in_a_row < self._cfg.max_skipped_updates:
             return
         self._write(result, minibatch, version)
-        # An error ends the other ranks too: not before each has written its file.
+        # An error on one rank ends the others: each writes its file before.
         dist.barrier()
         raise TrainingStopped(
             f"{self._skipped_in_a_row} updates in a row were skipped "
@@ -79,7 +79,7 @@ class StepGuard:
         )
 
     def _write(self, result: StepResult, minibatch: MinibatchShare, version: int) -> None:
-        # One of the ranks that work on the same sequences.
+        # Only one of the ranks that work on the same sequences writes.
         context_rank = parallel_state.get_context_parallel_rank()
         if parallel_state.get_model_parallel_group().rank() or context_rank:
             return

@@ -53,7 +53,7 @@ def tokens_of(
         values, shares = prepared.soft
     segments = Segments(batch.sequence_of, batch.target_ends, batch.group_of, batch.member_of)
     proximal = prepared.proximal_logprobs
-    # Nobody sampled a reference answer: its ratios are 1.
+    # No policy sampled a reference answer: its ratios are 1.
     own = logprobs.detach()
     is_real = segments.spread(batch.group_of) >= 0
     if reference_kl is not None:
@@ -79,9 +79,9 @@ def tokens_of(
 def whole_groups(
     parts: Sequence[Tokens], *, groups: int, members: int, is_alone: bool = False
 ) -> Tokens:
-    """Inputs of all microbatches of a rank, where sums over groups span data-parallel ranks.
+    """Inputs of all microbatches of a rank; sums over groups span data-parallel ranks.
 
-    is_alone: there are no others.
+    is_alone: there are no other ranks.
     """
     segments = Segments(
         sequence_of=_numbered([part.segments.sequence_of for part in parts], parts, "sequences"),
@@ -101,7 +101,7 @@ def whole_groups(
 
 
 def _numbered(values: list[Tensor], parts: Sequence[Tokens], what: str) -> Tensor:
-    """Numbers within each part, counted through all parts."""
+    """Numbers within each part as numbers within all parts."""
     counts = [len(p.segments.ends) if what == "sequences" else len(p.weights) for p in parts]
     firsts = [sum(counts[:place]) for place in range(len(counts))]
     return torch.cat([value + first for value, first in zip(values, firsts, strict=True)])

@@ -37,27 +37,27 @@ _SHOWN = (
 
 
 class StepMetrics:
-    """Folds contributions of one step; `flush` writes a row and a log line."""
+    """Reduces the metrics of one step; `flush` writes a row and a log line."""
 
     def __init__(self, path: Path, source: str) -> None:
         self._set = MetricSet()
         self._writer = JsonlWriter(path, source) if dist.get_rank() == 0 else None
 
     def write_start(self, facts: dict[str, str | int]) -> None:
-        """The first row: what the run is."""
+        """Write the first row, with facts about the run."""
         if self._writer is not None:
             self._writer.write(-1, dict(facts))
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Fold metrics of this process in."""
+        """Add metrics of this process."""
         self._set.add(metrics)
 
     def add_entries(self, entries: dict[str, tuple[float, float, Reduce]]) -> None:
-        """Fold metrics of another process in."""
+        """Add metrics of another process."""
         self._set.add_entries(entries)
 
     def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
-        """Write what was collected as the row of `step`, and start anew."""
+        """Write the row of `step`, and forget its metrics."""
         self._set.add(metrics)
         values = self._set.values()
         self._set.clear()
@@ -69,7 +69,7 @@ class StepMetrics:
 
 
 def _rounded(value: float) -> float:
-    """Significant digits, not decimals: a learning rate of 1e-9 stays one."""
+    """To significant digits, not decimals: a learning rate of 1e-9 stays non-zero."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -150,16 +150,16 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Utilisation of all trainer ranks together."""
+    """Model FLOPs utilisation (MFU) and tokens per second and device, over all trainer ranks."""
 
     cost: SequenceCost
     ranks: int
     peak_flops: float | None
-    """FLOP/s of a rank; None where it is not known."""
+    """FLOP/s of a rank; None: unknown."""
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
-        """By the model's sizes and the devices."""
+        """From the model's sizes and the devices."""
         model = policy.cfg.model
         peak = policy.backend.peak_flops(model)
         return cls(read_cost(model.path), policy.parallel.world_size, peak)
@@ -170,7 +170,7 @@ class Utilisation:
         return float(PASSES * sum(map(self.cost.of, lengths)))
 
     def metrics(self, *, flops: float, tokens: float, seconds: float) -> list[Metric]:
-        """Metrics of an update with this number of FLOPs and positions on all ranks."""
+        """Metrics of an update; flops, tokens: over all ranks."""
         rank_seconds = seconds * self.ranks
         found = [Metric("train/tokens_per_s_per_gpu", tokens, count=rank_seconds)]
         if self.peak_flops is not None:

@@ -1,7 +1,7 @@
 """Train-inference mismatch: how far the generator's logprobs are from the trainer's own. Pure.
 
-Used by trainer ranks on tokens that were sampled under the version being trained from. Everything
-is a sum over tokens, the histogram behind the quantile too, so that ranks reduce it by addition.
+Used by trainer ranks on tokens that were sampled under the version being trained from. All results
+are sums over tokens, even the histogram behind the quantile, so ranks reduce them by addition.
 """
 
 import math
@@ -24,10 +24,9 @@ SIZE = len(_NAMES) + BINS
 def mismatch_sums(
     trainer: Tensor, generator: Tensor, cfg: PolicyLossConfig, is_counted: Tensor | None = None
 ) -> Tensor:
-    """[SIZE] float64 of the logprobs of tokens that the generator sampled: [tokens] each.
+    """[SIZE] float64. trainer, generator: [tokens] logprobs of tokens that the generator sampled.
 
-    is_counted: [tokens] bool, which of them count; None: all.
-
+    is_counted: [tokens] bool, which tokens count; None: all.
     k1, k2 and k3 estimate KL(generator || trainer) from r = trainer / generator probability:
     -log r, (log r)^2 / 2 and (r - 1) - log r.
     Source: J. Schulman, "Approximating KL Divergence", 2020.
@@ -45,7 +44,7 @@ def mismatch_sums(
 
 
 def _histogram(absolute: Tensor, counted: Tensor) -> Tensor:
-    """[BINS] float64 counts; the outer bins hold what lies beyond them, the last one NaN too."""
+    """[BINS] float64 counts; the outer bins hold values beyond the edges, the last one also NaN."""
     logs = absolute.nan_to_num(nan=math.inf).clamp_min(10**_LEAST_LOG10).log10()
     places = (logs - _LEAST_LOG10) * (BINS / (_MOST_LOG10 - _LEAST_LOG10))
     # bincount would wait for the device. Sums of ones in float64 are the same in any order.
@@ -53,7 +52,7 @@ def _histogram(absolute: Tensor, counted: Tensor) -> Tensor:
 
 
 def quantile(histogram: Tensor, share: float) -> float:
-    """Value below which `share` of the counted differences lie; nan of none."""
+    """Value below which `share` of the counted differences lie; nan without differences."""
     cumulative = histogram.cumsum(0)
     target = share * float(cumulative[-1])
     if target == 0:
@@ -65,13 +64,13 @@ def quantile(histogram: Tensor, share: float) -> float:
 
 
 def mean_mismatch(sums: Tensor) -> float:
-    """Mean |trainer - generator logprob| over all ranks' sums; nan of no tokens."""
+    """Mean |trainer - generator logprob| over all ranks' sums; nan without tokens."""
     values = dict(zip(_NAMES, sums.tolist(), strict=False))
     return values["absolute"] / values["tokens"] if values["tokens"] else math.nan
 
 
 def mismatch_metrics(sums: Tensor) -> list[Metric]:
-    """Metrics of one update from the sums over all ranks; only the count where no token counts."""
+    """Metrics of one update from the sums over all ranks; without tokens only their count."""
     values = dict(zip(_NAMES, sums.tolist(), strict=False))
     tokens = values["tokens"]
     count = Metric("train/logprob_gap_tokens", tokens, "sum")

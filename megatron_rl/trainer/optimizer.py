@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule and the guarded step. Runs on every trainer rank.
+"""Optimizer, learning-rate schedule and a step that skips bad gradients; on every trainer rank.
 
 `build_optimizer` must follow `load_weights`: Megatron copies float32 masters from the parameters.
 """
@@ -40,7 +40,7 @@ class StepResult:
 def build_optimizer(
     cfg: OptimizerConfig, model: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Megatron's AdamW over the model's chunks; distributed when data parallelism was set so."""
+    """Megatron's AdamW over the model's chunks; distributed if the model's data parallelism is."""
     config = model[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -58,14 +58,14 @@ def build_optimizer(
             optimizer_cpu_offload=cfg.offload,
             optimizer_offload_fraction=1.0,
             overlap_cpu_optimizer_d2h_h2d=cfg.offload,
-            # Else the masters would stay on the device in addition to copies in host memory.
+            # Otherwise the masters would stay on the device besides their copies in host memory.
             use_precision_aware_optimizer=cfg.offload,
         ),
         list(model),
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:
-        # Megatron's own scheduler, which is not used here, would spare norms and biases.
+        # Megatron's own scheduler, unused here, would leave out norms and biases.
         group["weight_decay"] = cfg.weight_decay * group.get("wd_mult", 1.0)
     return optimizer
 
@@ -88,7 +88,7 @@ def lr_at(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
 
 
 def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Clear the gradient buffers; call before each accumulation of microbatches."""
+    """Clear the gradient buffers; call before the microbatches of each step."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -99,13 +99,13 @@ def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: Megatron
 def step_if_finite(
     optimizer: MegatronOptimizer, *, lr: float, skip_norm: float = 0.0
 ) -> StepResult:
-    """Clip and apply the gradients, or leave everything as it was when they are not finite.
+    """Clip and apply the gradients, or skip the step when they are not finite.
 
-    A norm above skip_norm (0: no limit) counts as an explosion and is left out likewise.
+    A norm above skip_norm (0: no limit) counts as an explosion, and its step is skipped too. Every
+    rank of the world must call this; all take the same decision.
 
     megatron-core 0.16.1 checks for infinities only with a loss scaler, which bf16 and fp32 do not
-    use: its own step() would write them into the masters and the moments. Every rank of the world
-    must call this; all take the same decision.
+    use: its own step() would write infinities into the masters and the moments.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -132,13 +132,13 @@ def step_if_finite(
 
 
 def _gradient_name(part: MegatronOptimizer) -> str:
-    """Attribute that holds gradients: offloaded masters have none, so bf16 parameters hold fp32."""
+    """Attribute with the gradients; with offloaded masters, bf16 parameters hold fp32 gradients."""
     is_apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     return "decoupled_grad" if is_apart else "grad"
 
 
 class _Verdict(IntEnum):
-    """On a gradient; the worse, the lower."""
+    """On a gradient; a lower value is worse."""
 
     NOT_FINITE = 0
     EXPLODED = 1
@@ -146,10 +146,10 @@ class _Verdict(IntEnum):
 
 
 def _worst_verdict(optimizer: MegatronOptimizer, norm: float, skip_norm: float) -> _Verdict:
-    """The worst of all ranks' verdicts on their gradients; the same answer on every rank.
+    """The worst verdict of all ranks on their gradients, on every rank.
 
-    The global norm alone would not tell: it counts a parameter that tensor ranks hold in common on
-    the first of them only.
+    The global norm is not enough: it counts a parameter that tensor ranks share on the first tensor
+    rank only.
     """
     grads = [
         gradient
@@ -163,7 +163,7 @@ def _worst_verdict(optimizer: MegatronOptimizer, norm: float, skip_norm: float) 
         verdict = _Verdict.NOT_FINITE
     elif skip_norm and norm > skip_norm:
         verdict = _Verdict.EXPLODED
-    # The loss scale serves as a tensor on the right device.
+    # The loss scale is a tensor on the right device.
     flag = torch.full_like(optimizer.get_loss_scale(), float(verdict))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return _Verdict(int(flag.item()))

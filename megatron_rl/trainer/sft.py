@@ -1,9 +1,9 @@
 """Supervised fine-tuning: `torchrun -m megatron_rl.trainer.sft --config FILE [--sft-baseline]`.
 
-One process a trainer rank; the same trainer as in reinforcement learning on other batches. The
-cold start writes RUN/hf/cold_start, or RUN/hf/cold_start_step_N at intervals, to choose from. It
-saves itself to RUN/checkpoints/sft and resumes from there. With --sft-baseline it continues from
-the cold start for as much compute as reinforcement learning used, and writes RUN/hf/sft_baseline.
+One process per trainer rank; the same trainer as in reinforcement learning, on other batches. The
+cold start writes RUN/hf/cold_start, or candidates RUN/hf/cold_start_step_N at intervals. It resumes
+from its checkpoints in RUN/checkpoints/sft. With --sft-baseline training continues from the cold
+start for as much compute as reinforcement learning used, and writes RUN/hf/sft_baseline.
 """
 
 import argparse
@@ -58,9 +58,9 @@ GENERATED_TOKENS_PER_TRAINED = 3
 def tune(
     cfg: Config, trainer: Trainer, batches: Iterable[tuple[int, MinibatchShare]], source: str
 ) -> Iterator[tuple[int, StepMetrics]]:
-    """One optimizer step a batch; gives its number and metrics before they are written.
+    """One optimizer step per batch; yields its number, and metrics before they are written.
 
-    source: "sft" or "sft_baseline", by which metrics and profiles are told apart.
+    source: "sft" or "sft_baseline", the name in metrics and profiles.
     """
     metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
     note_started()
@@ -90,13 +90,13 @@ def main(cfg: Config, is_baseline: bool) -> None:
             policy, objective, cfg.sft.optimizer, steps, train=train, run_dir=cfg.run.dir
         )
         if is_baseline:
-            go_on(cfg, trainer, sequences, steps)
+            run_baseline(cfg, trainer, sequences, steps)
         else:
-            start_cold(cfg, trainer, sequences)
+            run_cold_start(cfg, trainer, sequences)
 
 
-def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) -> None:
-    """The cold start, from its newest checkpoint if there is one, and its exports."""
+def run_cold_start(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) -> None:
+    """Train the cold start, from its newest checkpoint if it has one, and export it."""
     mine, candidates = describe_sft(cfg, sequences), cfg.sft.candidates
     with open_checkpoints(cfg, trainer.policy, mine) as checkpoints:
         done = checkpoints.resume(trainer)
@@ -114,8 +114,8 @@ def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) ->
         trainer.policy.export(cfg, COLD_START)
 
 
-def go_on(cfg: Config, trainer: Trainer, sequences: list[TrainSequence], steps: int) -> None:
-    """The SFT baseline."""
+def run_baseline(cfg: Config, trainer: Trainer, sequences: list[TrainSequence], steps: int) -> None:
+    """Train the SFT baseline, and export it."""
     batches = batches_of(cfg, sequences, steps, seed=cfg.run.seed + 1)
     for _ in tune(cfg, trainer, batches, "sft_baseline"):
         pass
@@ -172,9 +172,9 @@ def share_of(
 
 
 def baseline_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
-    """Steps that cost what reinforcement learning cost, counted in FLOP.
+    """Steps with the FLOPs of reinforcement learning.
 
-    Tokens that went through the trainer count whole, generated ones a third (forward only).
+    A trained token counts once, a generated token a third (forward only).
     """
     groups = ("queue/groups_trained", "queue/groups_dropped_zero_variance")
     sizes = [stage.train.group_size for stage in resolve_stages(cfg)]

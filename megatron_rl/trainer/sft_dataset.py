@@ -25,7 +25,7 @@ class SftExample(msgspec.Struct, frozen=True):
     messages: list[ChatMessage]
     response: str
     task: str = "math"
-    """The task whose system prompt it gets, as in reinforcement learning."""
+    """The task that chooses the system prompt, as in reinforcement learning."""
     is_program: bool = False
     """For the task code: the response is a program that reads standard input, not a function."""
 
@@ -54,7 +54,7 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
 
 
 def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequence]:
-    """SFT examples as sequences; weights are set when they are put into a batch."""
+    """SFT examples as sequences; `minibatches` sets their weights."""
     sequences = []
     for example in examples:
         response = renderer.render_response(example.response)
@@ -77,10 +77,10 @@ def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequen
 def minibatches(
     sequences: list[TrainSequence], *, batch_size: int, steps: int, seed: int, done: int = 0
 ) -> Iterator[list[TrainSequence]]:
-    """`steps` minibatches; every sequence once before any twice, in an order fixed by the seed.
+    """`steps` minibatches, epoch after epoch, in an order fixed by the seed.
 
-    Each response token weighs 1 / response tokens of the minibatch. done: leave out this number
-    of first minibatches; the rest does not change.
+    Each response token weighs 1 / response tokens of the minibatch. done: number of minibatches to
+    leave out at the start; the others stay the same.
     """
     order: list[int] = []
     rng = random.Random(seed)
@@ -97,12 +97,12 @@ def minibatches(
 
 
 class SftState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of sft.json: by these and the step, all later minibatches are known."""
+    """The content of sft.json: with the step, it determines all later minibatches."""
 
     sequences: int
     """SFT examples."""
     digest: str
-    """BLAKE2b, 16 bytes, hexadecimal: of their tokens, in their order."""
+    """BLAKE2b of the examples' tokens in order, 16 bytes, hexadecimal."""
     batch_size: int
     steps: int
     seed: int

@@ -188,7 +188,7 @@ class Trainer:
                 seconds=ended - started,
             ),
             *self._filling(totals.sums),
-            # Memory that does not grow with the tokens of a minibatch.
+            # Time that does not grow with a minibatch's tokens; the simulator fits it.
             Metric("train/optimizer_s", ended - passed, "sum"),
         ]
 
@@ -199,11 +199,11 @@ class Trainer:
         return [Metric("train/filling_share", sums["filling"], count=computed)]
 
     def gather(self) -> None:
-        """Complete the parameters of the last update; before anything but an update reads them."""
+        """Complete the parameters of the last update; call before anything else reads them."""
         gather_parameters(self.policy.chunks)
 
     def write_record(self, step: int) -> None:
-        """Write what was found of the tokens of the batch of `step`."""
+        """Write the values of the tokens of the batch of `step`."""
         if self._record is not None:
             self._record.write(step)
 
@@ -336,7 +336,7 @@ class Trainer:
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """[] float64 on the device of `like`; copying it there would wait for the device."""
+    """[] float64 on the device of `like`; a copy to the device would wait for it."""
     return like.new_full((), value, dtype=torch.float64)
 
 
@@ -347,8 +347,7 @@ def _rewards(minibatch: MinibatchShare, device: torch.device) -> Tensor:
 
 
 def _reports() -> bool:
-    """Whether sums over all ranks take this one's: others of its tensor and context ranks have
-    the same."""
+    """Whether sums over all ranks count this rank: the first of ranks with the same tokens."""
     is_first = not parallel_state.get_context_parallel_rank()
     return is_first and not parallel_state.get_tensor_model_parallel_rank()
 

@@ -39,8 +39,8 @@ class TokenRecord:
         self._microbatches.append(torch.stack([logprobs, entropies, advantages]).detach().float())
 
     def end_minibatch(self, minibatch: MinibatchShare) -> None:
-        """The microbatches that were kept since the last call are the minibatch's, in order."""
-        # Placeholders follow the real ones. Stages without a loss keep nothing.
+        """Assign the values kept since the last call to the minibatch's sequences, in order."""
+        # Placeholders follow real microbatches. Stages without a loss keep nothing.
         assert not self._microbatches or len(self._microbatches) >= len(minibatch.microbatches)
         for sequences, kept in zip(minibatch.microbatches, self._microbatches, strict=False):
             values = kept.cpu().numpy()
@@ -75,7 +75,7 @@ class StepProfile(Closing):
         self._profile: profile | None = None
 
     def begin_step(self, step: int) -> None:
-        """The batch of `step` comes next."""
+        """Call before the batch of `step`."""
         if self._steps is None or not _writes_profile():
             return
         first, last = self._steps
@@ -86,7 +86,7 @@ class StepProfile(Closing):
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded."""
+        """Write the profile."""
         if self._profile is None:
             return
         recorded, self._profile = self._profile, None
@@ -104,5 +104,5 @@ def _writes_profile() -> bool:
 
 
 def _is_recorded(sequence: TrainSequence) -> bool:
-    """Whether a line of the step's rollouts has these very tokens."""
+    """Whether a line of the step's rollouts has exactly these tokens."""
     return sequence.rollout[0] >= 0 and not sequence.gold_tokens

@@ -71,11 +71,11 @@ def train(
 ) -> None:
     """Train until the queue has no more batches; version k is the policy after k batches.
 
-    steps: from the one of the checkpoint that was resumed, or 0.
+    steps: starts at the step of the resumed checkpoint, or 0.
     """
     note_started()
     step = steps.start
-    weights.sync(version=step)  # proves the path before any training
+    weights.sync(version=step)  # tests the path before any training
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
@@ -95,10 +95,10 @@ def train(
             )
         trainer.gather()
         step += 1
-        goes_on = step < steps.stop and not checkpoints.is_due(step)
-        if goes_on:
-            batches.request(step)  # the queue forms it while the weights travel
-        if goes_on and weights.overlaps:
+        has_next = step < steps.stop and not checkpoints.is_due(step)
+        if has_next:
+            batches.request(step)  # the queue forms the batch while the weights travel
+        if has_next and weights.overlaps:
             weights.start(step, partial(batches.announce_aside, step))
         else:
             weights.sync(version=step)
@@ -120,7 +120,7 @@ def main(cfg: Config) -> None:
         leader = Leader(group, control, timeout_s)
         scorer = stack.enter_context(open_scorer(cfg, leader))
         if cfg.weights.overlap:
-            # The launcher has asked already; ranks may be started without it.
+            # The launcher checks this too; ranks may be started without it.
             refuse_overlap(
                 policy.device.type != "cpu", cfg.weights.method, cfg.generator.quantization
             )
@@ -154,7 +154,7 @@ def open_control(cfg: Config, policy: Policy) -> Control:
 
     Over gloo each rank has a socket to every other one. Collective.
     """
-    # A rank may wait for two transfers of another rank that pass their deadline.
+    # A rank may wait while two transfers of another rank exceed their deadline.
     sync_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
     if cfg.generator.release_memory:
         sync_s += cfg.generator.start_timeout_s
@@ -191,7 +191,7 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
 def open_method(
     cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
 ) -> Method:
-    """How this run moves weights."""
+    """The method of weight sync of this run."""
     backend = {"ipc": IPC, "host": HOST}.get(cfg.weights.method, policy.backend.collectives)
     settings = ExchangeSettings(
         host=cfg.ports.host,
@@ -226,7 +226,7 @@ def open_method(
 def open_turns(
     cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
 ) -> MemoryTurns | None:
-    """How engines and trainer take turns on their GPUs' memory, if they do."""
+    """Turns of engines and trainer on their GPUs' memory; None where they share none."""
     if not cfg.generator.release_memory:
         return None
     return MemoryTurns(
@@ -239,7 +239,7 @@ def open_turns(
 
 
 def chosen_method(method: str, quantization: str) -> str:
-    """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
+    """The method that this run can use: no slice fits the parameters of a quantised engine."""
     full = {"reshard": "broadcast", "host": "disk", "ipc": "disk"}
     if method not in full or not quantization:
         return method
@@ -252,7 +252,7 @@ def chosen_method(method: str, quantization: str) -> str:
 
 def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
     """Full tensors of the current policy in buckets, on rank 0."""
-    # Between two tensors rank 0 sends a bucket, at worst to generators that all pass the deadline.
+    # Between two tensors rank 0 sends a bucket, and all generators may exceed the deadline.
     patience_s = (1 + cfg.generator.replicas) * cfg.weights.deadline_s
     tensors = export_tensors(policy.chunks, policy.shape, patience_s)
     return bucketed(tensors, cfg.weights.bucket_bytes)
@@ -273,7 +273,7 @@ def open_batches(cfg: Config, leader: Leader) -> BatchClient:
 
 
 def open_record(cfg: Config) -> TokenRecord | None:
-    """Where this rank puts what it finds of single tokens."""
+    """The record of single tokens' values, if the run keeps one."""
     if not cfg.train.record_tokens:
         return None
     return TokenRecord(cfg.run.dir, parallel_state.get_data_parallel_rank())

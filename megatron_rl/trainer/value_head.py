@@ -1,7 +1,7 @@
-"""The value of a prompt, where no group of completions gives it; a regression learns it.
+"""A value head: learns the value of a prompt by regression, where no group of completions tells it.
 
-Used by trainer ranks. It is linear in the reference's hidden state after the prompt, so it costs
-no separate pass; every rank of the world holds the same head.
+Used by trainer ranks. The value is linear in the reference's hidden state after the prompt, so it
+costs no separate pass. Every rank of the world holds the same head.
 Source: DRO (arXiv 2405.19107), section 3.2, which trains a second network in its place.
 """
 
@@ -26,10 +26,10 @@ class ValueHead:
         device: torch.device,
         add_up: Callable[[Tensor], Any] = dist.all_reduce,
     ) -> None:
-        """hidden: of the features, without their constant. add_up: sums over all ranks in place."""
+        """hidden: size of the features without the constant. add_up: sums over ranks in place."""
         self._weights = torch.zeros(hidden + 1, device=device)
         self._optimizer = torch.optim.AdamW([self._weights], lr=lr, weight_decay=0.0)
-        # The gradient's sum, and of how many sequences.
+        # The sum of the gradient, and the number of sequences in it.
         self._sums = torch.zeros(hidden + 2, dtype=torch.float64, device=device)
         self._add_up = add_up
         self._has_begun = False
@@ -39,11 +39,10 @@ class ValueHead:
         return features @ self._weights
 
     def begin(self, rewards: Tensor) -> None:
-        """Before the first update of a run: the value of all prompts is the mean reward.
+        """Set the value of all prompts to the mean reward, before the first update of a run.
 
-        From 0 on, every completion would surpass what is expected, and become likelier for a while.
-        rewards: [sequences], none twice on data-parallel ranks; other ranks have their share's.
-        Collective; later calls do nothing.
+        With values of 0 every completion would exceed its expectation, and become likelier for a
+        while. rewards: [sequences] of this rank's share. Collective; later calls do nothing.
         """
         if self._has_begun:
             return
@@ -53,20 +52,20 @@ class ValueHead:
         self._weights[-1] = total[0] / total[1].clamp_min(1)
 
     def clear(self) -> None:
-        """Forget what was added since the last step."""
+        """Forget the sequences added since the last step."""
         self._sums.zero_()
 
     def add(self, features: Tensor, residuals: Tensor, is_counted: Tensor) -> None:
-        """Count sequences in; residuals: [sequences], target less value. Each once in the world.
+        """Add sequences to the next step; only one rank of the world may add each sequence.
 
-        is_counted: [sequences] bool, which of them count.
+        residuals: [sequences] float, target - value. is_counted: [sequences] bool.
         """
         residuals = residuals.masked_fill(~is_counted, 0)
         self._sums[:-1] -= (residuals[:, None] * features).sum(0)
         self._sums[-1] += is_counted.sum()
 
     def step(self) -> None:
-        """One step on what was added; collective over all ranks."""
+        """One step on the added sequences; collective over all ranks."""
         self._weights.grad = self.gradient().to(self._weights.dtype)
         self._optimizer.step()
         self.clear()
@@ -97,7 +96,7 @@ class ValueHead:
 
 
 def prompt_features(selected: Tensor, batch: MicroBatch) -> Tensor:
-    """[sequences, hidden + 1] float32: the state that predicts each first token, of length 1; a 1.
+    """[sequences, hidden + 1] float32: normalised states that predict the first tokens, and a 1.
 
     selected: [completion tokens of this context rank, hidden]; collective over context ranks.
     """
@@ -115,5 +114,5 @@ def prompt_features(selected: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def first_tokens(ends: Tensor) -> Tensor:
-    """[sequences]: the first completion token of each, where `ends` are one after the last."""
+    """[sequences]: the first completion token of each, where `ends` is one after the last."""
     return torch.cat([ends.new_zeros(1), ends[:-1]])

@@ -11,7 +11,7 @@ Runs in trainer ranks.
 
 The writer touches only the copies and issues no collective. A thread rather than Megatron's forked
 writers: these need a manager process that imports the program anew, and fork a process that
-computes. It cannot outlive the rank, so a killed one leaves nothing that still writes.
+computes. It cannot outlive the rank: after a kill nothing still writes.
 """
 
 import io
@@ -57,7 +57,7 @@ class BackgroundSave:
     """One save in flight on this rank."""
 
     def __init__(self, state: dict[str, Any], folder: Path, plans: "SavePlans") -> None:
-        """Copy the state and start to write it to an empty folder. Collective over all ranks."""
+        """Copy the state and start writing it to an empty folder. Collective over all ranks."""
         self._finalize, self._writer = plans.begin(state, folder)
         self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
         self._started = time.monotonic()
@@ -65,7 +65,7 @@ class BackgroundSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's writer has ended, well or not."""
+        """Whether this rank's writer has ended, with or without an error."""
         return not self._thread.is_alive()
 
     @property
@@ -84,27 +84,27 @@ class BackgroundSave:
         return self.is_written
 
     def finalize(self) -> None:
-        """Write the metadata, when all ranks have written. Collective over all ranks.
+        """Write the metadata after all ranks have written. Collective over all ranks.
 
-        Raises SaveFailed on every rank when one of them could not write.
+        Raises SaveFailed on every rank when one rank could not write.
         """
         try:
             for finalize in self._finalize:
                 finalize()
         except CheckpointException as error:
-            # Rank 0 alone knows the causes.
+            # Only rank 0 has the causes.
             causes = "; ".join(f"rank {rank}: {why[0]}" for rank, why in error.failures.items())
             raise SaveFailed(causes or "another rank could not write its part") from error
 
 
 class SavePlans:
-    """Which rank writes what: of checkpoints of one run, which all hold the same tensors."""
+    """Which rank writes which part; all checkpoints of a run hold the same tensors."""
 
     def __init__(self) -> None:
         self._strategy = _HostCopyStrategy("torch_dist", 1)
         self._is_first = True
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        # Replicas write a part each of what they all hold.
+        # Each replica writes a part of the state that all replicas hold.
         self._shared = FullyParallelSaveStrategyWrapper(
             self._strategy, group, do_cache_distribution=True
         )
@@ -161,7 +161,7 @@ class _HostCopyStrategy(TorchDistSaveShardedStrategy):
 
 
 def _on_all_ranks(claim: bool) -> bool:
-    """Whether it holds on all ranks: one that plans waits for the others."""
+    """Whether the claim holds on all ranks: a rank that plans waits for the others."""
     claims = [False] * dist.get_world_size()
     dist.all_gather_object(claims, claim)
     return all(claims)
@@ -183,7 +183,7 @@ class _HostCopyWriter(FileSystemWriter):
         self.ended = 0.0
 
     def write(self) -> None:
-        """Write the copies; the outcome, an error too, is left for `retrieve_write_results`."""
+        """Write the copies; `retrieve_write_results` returns the outcome, also an error."""
         try:
             if self._plan.items:
                 self._outcome = self.write_data(self._plan, self._copies).wait()

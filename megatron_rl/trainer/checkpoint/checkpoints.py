@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when to save, one at a time in the background, which to keep, resuming.
+"""Checkpoints of a run: when to save, which to keep, how to resume; one save at a time.
 
 Runs in trainer ranks, which all call every method together. Rank 0 asks for the state of the queue
 or of supervised training at the same step, and writes it next to the trainer's state. When all
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where checkpoints of a kind lie."""
+    """Where checkpoints are."""
 
     folder: str
     """In the run folder."""
@@ -50,12 +50,12 @@ OF_SFT = Place(checkpoint_folder.SFT_CHECKPOINTS, checkpoint_folder.SFT_STATE)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _Save:
     """A checkpoint that is being written."""
 
     step: int
     companion: msgspec.Struct | None
-    """On rank 0."""
+    """On rank 0 only."""
     folder: Path
     save: BackgroundSave
     deadline: float
@@ -75,10 +75,9 @@ class Checkpoints:
         last_step: int,
         place: Place = OF_RUN,
     ) -> None:
-        """companion: returns, on rank 0, what to save with the trainer's state of a step; other
-        ranks' results are ignored.
-
-        control: its collectives may take expert.checkpoint.write_timeout_s.
+        """companion: returns on rank 0 what to save with the trainer's state of a step; the results
+        of other ranks are ignored. control: its collectives may take
+        expert.checkpoint.write_timeout_s.
         """
         self._cfg = cfg
         self._run_dir = run_dir
@@ -87,10 +86,10 @@ class Checkpoints:
         self._control = control
         self._companion = companion
         self._last_step = last_step
-        self._flight: _Flight | None = None
+        self._saving: _Save | None = None
         self._plans: SavePlans | None = None
         self.export: Callable[[str], None] | None = None
-        """Writes the model to RUN/hf under a name, on all ranks; where there are such exports."""
+        """Writes the model to RUN/hf under a name, on all ranks; None: no exports."""
         self.metrics: list[Metric] = []
         """Of the last call of save_if_due."""
 
@@ -117,24 +116,24 @@ class Checkpoints:
 
     @span("checkpoint")
     def save_if_due(self, step: int, trainer: Trainer) -> None:
-        """Save after batch number `step` where that is due; the files are written meanwhile.
+        """Save after batch number `step` if due; a thread writes the files.
 
-        Waits for the checkpoint before, at most until expert.checkpoint.write_timeout_s after its
-        start. Raises InputError when a checkpoint could not be written, DeadlineExceeded.
+        Waits for the previous checkpoint until expert.checkpoint.write_timeout_s after its start.
+        Raises InputError when a checkpoint could not be written, DeadlineExceeded.
         """
         self.metrics = []
-        flight = self._flight
-        if flight is not None and self._control.all(flight.save.is_written):
-            self._complete(flight)
+        saving = self._saving
+        if saving is not None and self._control.all(saving.save.is_written):
+            self._complete(saving)
         if not self.is_due(step):
             return
         started = time.monotonic()
-        # Before the checkpoint, so that none is resumed whose earlier exports are missing.
+        # Before the checkpoint: a resumed run must have all earlier exports.
         if self.export is not None and self._exports(step):
             self.export(step_name(step))
             self._on_rank_0(step, lambda: self._discard_exports(self._superfluous))
         if self._saves(step):
-            self._await_flight()
+            self._await_save()
             self._start(step, trainer)
         self.metrics.append(Metric("checkpoint/stall_s", time.monotonic() - started, "sum"))
 
@@ -163,7 +162,7 @@ class Checkpoints:
             checkpoint_folder.discard(found[step])
 
     def _check_content(self, folder: Path) -> None:
-        """Each rank reads its part of the files."""
+        """Raise InputError for a damaged file; each rank reads a part of the files."""
         completion = checkpoint_folder.read_complete_mark(folder)
         names = sorted(completion.files) if completion is not None else []
         mine = names[self._control.rank :: self._control.world_size]
@@ -186,51 +185,51 @@ class Checkpoints:
         # torch's archive writer turns a failed write into a RuntimeError.
         except (OSError, RuntimeError) as error:
             raise self._failure(step, str(error)) from error
-        self._flight = _Flight(step, state, folder, save, deadline)
+        self._saving = _Save(step, state, folder, save, deadline)
 
-    def _await_flight(self) -> None:
-        flight = self._flight
-        if flight is None:
+    def _await_save(self) -> None:
+        saving = self._saving
+        if saving is None:
             return
-        if not self._control.all(flight.save.wait(flight.deadline)):
+        if not self._control.all(saving.save.wait(saving.deadline)):
             raise DeadlineExceeded(
-                f"the checkpoint of step {flight.step} was not on the disk within "
+                f"the checkpoint of step {saving.step} was not on the disk within "
                 f"{self._cfg.write_timeout_s:.0f} s (expert.checkpoint.write_timeout_s)"
             )
-        self._complete(flight)
+        self._complete(saving)
 
-    def _complete(self, flight: _Flight) -> None:
-        """All ranks have written: metadata, COMPLETE, the final name; then old ones go."""
-        self._flight = None
+    def _complete(self, saving: _Save) -> None:
+        """After all ranks have written: write metadata and COMPLETE, rename, drop old ones."""
+        self._saving = None
         try:
-            flight.save.finalize()
+            saving.save.finalize()
         except (SaveFailed, OSError) as error:
             if self._control.rank == 0:
-                shutil.rmtree(flight.folder, ignore_errors=True)
-            raise self._failure(flight.step, str(error)) from error
+                shutil.rmtree(saving.folder, ignore_errors=True)
+            raise self._failure(saving.step, str(error)) from error
         files = {
             name: record
-            for of_rank in self._control.gather(flight.save.files, dict[str, FileRecord])
+            for of_rank in self._control.gather(saving.save.files, dict[str, FileRecord])
             for name, record in of_rank.items()
         }
-        self._on_rank_0(flight.step, lambda: self._seal(flight, files))
+        self._on_rank_0(saving.step, lambda: self._seal(saving, files))
         self.metrics += [
-            Metric("checkpoint/write_s", flight.save.write_s, "max"),
+            Metric("checkpoint/write_s", saving.save.write_s, "max"),
             Metric("checkpoint/bytes", float(sum(r.size for r in files.values())), "sum"),
         ]
 
-    def _seal(self, flight: _Flight, files: dict[str, FileRecord]) -> None:
-        assert flight.companion is not None
-        companion = msgspec.json.encode(flight.companion)
-        (flight.folder / self._place.companion).write_bytes(companion)
-        final = checkpoint_folder.seal(flight.folder, flight.step, files)
-        log.info("checkpoint of step %d is complete: %s", flight.step, final)
+    def _seal(self, saving: _Save, files: dict[str, FileRecord]) -> None:
+        assert saving.companion is not None
+        companion = msgspec.json.encode(saving.companion)
+        (saving.folder / self._place.companion).write_bytes(companion)
+        final = checkpoint_folder.seal(saving.folder, saving.step, files)
+        log.info("checkpoint of step %d is complete: %s", saving.step, final)
         found = checkpoint_folder.complete_checkpoints(self._folder)
         for step in self._superfluous(found):
             checkpoint_folder.discard(found[step])
 
     def _on_rank_0(self, step: int, work: Callable[[], None]) -> None:
-        """Do what touches the folder; where it fails, every rank raises InputError."""
+        """Change the folder on rank 0; on failure every rank raises InputError."""
         problem = ""
         if self._control.rank == 0:
             try:
@@ -244,8 +243,8 @@ class Checkpoints:
     def _failure(self, step: int, problem: str) -> InputError:
         return InputError(
             f"the checkpoint of step {step} could not be written to {self._folder}: {problem}. "
-            "Older ones are whole. Make room or mend the cause, then give the same command again: "
-            "it resumes from the newest of them"
+            "Older checkpoints are complete. Free disk space or fix the cause, then repeat the "
+            "command: it resumes from the newest one"
         )
 
     def __enter__(self) -> Self:
@@ -257,9 +256,9 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error other ranks may be gone: what is in flight stays incomplete.
+        # After an error other ranks may be gone: the checkpoint stays incomplete.
         if kind is None:
-            self._await_flight()
+            self._await_save()
 
 
 def _make_empty(folder: Path) -> None:

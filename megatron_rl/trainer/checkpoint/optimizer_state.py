@@ -5,8 +5,10 @@ Runs in trainer ranks, for checkpoints. Every optimizer saves a parameter's stat
 are the model's, so any other split can read the state, with or without the distributed optimizer.
 A float32 model has no masters besides its parameters, and saves none.
 
-A rank of the distributed optimizer saves and reads only its own share, as boxes of the whole
-tensors (`boxes.py`): no rank gathers the other ranks' shares.
+The distributed optimizer gives each data-parallel rank a run of every parameter's elements, one
+after the other in memory. A rank saves and reads only its own runs, as boxes: rectangular parts of
+a whole tensor at an offset. A run of a matrix is at most three boxes: the end of a row, whole rows,
+the beginning of a row. No rank gathers other ranks' runs.
 
 Megatron's formats are not used. In 0.16.1 the plain and the distributed optimizer cannot read each
 other's format. The distributed "fully_reshardable" drops the padding between buckets, but places
@@ -44,8 +46,8 @@ def sharded_optimizer_state(
 ) -> dict[str, dict[str, Any]]:
     """The state as sharded tensors, by a number of the parameter. Collective over all ranks.
 
-    model: sharded state dict of this rank's chunks, its data the parameters themselves. Tensors may
-    share memory with the optimizer. With is_loading their content is of no account.
+    model: sharded state dict of this rank's chunks; its data are the parameters themselves. Tensors
+    may share memory with the optimizer. With is_loading their content does not matter.
     """
     if is_loading:
         for inner in _inner(optimizer):
@@ -60,9 +62,9 @@ def sharded_optimizer_state(
 def restore_optimizer_state(
     optimizer: MegatronOptimizer, model: Mapping[str, Any], loaded: Mapping[str, State], steps: int
 ) -> None:
-    """Take in what was loaded in place of `sharded_optimizer_state(..., is_loading=True)`.
+    """Put the loaded state of `sharded_optimizer_state(..., is_loading=True)` into the optimizer.
 
-    steps: the saved `adam_steps`. The model's parameters must hold their loaded values by now.
+    steps: the saved `adam_steps`. The model's parameters must hold their loaded values already.
     """
     number = 0
     for part in _parts(optimizer, _by_parameter(model)):
@@ -79,7 +81,7 @@ def restore_optimizer_state(
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made, for its bias correction."""
+    """Number of Adam's updates, for its bias correction."""
     # torch's AdamW, which updates offloaded state, counts them for each parameter.
     counters = [*optimizer.param_groups]
     counters += [state for inner in _inner(optimizer) for state in inner.state.values()]
@@ -87,7 +89,7 @@ def adam_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that make the updates; a rank without parameters of a kind has none."""
+    """The inner optimizers; a rank without parameters of a kind has none for it."""
     return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
@@ -99,12 +101,12 @@ def _by_parameter(model: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | Shar
 def _parts(
     optimizer: MegatronOptimizer, owners: Mapping[Tensor, Any]
 ) -> Iterator["_Replicated | _Distributed"]:
-    """Megatron has an optimizer each for dense parameters and for experts."""
+    """Megatron's optimizers: one for dense parameters, one for experts."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
         if not isinstance(part.optimizer, HybridDeviceOptimizer):
-            # Moments of 0 where no step was taken yet: what Adam would start from.
+            # Moments of 0 before the first step, as Adam starts.
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer):
             yield _Distributed(part, owners)
@@ -142,7 +144,7 @@ class _Replicated:
             }
 
     def put(self, parameter: Tensor, state: State) -> None:
-        """Take in the state of a parameter."""
+        """Set the state of a parameter."""
         with torch.no_grad():
             for name, tensor in self._states[parameter].items():
                 tensor.copy_(state[name])
@@ -161,7 +163,7 @@ class _Distributed:
             for of_bucket in ranges_of_buckets
             for parameter, ranges in of_bucket["param_map"].items()
         }
-        """Parameters of which this replica holds elements, and which ones."""
+        """The range of elements that this replica holds, by parameter."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -169,7 +171,7 @@ class _Distributed:
         return list(self._runs)
 
     def sharded(self, *, is_loading: bool) -> Iterator[dict[str, Any]]:
-        """This replica's share, in the optimizer's own memory; to be loaded, in the host's."""
+        """This replica's share: the optimizer's own memory; for loading, new host memory."""
         for parameter, (start, end) in self._runs.items():
             owner = self._owners[parameter]
             boxes = boxes_of(owner, parameter.shape, start, end)
@@ -187,7 +189,7 @@ class _Distributed:
             }
 
     def put(self, parameter: Tensor, state: State) -> None:
-        """Take in this replica's part of the state of a parameter."""
+        """Set this replica's part of the state of a parameter."""
         start, end = self._runs[parameter]
         # A float32 model's masters are views of its parameters, which are loaded.
         share = {_MASTER: parameter.detach().flatten()[start:end]}
@@ -200,13 +202,13 @@ class _Distributed:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of this rank's shard of a parameter that is also a box of the whole tensor."""
+    """A part of this rank's shard of a parameter that is a box of the whole tensor."""
 
     start: int
-    """First element, in the order of the shard in memory; the others follow it."""
+    """First element, in the shard's order in memory; the others follow."""
     size: Sizes
     of: ShardedTensor
-    """Without data: the tensor that the shard is a box of itself."""
+    """The shard of the whole tensor, without data."""
     offset: Sizes
     """In the whole tensor."""
 
@@ -216,7 +218,7 @@ class Box:
         return self.start + prod(self.size)
 
     def sharded(self, key: str, run: Tensor, run_start: int) -> ShardedTensor:
-        """Its elements out of a run of the shard's, sharing their memory.
+        """The box's elements, a view of a run of the shard.
 
         run: [elements] from element `run_start` of the shard on.
         """
@@ -261,11 +263,11 @@ def boxes_of(
 def _whole_tensors(
     owner: ShardedTensor | ShardedTensorFactory, shape: torch.Size
 ) -> Iterator[tuple[ShardedTensor, int]]:
-    """Tensors that a shard is kept as, and the first element of each: gate and up are two."""
+    """The saved tensors of a shard, and the first element of each: gate and up are two."""
     if isinstance(owner, ShardedTensor):
         yield owner.without_data(), 0
         return
-    # On "meta" nothing is allocated, but a view knows where it lies.
+    # "meta" allocates nothing, but a view has its offset.
     whole = torch.empty(shape, device="meta")
     built = owner.build_fn(owner.key, whole, owner.replica_id, None)
     for part in nested_values({"": built}):

@@ -1,8 +1,7 @@
 """The trainer's state in a checkpoint, as Megatron's sharded state, and how it is restored.
 
-Runs in trainer ranks. Any other split can read model weights and optimizer state. Random states
-belong to a rank, and are restored only under the same tensor and pipeline sizes; else the ranks
-keep the states from `run.seed`.
+Runs in trainer ranks. Any split can read model weights and optimizer state. Random states belong to
+a rank; only the same tensor and pipeline sizes restore them, other splits start from `run.seed`.
 """
 
 import dataclasses
@@ -84,7 +83,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
     _restore_average(trainer, loaded)
     for name, chunk in _chunks(trainer.policy).items():
         chunk.load_state_dict(loaded[name])
-    # A second look at the model: the first one's tensors may be gone into what was loaded.
+    # Again, as the tensors of the first dict may have moved into the loaded one.
     model = _model_state(trainer.policy)
     restore_optimizer_state(
         trainer.optimizer, model, loaded["optimizer"], steps=common["adam_steps"]
@@ -100,7 +99,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
 
 
 def _shared_load(folder: Path) -> FullyParallelLoadStrategyWrapper:
-    """Each replica reads a part of what all replicas hold, and gives it to the others."""
+    """Each replica reads a part of the state, and sends it to the others."""
     return FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(folder)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -116,8 +115,8 @@ def _model_state(policy: Policy) -> dict[str, Any]:
 
 
 def _average_state(trainer: Trainer) -> dict[str, Any]:
-    """State of a moving-average reference, in float32; nothing for other references, which a
-    resumed run reads again from their source."""
+    """State of a moving-average reference, in float32. A resumed run reads other references from
+    their source."""
     reference = trainer.reference
     if not isinstance(reference, EmaReference):
         return {}

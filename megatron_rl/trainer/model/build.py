@@ -76,17 +76,16 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
         for number in range(cfg.parallel.virtual_stages)
     ]
     if cfg.parallel.overlap_gradients:
-        # Else each microbatch's backward pass would reduce what the ones before it have summed.
+        # Otherwise each microbatch's backward pass would reduce the sum of the earlier ones again.
         holds = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = holds if len(holds) > 1 else holds[0]
     return chunks
 
 
 def build_frozen(backend: Backend, cfg: Config, shape: ModelShape) -> list[torch.nn.Module]:
-    """The same without gradients, for a model that is never trained; parameters not yet filled.
+    """The same without gradients, for a model that is never trained.
 
-    The buffers of expert.parallel.overlap_tensor are the policy's, so it exchanges positions
-    without.
+    The buffers of expert.parallel.overlap_tensor belong to the policy, so this model uses none.
     """
     plain = cfg.parallel.model_copy(update={"overlap_tensor": False})
     config = transformer_config(backend, cfg.model_copy(update={"parallel": plain}), shape)
@@ -98,11 +97,10 @@ def build_frozen(backend: Backend, cfg: Config, shape: ModelShape) -> list[torch
 
 
 def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
-    """Have every parameter whole on this rank, also where the next forward pass would gather it.
+    """Gather the parameters that the next forward pass would gather. Collective.
 
-    Collective. Call before parameters are read outside a forward pass: with
-    expert.parallel.overlap_parameters an optimizer step leaves each rank with its own part of them
-    new.
+    Call before parameters are read outside a forward pass: with
+    expert.parallel.overlap_parameters, an optimizer step updates only each rank's own part.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:
@@ -177,7 +175,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
 
 
 def _parameters(model: ModelConfig) -> dict[str, Any]:
-    """Their dtype, and that they stay unset until weights are loaded."""
+    """The parameters' dtype; they stay unset until weights are loaded."""
     dtype = DTYPES[model.dtype]
     # Rounding uninitialized memory to FP8 could leave scales that are not finite.
     leave_unset = torch.nn.init.zeros_ if model.fp8_parameters else _leave_unset
@@ -193,7 +191,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def _split(parallel: ParallelConfig) -> dict[str, Any]:
-    """How many ranks divide what."""
+    """Parallel sizes."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -207,7 +205,7 @@ def _split(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _pipeline(cfg: Config) -> dict[str, Any]:
-    """Tensors that pipeline stages send each other, and how."""
+    """What pipeline stages send each other."""
     has_stages, is_interleaved = cfg.parallel.pipeline > 1, cfg.parallel.virtual_stages > 1
     return {
         "pipeline_dtype": DTYPES[cfg.model.dtype],
@@ -269,7 +267,7 @@ def mark_experts(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
-            # Else the gradient norm would take it for a copy on all tensor ranks but the first.
+            # Otherwise the gradient norm would count it on the first tensor rank only.
             parameter.tensor_model_parallel = True
 
 
@@ -323,7 +321,7 @@ def sum_gradients(
 
 
 def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSeqParams:
-    """Description of sequences that stand one after the other in a [1, tokens] input."""
+    """Description of sequences packed into a [1, tokens] input."""
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return packed_params(bounds.to(device), max(lengths))
 
@@ -333,7 +331,7 @@ def packed_params(
 ) -> PackedSeqParams:
     """The same from cumulative lengths: bounds [sequences + 1] int32, from 0.
 
-    folding: how the input leaves out what the sequences have in common.
+    folding: how the input leaves out positions that sequences share.
     """
     return FoldedSeqParams(
         qkv_format="thd",

@@ -1,4 +1,4 @@
-"""Sequences -> tensors of one packed microbatch.
+"""Sequences -> tensors of one packed microbatch; shared prompts, padding to one size.
 
 Runs in trainer ranks. The only place that converts between "this position predicts the next token"
 and "this token": the output at `loss_positions[i]` predicts `targets[i]`.
@@ -31,35 +31,35 @@ class MicroBatch:
     targets: Tensor  # [completion tokens] int64, token id
     generator_logprobs: Tensor  # [completion tokens] float32
     advantages: Tensor  # [completion tokens] float32
-    rewards: Tensor  # [completion tokens] float32, of the sequence
+    rewards: Tensor  # [completion tokens] float32, each its sequence's
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
-    is_gold: Tensor  # [completion tokens] bool, of a reference answer that nobody sampled
+    is_gold: Tensor  # [completion tokens] bool, of a reference answer, which no policy sampled
     sequence_of: Tensor  # [completion tokens] int64, number of the sequence in the microbatch
     target_ends: Tensor  # [sequences] int64, one after the last completion token of each
     group_of: Tensor  # [sequences] int64, number of the group in the minibatch; -1: padding
     member_of: Tensor  # [sequences] int64, place in the group
     expert_choices: Tensor | None = None
-    """[positions, layers x experts of a token] int16 or int32, -1 where none is recorded. They are
-    large: they stay in host memory, and each forward pass takes its microbatch's choices."""
+    """[positions, layers x experts of a token] int16 or int32, -1 where none is recorded. In host
+    memory, as they are large; each forward pass takes its microbatch's choices to the device."""
     folding: Folding | None = None  # None: positions are the sequences laid end to end
     places: Tensor | None = None
-    """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
-    Their positions and targets are their own, all else is that of the microbatch."""
+    """Context ranks: [completion tokens of the rank] int64, index into those of the microbatch.
+    Positions and targets are the rank's own; all other values are the whole microbatch's."""
     filling: int = 0
-    """Positions at its end that give it the size of the others (`fill`)."""
+    """Positions at the end that give all microbatches one size (`fill`)."""
     temperature: float = 1.0
     """As in MinibatchShare."""
 
     @property
     def rows(self) -> int:
-        """Positions of the sequences laid end to end, shared ones counted in each."""
+        """Positions of the sequences laid end to end; each sequence counts shared positions."""
         if self.folding is not None:
             return len(self.folding.positions)
         return self.tokens.shape[1] - self.filling
 
     def moved(self, send: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        """The same with all tensors sent to the device, but for expert choices."""
+        """The same with all tensors on the device, except expert choices."""
         moved = {
             name: send(value) if isinstance(value, Tensor) and name != "expert_choices" else value
             for name, value in vars(self).items()
@@ -89,10 +89,10 @@ def collate(
     (sequence parallelism needs a multiple of the tensor-parallel size).
     sequence_multiple: every sequence is padded at its end to a multiple of it, and so is
     `multiple` (context parallelism cuts each sequence into equal chunks).
-    choice_width: layers x experts of a token, to take the generator's choices along; else 0.
-    experts: of the model, where it takes them.
-    shares_prompts: compute what sequences have in common once (`cpu/folding.py`); without the two
-    options before this one.
+    choice_width: layers x experts of a token, to include the generator's choices; else 0.
+    experts: number of experts of the model, with choice_width.
+    shares_prompts: compute common prompts once (`cpu/folding.py`); excludes sequence_multiple
+    and choice_width.
     Raises InputError for a sequence without expert choices, or with one that the model lacks.
     """
     sequences = list(sequences) or [placeholder()]
@@ -138,7 +138,10 @@ class Shared:
 
 
 def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> Shared:
-    """Positions in the order of the sequences.
+    """Leave out repeated prompts and last positions; positions stay in the order of the sequences.
+
+    A prompt is computed only in the first sequence that begins with it. The last position of a
+    sequence predicts nothing, and nothing attends to it.
 
     multiple: the count of positions is padded up to a multiple of it by a separate sequence.
     """
@@ -236,9 +239,11 @@ def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:
 
 
 def fill(batch: MicroBatch, positions: int, *, vocab: int) -> MicroBatch:
-    """The microbatch with `positions` positions. vocab: token ids are below it.
+    """Pad the microbatch to `positions` positions (`expert.train.pad_microbatches`).
 
-    Raises InputError for one that has more.
+    Filling positions form separate sequences, which no other sequence sees, and predict nothing:
+    loss, gradients and metrics come from the real sequences only. vocab: token ids are below it.
+    Raises InputError for a microbatch with more positions.
     """
     has = batch.tokens.shape[1]
     check_fits(has, positions)
@@ -248,8 +253,8 @@ def fill(batch: MicroBatch, positions: int, *, vocab: int) -> MicroBatch:
     assert batch.folding is None and batch.places is None
     lengths = torch.full((-(-missing // FILL_TOKENS),), FILL_TOKENS)
     lengths[-1] = missing - FILL_TOKENS * (len(lengths) - 1)
-    # The tokens of the sequences once more: the same one everywhere would reach the same experts,
-    # and one that no sequence has could set the scale of a tensor in FP8.
+    # The tokens of the sequences again: one repeated token would reach the same experts everywhere,
+    # and a token of no sequence could set the scale of a tensor in FP8.
     is_empty = bool((batch.group_of < 0).all())
     ids = torch.arange(vocab) if is_empty else batch.tokens[0]
     filling = ids.repeat(-(-missing // len(ids)))[:missing]
@@ -285,9 +290,9 @@ def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
 def _choices(
     sequences: list[TrainSequence], lengths: list[int], width: int, experts: int
 ) -> Tensor:
-    """[positions, width]; -1 where no choice is recorded, from where nothing is predicted.
+    """[positions, width]; -1 at positions without a recorded choice, which predict nothing.
 
-    lengths: of the sequences with their padding, and of what follows them.
+    lengths: of the padded sequences, and of the padding after them.
     """
     narrow = np.result_type(np.int16, *(s.expert_choices.dtype for s in sequences))
     choices = np.full((sum(lengths), width), -1, narrow)
@@ -307,7 +312,7 @@ def _choices(
 
 
 def _check_experts(choices: np.ndarray, experts: int) -> None:
-    """A router would read beyond its row of scores, on a GPU without a word."""
+    """Raise InputError for an expert that the model lacks: a GPU router would read past its row."""
     if choices.dtype.kind not in "iu":
         raise InputError(f"train.router_replay: expert choices of {choices.dtype}, not integers")
     least, most = int(choices.min(initial=0)), int(choices.max(initial=0))

@@ -1,9 +1,8 @@
 """Logprobs of given tokens from hidden states: output layer and softmax, some rows at a time.
 
-Runs in trainer ranks of the last pipeline stage. A pass computes and
-reduces the logits of some rows; the next pass overwrites these logits. The backward pass computes
-all logits again, except the last pass's, which are still there. Only `collate.py` turns "predicts
-next" rows into "is this token" values; here row i of the hidden states predicts target i.
+Runs in trainer ranks of the last pipeline stage. A pass computes and reduces the logits of some
+rows; the next pass overwrites them. The backward pass computes all logits again, except those of
+the last pass, which are still in memory. Row i of the hidden states predicts target i.
 """
 
 from dataclasses import dataclass, field
@@ -24,15 +23,15 @@ from megatron_rl.backend.softmax import (
 from megatron_rl.trainer.model.divergence import DivergenceSums, PolicySums, ReferenceLayer
 
 BYTES = 12
-"""That a pass needs for a logit, in plain torch: as float32 the logit, its exponential, and what
-bfloat16 is rounded to and multiplied from."""
+"""Memory of a pass per logit, in plain torch: the logit and its exponential as float32, and the
+rounded factors of bfloat16 products."""
 BYTES_WITH_LOOPS = {torch.float32: 5, torch.bfloat16: 4}
-"""The same where only the logit itself is stored: it, the product with the hidden states where
-that has to be rounded, and some more for values of whole rows."""
+"""The same with our loops, which store the logit alone: it, its product before rounding, and some
+more for values of whole rows."""
 
 BYTES_WIDENED_WITH_LOOPS = 8
-"""The same for float32 logits of bfloat16 factors: the logit, its gradient rounded to a factor, and
-copies of factors where the CPU has no product of its own for them."""
+"""The same for float32 logits of bfloat16 factors: the logit, its rounded gradient, and copies of
+factors where the CPU has no product for them."""
 BYTES_WITH_REFERENCE = 20
 """The same where the reference's logits are computed with the policy's."""
 
@@ -50,23 +49,23 @@ class TokenLogprobs(NamedTuple):
 
 
 class LogitMemory:
-    """Room for the logits of one pass at a time, kept for the next microbatch.
+    """Memory for the logits of one pass at a time, reused by the next microbatch.
 
     New memory would cost the CPU a tenth of the product's time, as the system clears it first.
     """
 
     def __init__(self) -> None:
         self.uses = 0
-        """Once this has grown, an earlier user's values are overwritten."""
+        """Once this has grown, the values of an earlier use are overwritten."""
         self._memory: Tensor | None = None
 
     def take(self, like: Tensor, dtype: torch.dtype, rows: int, ids: int) -> Tensor:
-        """[rows, ids] of that dtype on the device of `like`, which hold anything."""
+        """[rows, ids] uninitialised, of that dtype on the device of `like`."""
         self.uses += 1
         size = rows * ids
         kept = self._memory
         if kept is None or kept.numel() < size or kept.dtype is not dtype:
-            # The smaller one goes first: two at once would cost memory.
+            # Free the smaller one first, as two at once would cost memory.
             self._memory = kept = None
             self._memory = kept = like.new_empty(size, dtype=dtype)
         return kept[:size].view(rows, ids)
@@ -87,12 +86,12 @@ class OutputLayer:
     temperature: float  # logits are divided by it
     chunk_tokens: int  # extra memory is below chunk_tokens * padded vocabulary / ranks * 4 bytes
     gradient: Tensor | None = None
-    """Where the backward pass adds the weight's gradient, float32; None: autograd hands it on."""
+    """Where the backward pass adds the weight's gradient, float32; None: autograd does."""
     is_sole_user: bool = False
-    """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
+    """Whether no other layer has a gradient of the weight that Megatron's hooks wait for."""
     differentiates_entropy: bool = False
     reference: ReferenceLayer | None = None
-    """The reference to compare the policy with; its vocabulary is cut and padded the same way."""
+    """For the KL to a reference; its vocabulary is cut and padded the same way."""
     logits_dtype: torch.dtype | None = None
     """Dtype that logits are rounded to before the softmax; None: the dtype of the weight."""
     memory: LogitMemory = field(default_factory=LogitMemory)
@@ -109,9 +108,9 @@ class OutputLayer:
         return self.weight.detach()[: max(0, self.vocab_size - self.first_id)]
 
     def spans(self, hidden: Tensor) -> list[slice]:
-        """Rows of one pass after the other; none for a rank that holds padding alone.
+        """The rows of each pass; none for a rank that holds only padding.
 
-        The first is the short one: the logits of the last need not be computed again.
+        The first pass is the short one: the logits of the last need not be computed again.
         """
         size = self.pass_rows(hidden)
         n_tokens = len(hidden) if self.true_weight.numel() else 0
@@ -119,7 +118,7 @@ class OutputLayer:
         return [slice(max(0, end - size), end) for end in reversed(ends)]
 
     def pass_rows(self, hidden: Tensor) -> int:
-        """Rows of a long pass."""
+        """Rows of a full pass."""
         n_bytes = BYTES
         if is_read_only(hidden):
             is_widened = self.logits_dtype not in (None, hidden.dtype)
@@ -129,19 +128,19 @@ class OutputLayer:
         return max(1, self.chunk_tokens * 4 // n_bytes)
 
     def take_memory(self, hidden: Tensor) -> Tensor:
-        """For the logits of any one pass; the reference's lie behind the policy's."""
+        """Memory for the logits of one pass; the reference's follow the policy's."""
         rows = self.pass_rows(hidden) * (1 if self.reference is None else 2)
         dtype = self.logits_dtype or hidden.dtype
         return self.memory.take(hidden, dtype, rows, len(self.true_weight))
 
     def logits(self, hidden: Tensor, memory: Tensor) -> Tensor:
-        """[rows, this rank's ids] of a pass, in that memory."""
+        """[rows, this rank's ids] of a pass, written to `memory`."""
         logits = memory[: len(hidden)]
         write_product(logits, hidden, self.true_weight)
         return logits
 
     def reference_logits(self, span: slice, memory: Tensor) -> Tensor:
-        """[rows of the span, this rank's ids] of the reference, in the other half of it."""
+        """[rows of the span, this rank's ids] of the reference, in the second half of `memory`."""
         assert self.reference is not None
         return self.reference.logits(span, len(self.true_weight), memory[len(memory) // 2 :])
 
@@ -175,7 +174,7 @@ class _Logprobs(torch.autograd.Function):
         local = local.clamp(0, max(n_ids - 1, 0))
 
         # Per row: largest logit; then, relative to it, sum of exp, sum of exp * logit, and the
-        # target's logit. A rank that holds padding alone adds nothing.
+        # target's logit. A rank that holds only padding adds nothing.
         n_tokens = len(hidden)
         lowest = torch.finfo(torch.float32).min
         maxima = torch.full((n_tokens,), lowest, dtype=torch.float32, device=hidden.device)
@@ -185,7 +184,7 @@ class _Logprobs(torch.autograd.Function):
         for span in layer.spans(hidden):
             logits = layer.logits(hidden[span], memory)
             if pairs is not None:
-                # First: the sums below may spoil the logits.
+                # First, as the sums below may overwrite the logits.
                 others = layer.reference_logits(span, memory)
                 pairs.fill(span, logits, others, layer.temperature)
             maxima[span], *parts = softmax_sums(logits, local[span], layer.temperature)
@@ -203,7 +202,7 @@ class _Logprobs(torch.autograd.Function):
         pair = () if pairs is None else pairs.reduced(PolicySums(maxima, sums[0]), layer.group)
         ctx.save_for_backward(hidden, local, is_local, maxima + log_z, entropy, *pair)
         ctx.layer = layer
-        # The logits of the last pass stay there, unless the sums have spoilt them.
+        # The logits of the last pass are still there, unless the sums overwrote them.
         ctx.uses = layer.memory.uses if is_read_only(hidden) else None
         if not layer.differentiates_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -221,11 +220,11 @@ class _Logprobs(torch.autograd.Function):
         if layer.differentiates_entropy:
             bonus = Bonus(grad_entropy / layer.temperature, entropy)
         grad_hidden = torch.zeros_like(hidden)
-        # Parts of a sum: in float32, as Megatron's gradient buffers are.
+        # Parts of a sum are float32, as Megatron's gradient buffers are.
         grad_weight = layer.gradient
         if grad_weight is None:
             grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
-        # The last pass comes first: its logits may be there, and are overwritten.
+        # The last pass comes first, as its logits may still be in memory.
         is_there = ctx.uses == layer.memory.uses
         memory = layer.take_memory(hidden)
         for span in reversed(layer.spans(hidden)):

@@ -1,4 +1,4 @@
-"""The policy being trained, as the trainer sees it: model chunks and what to know of them.
+"""The policy being trained: this rank's model chunks, their sizes and limits.
 
 Runs in trainer ranks.
 """
@@ -26,7 +26,7 @@ from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 FILES_OF_A_RANK = 512
-"""Files and sockets of a rank, not counting one socket to every other rank and its store."""
+"""Files and sockets of a rank, without the sockets to every other rank and its store."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's parameters and gradients; its microbatches must lie there."""
+        """The device of this rank's parameters, gradients and microbatches."""
         return self.backend.device
 
     @property
@@ -65,7 +65,7 @@ class Policy:
 
     @property
     def fixed_positions(self) -> int:
-        """Positions of every microbatch; 0: as many as its sequences take."""
+        """Positions of every microbatch (`expert.train.pad_microbatches`); 0: they vary."""
         train = self.cfg.train
         if not train.pad_microbatches:
             return 0
@@ -78,11 +78,10 @@ class Policy:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a microbatch holds what its sequences have in common only once.
+        """Whether a microbatch holds positions that its sequences share only once.
 
-        On the CPU, whose attention takes such positions apart again. Context ranks divide whole
-        sequences, experts' choices are recorded for them, and tensor ranks that divide the
-        positions come together only around attention in its plain form.
+        Only the CPU's attention can unfold them. Not with context ranks or expert choices, which
+        need whole sequences; nor where tensor ranks divide positions, unless attention is plain.
         """
         attention_is_plain = (
             not self.shape.has_qk_norm and self.shape.kv_heads >= self.parallel.tensor
@@ -109,9 +108,9 @@ class Policy:
         return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
 
     def export(self, cfg: Config, name: str) -> None:
-        """Write the model as the run's Hugging Face folder of that name; every rank must call it.
+        """Write the model to RUN/hf/NAME; every rank must call it.
 
-        A run that was killed after its export, or is made longer, finds an older one there.
+        Replaces an older export, of a run that was killed after it or is made longer.
         """
         folder = cfg.run.dir / "hf" / name
         save_hf(
@@ -129,8 +128,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     """Join the trainer ranks, build the model and load its weights straight into shards.
 
     The weights come from `cfg.model.megatron_path`, or else from `cfg.model.path`. Leaves the
-    process groups at the end; after an error it aborts them. Raises InputError,
-    for impossible sizes before anything is built.
+    process groups at the end; after an error it aborts them. Raises InputError; for impossible
+    sizes before anything is built.
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)

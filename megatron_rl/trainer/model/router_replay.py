@@ -1,4 +1,4 @@
-"""Experts that the generators chose, taken again by the trainer's routers. Runs in trainer ranks.
+"""Router replay: the trainer's routers take the generators' choices of experts. In trainer ranks.
 
 Trainer and generator round differently, so their routers choose other experts for some tokens, and
 the importance ratio of such a token measures rounding rather than the policy. With the generator's
@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron_rl.weights.layout.tensor_shards import Share
 
 UNKNOWN = -1
-"""A position that no choice is recorded for: nothing is predicted from it."""
+"""A position without a recorded choice; it predicts nothing."""
 
 
 def routers_of(chunk: torch.nn.Module) -> list[tuple[int, RouterReplay]]:
-    """(layer of the whole model from 0, what replays in its router) of the chunk's layers."""
+    """(layer of the whole model from 0, its router's replay) for each layer of the chunk."""
     return [
         (module.layer_number - 1, module.router_replay)
         for module in chunk.modules()
@@ -30,14 +30,14 @@ def routers_of(chunk: torch.nn.Module) -> list[tuple[int, RouterReplay]]:
 
 
 class _Choices:
-    """Choices of one layer, until its router takes them by its only call: `to(device)`."""
+    """Choices of one layer; its router reads them by its only call: `to(device)`."""
 
     def __init__(self, narrow: Tensor) -> None:
         """narrow: [positions, topk] of any integers, UNKNOWN where none is recorded."""
         self._narrow = narrow
 
     def to(self, device: torch.device) -> Tensor:
-        """[positions, topk] int64: which experts, where none is recorded any different ones."""
+        """[positions, topk] int64 experts; where none is recorded, any that differ."""
         wide = self._narrow.to(device, torch.int64)
         anywhere = torch.arange(wide.shape[1], device=device)
         return torch.where(wide == UNKNOWN, anywhere, wide)
@@ -47,12 +47,12 @@ class _Choices:
 def replayed(
     chunk: torch.nn.Module, choices: Tensor | None, *, topk: int, share: Share
 ) -> Iterator[None]:
-    """Within it the chunk's routers take `choices`; so does what is recomputed of it afterwards.
+    """The chunk's routers take `choices` within the block, and when it is recomputed afterwards.
 
     choices: [positions, layers x topk] of any integers and on any device, UNKNOWN where none is
     recorded; None: the routers choose. share: this rank's part of the positions under sequence
-    parallelism. On the model's device they are only during this forward pass, as narrow as they
-    came; only those of the layer that is running are widened.
+    parallelism. The choices are on the model's device only during this forward pass, in their own
+    dtype; only those of the running layer become int64.
     """
     if choices is None:
         yield
@@ -62,22 +62,22 @@ def replayed(
     here = kept.to(next(chunk.parameters()).device, non_blocking=True)
     routers = routers_of(chunk)
     for layer, replay in routers:
-        # Also what it takes when this microbatch is recomputed, perhaps after many others.
+        # For the recomputation of this microbatch, which may follow many others.
         replay.set_target_indices(_Choices(kept[:, layer]))
         replay.target_topk_idx = _Choices(here[:, layer])
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     try:
         yield
     finally:
-        # Until the next forward pass, routers only run to recompute, microbatch after microbatch in
-        # the order of their forward passes.
+        # Until the next forward pass routers run only in recomputation, in the order of the forward
+        # passes of the microbatches.
         for _, replay in routers:
             replay.target_topk_idx = None
             replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
 
 def forget_choices(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let go of all choices: without recomputation they stay in Megatron's lists."""
+    """Drop all choices, which stay in Megatron's lists without recomputation."""
     for chunk in chunks:
         for _, replay in routers_of(chunk):
             replay.clear_indices()

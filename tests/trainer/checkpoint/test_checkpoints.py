@@ -87,7 +87,7 @@ def planning_of_saves(cfg: Config) -> tuple[list[int], list[bool]]:
                 parameter.data.fill_(step)
             checkpoints.save_if_due(step, trainer)
             found = list(plans)
-            checkpoints._await_flight()
+            checkpoints._await_save()
             for parameter in parameters:
                 parameter.data.zero_()
             plans.append(0)
@@ -270,19 +270,19 @@ def full_disk(cfg: Config) -> list[Any]:
     with open_policy(cfg) as policy:
         trainer, checkpoints = open_all(cfg, policy)
         checkpoints.save_if_due(2, trainer)
-        checkpoints._await_flight()
+        checkpoints._await_save()
         if checkpoints._control.rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         checkpoints.save_if_due(4, trainer)
         with pytest.raises(InputError) as error:
-            checkpoints._await_flight()
+            checkpoints._await_save()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         checkpoints._control.all(True)
         left = sorted(path.name for path in (cfg.run.dir / CHECKPOINTS).iterdir())
         checkpoints._control.all(True)
         checkpoints.save_if_due(6, trainer)
-        checkpoints._await_flight()
+        checkpoints._await_save()
         return [str(error.value), left, list(complete_checkpoints(cfg.run.dir / CHECKPOINTS))]
 
 
