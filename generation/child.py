@@ -1,6 +1,6 @@
 """A server child that cannot outlive the process that started it, with its log in a file.
 
-Used by engines that are servers of their own. Run as a script it is the child's launcher: it asks
+Used by engines that start a server. Run as a script it is the child's launcher: it asks
 Linux to kill the process when its parent dies, then becomes the server.
 """
 
@@ -32,7 +32,7 @@ class ServerChild:
     async def start(
         self, command: list[str], environment: dict[str, str], *, nice: int = 0
     ) -> None:
-        """Start the command in a session of its own; its output is appended to the log."""
+        """Start the command in a new session; its output is appended to the log."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(

@@ -37,7 +37,7 @@ class EngineSetup:
     model: Path
     dtype: str
     stop_ids: tuple[int, ...]
-    """Token ids that end a sequence, beside those of the model folder."""
+    """Token ids that end a sequence, in addition to those of the model folder."""
     tensor_parallel: int
     max_running: int
     kv_tokens: int
@@ -49,8 +49,7 @@ class EngineSetup:
     """Deadline of each step of a weight sync."""
     host: str
     port: int
-    """Where an engine that is a server of its own listens; loopback only. Its ranks meet at the
-    port after it."""
+    """Where an engine's server listens; loopback only. Its ranks meet at the next port."""
     seed: int
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
@@ -58,14 +57,14 @@ class EngineSetup:
     takes_all_memory: bool = False
     """Whether on a GPU the KV cache holds what its memory has room for, not kv_tokens."""
     expert_parallel: int = 1
-    """Among how many of its ranks whole experts are divided."""
+    """Number of its ranks among which whole experts are divided."""
     nodes: int = 1
     """Hosts among which the engine's ranks are divided."""
     node_rank: int = 0
     meets_at: str = ""
     """Where the ranks of several nodes meet, as address:port."""
     orders: Path | None = None
-    """The file of orders to the ranks; None: beside the log."""
+    """The file of orders to the ranks; None: next to the log."""
     recomputes_kv_cache: bool = False
     """Whether a weight sync drops the keys and values of older weights."""
     overlaps_schedule: bool = False
@@ -123,7 +122,7 @@ class Engine(Protocol):
     ffn_multiple: int
     """To what it pads the MLP units of a rank."""
     expert_parallel: int
-    """Among how many of its ranks whole experts are divided."""
+    """Number of its ranks among which whole experts are divided."""
     version: int
     """Policy version of the weights it holds."""
 
@@ -150,7 +149,7 @@ class Engine(Protocol):
     async def receive(self, order: Receive) -> None:
         """Take slices from the trainer ranks. Only while paused.
 
-        Whether they arrived, each rank reports to the trainer: see `weights/receiver.py`.
+        Each rank reports to the trainer whether they arrived: `weights/exchange/engine_rank.py`.
         """
 
     async def pass_on(self, order: PassOn) -> None:
@@ -180,7 +179,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReleasingEngine(Protocol):
-    """An engine that can give memory back; these methods come beside those of `Engine`."""
+    """An engine that can give memory back; it has these methods too."""
 
     async def release(self) -> None:
         """Stop as `pause` does, and give the memory of weights and KV cache back. Again: nothing.

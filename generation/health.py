@@ -1,6 +1,7 @@
-"""Whether an engine makes progress with the work that it has. Used by the generator process.
+"""How long a generator had work, for its heartbeat, and whether its engine makes progress with it.
 
-An engine that hangs keeps its server's sockets open, so only its work shows it.
+Used by the generator process. An engine that hangs keeps its server's sockets open, so only its
+work shows it.
 """
 
 import asyncio
@@ -8,6 +9,45 @@ import time
 from typing import Protocol, Self, runtime_checkable
 
 from generation.engine import Engine, EngineError
+from megatron_rl.protocol.generator_messages import EngineActivity
+
+
+class Activity:
+    """Counts completions in flight, seconds idle and busy, and tokens, since the start."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        """Completions in flight."""
+        self._since: float | None = None
+        self._idle_s = 0.0
+        self._busy_s = 0.0
+        self._tokens = 0
+
+    def start(self, now: float) -> None:
+        """Begin to count: from here on the engine could serve."""
+        if self._since is None:
+            self._since = now
+
+    def change(self, now: float, completions: int, tokens: int = 0) -> None:
+        """Note that `completions` more (or fewer) are in flight, and tokens that were finished."""
+        self._add_elapsed(now)
+        self.running += completions
+        self._tokens += tokens
+
+    def report(self, now: float) -> EngineActivity:
+        """All figures until now."""
+        self._add_elapsed(now)
+        return EngineActivity(self._idle_s, self._busy_s, self._tokens, self.running)
+
+    def _add_elapsed(self, now: float) -> None:
+        if self._since is None:
+            return
+        if self.running:
+            self._busy_s += now - self._since
+        else:
+            self._idle_s += now - self._since
+        self._since = now
+
 
 LOOK_S = 2.0
 STALL_SHARE = 0.25
@@ -67,12 +107,6 @@ class EngineHealth:
         )
 
 
-class HasWork(Protocol):
-    """Says how many completions are in flight."""
-
-    running: int
-
-
 class MayPause(Protocol):
     """Says whether the engine is paused."""
 
@@ -80,7 +114,7 @@ class MayPause(Protocol):
 
 
 async def watch_work(
-    engine: Engine, health: EngineHealth, work: HasWork, weights: MayPause
+    engine: Engine, health: EngineHealth, work: Activity, weights: MayPause
 ) -> None:
     """Look at an engine for ever. Raises EngineError when it hangs."""
     while True:

@@ -15,7 +15,7 @@ Concurrency, one event loop:
 
 The first of these but `_serve` to end ends the process, and so does an engine that answers a
 `_serve` with nonsense or not in time. A message that makes no sense costs its sender what it has
-asked for; the others go on. `_serve` tasks are at most `expert.scorer.max_running` a replica, as
+asked for; others continue. `_serve` tasks are at most `expert.scorer.max_running` a replica, as
 that many requests of one are open; as many again are in the engine at once.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from generation.async_router import AsyncRouter
+from generation.async_sockets import AsyncRouter
 from generation.engine import EngineError
 from generation.scoring_engine import (
     RequestRefused,
@@ -112,7 +112,7 @@ class Scorer:
         del self._open[asked]
 
     def _refuse(self, peer: str, why: str) -> None:
-        """Drop the requests of a peer whose message makes no sense; the others go on.
+        """Drop the requests of a peer whose message makes no sense; other peers are served.
 
         A healthy peer asks for its requests again. Raises WireError at the limit.
         """

@@ -137,7 +137,7 @@ class SGLangEngine:
             stale: list[int] = []
             await self._wait_until_serving(deadline)
             version = self.version
-            # Each version has a prefix cache of its own, and so has each syncer: epochs count them.
+            # Each version of each syncer has its own prefix cache; epochs count syncers.
             request = direct_request(
                 self._setup, prompt_ids, sampling, prefix_key=f"{self._epoch}.{version}"
             )
@@ -253,7 +253,7 @@ class SGLangEngine:
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a folder that this host can read."""
-        # A folder is loaded by a session of its own.
+        # SGLang loads a folder in a separate session.
         await self._end_update()
         body = {
             "model_path": str(folder),

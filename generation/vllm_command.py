@@ -1,6 +1,6 @@
 """Where vLLM is installed and how its process is started. Used by `vllm_engine.py`.
 
-vLLM pins other packages than the rest, so it has a virtual environment of its own, which
+vLLM pins other packages than the rest, so it has a separate virtual environment, which
 `bash tools/install.sh cpu --with vllm` makes. Its process sees our packages through a folder of
 links: our own site-packages would put our versions of vLLM's packages before its own.
 """
@@ -109,7 +109,7 @@ def server_command(job: Path) -> list[str]:
 
 
 def server_environment(job: Path, log_path: Path) -> dict[str, str]:
-    """Variables added to the process's environment: offline, one thread, no processes of its own.
+    """Variables added to the process's environment: offline, one thread, no child processes.
 
     Intel's OpenMP is loaded first, as vLLM's manual for CPUs asks.
     """

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as an engine: one process of its own interpreter, asked over a Unix socket.
+"""vLLM's CPU build as an engine: one process with vLLM's interpreter, asked over a Unix socket.
 
 Used by the generator process. vLLM is not imported here; `vllm_server.py` runs in the child. The
 child counts versions itself, at its own step boundaries, and begins requests that a weight sync
@@ -15,14 +15,14 @@ Concurrency, all on the caller's event loop:
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
 from generation.child import ServerChild
-from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_direct import direct_request, read_ended
-from generation.vllm_channel import VLLMChannel
+from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
+from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.vllm_command import (
     installed_release,
     refuse_unsuitable,
@@ -30,7 +30,7 @@ from generation.vllm_command import (
     server_environment,
     write_job,
 )
-from generation.vllm_messages import Order, PauseNow
+from generation.vllm_messages import READY, Answer, Ask, Ends, Order, PauseNow, told_decoder
 from megatron_rl.protocol.types import (
     Bucket,
     JoinGroup,
@@ -41,6 +41,64 @@ from megatron_rl.protocol.types import (
     Resume,
     Sampling,
 )
+
+
+class VLLMChannel(DirectRequests):
+    """Requests and orders to one vLLM process over a socket; `vllm_server.py` is the other end.
+
+    Each `ask` waits for its answer, a lost connection, or its deadline.
+    """
+
+    peer = "vLLM's process"
+    decoder = told_decoder
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = itertools.count(READY + 1)
+        self._answers: dict[int, asyncio.Future[str]] = {}
+
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the model is loaded. Raises TimeoutError, and EngineError."""
+        await self._answer(READY, timeout_s)
+
+    async def ask(self, order: Order, timeout_s: float) -> None:
+        """Have an order obeyed. Raises EngineError."""
+        number = next(self._asked)
+        self._send(Ask(number, order))
+        try:
+            await self._answer(number, timeout_s)
+        except TimeoutError as error:
+            name = type(order).__name__
+            raise EngineTimeout(f"{name}: vLLM did not answer in {timeout_s:.0f} s") from error
+
+    async def _answer(self, number: int, timeout_s: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        try:
+            error = await asyncio.wait_for(future, timeout_s)
+        finally:
+            del self._answers[number]
+        if error:
+            raise EngineError(error)
+
+    # --- called by the event loop ---------------------------------------------------------------
+
+    def _take(self, message: Ends | Answer) -> None:
+        if isinstance(message, Ends):
+            super()._take(message.completions)
+            return
+        # None: it came after its deadline.
+        future = self._answers.get(message.number)
+        if future is not None and not future.done():
+            future.set_result(message.error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Wake all who wait: nothing more will come."""
+        super().connection_lost(error)
+        for future in self._answers.values():
+            if not future.done():
+                future.set_result(self._lost)
+
 
 RECEIVE_MARGIN_S = 5.0
 """The receiver keeps the order's deadline itself, and says what was late."""

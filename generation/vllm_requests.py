@@ -132,7 +132,7 @@ class CompletionRequests:
         from vllm.v1.engine import EngineCoreRequest
 
         asked = completion.request
-        # A name of its own each time: the model runner may still hold the one it was begun under.
+        # A new name each time: the model runner may still hold the earlier one.
         self._submitted += 1
         completion.core_name = str(self._submitted)
         self._by_core_name[completion.core_name] = completion

@@ -25,7 +25,7 @@ from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
 from megatron_rl.weights.layout.shape import read_shape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

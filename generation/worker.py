@@ -33,16 +33,14 @@ from pathlib import Path
 
 import numpy as np
 
-from generation.activity import Activity
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.gold_answers import find_gold
-from generation.health import EngineHealth, watch_work
+from generation.health import Activity, EngineHealth, watch_work
 from generation.meeting import call_path
 from generation.sglang_nodes import SpreadSGLangEngine
 from generation.tasks import end_with_first, interrupted
-from generation.turn import start_engine
-from generation.weight_client import WeightClient
+from generation.weight_client import WeightClient, start_engine
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config

@@ -215,7 +215,7 @@ def test_devices_are_named_only_in_the_backend() -> None:
     # gpu_day is of GPUs alone.
     exempt = (
         ROOT / "megatron_rl" / "backend",
-        ROOT / "megatron_rl" / "weights" / "exchange" / "memory",
+        ROOT / "megatron_rl" / "weights" / "exchange" / "memory.py",
         ROOT / "tools" / "bench",
         ROOT / "tools" / "gpu_day",
     )
@@ -256,7 +256,7 @@ def test_files_are_short() -> None:
         ("megatron_rl.cli.main", {"torch", "megatron", "sglang"}),
         ("megatron_rl.weights.folders.conversion", {"transformers", "megatron", "sglang"}),
         # Loaded by SGLang inside each of its ranks.
-        ("megatron_rl.weights.exchange.receiver", HEAVY - {"torch"}),
+        ("megatron_rl.weights.exchange.engine_rank", HEAVY - {"torch"}),
     ],
 )
 def test_a_process_loads_no_foreign_heavy_library(entry: str, forbidden: set[str]) -> None:

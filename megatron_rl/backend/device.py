@@ -98,7 +98,7 @@ class Backend:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def host_copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy in host memory that the device reads and writes while the host goes on."""
+        """A copy in host memory that the device reads and writes while the host continues."""
         copy = tensor.detach().to("cpu", dtype, copy=True)
         return copy if self.device.type == "cpu" else copy.pin_memory()
 
@@ -163,7 +163,7 @@ class Backend:
         }
 
     def set_random_states(self, states: dict[str, Any]) -> None:
-        """Go on where `random_states` was taken."""
+        """Continue from where `random_states` was taken."""
         get_cuda_rng_tracker().set_states(states["tracker"])
         torch.cuda.set_rng_state(states["device"])
         torch.set_rng_state(states["host"])

@@ -27,7 +27,7 @@ DEVICE_OF_MODE: dict[str, DeviceKind] = {"cpu": "cpu", "gpu": "cuda"}
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """Names of the variable by which torch's allocator of device memory is set."""
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
-"""Variable of TransformerEngine -> folder of NVIDIA's packages beside torch."""
+"""Variable of TransformerEngine -> folder of NVIDIA's packages next to torch."""
 _LINKED = "LD_LIBRARY_PATH"
 _RANK_SETTINGS = {
     # Megatron and TransformerEngine order communication before products only with one queue.
@@ -46,7 +46,7 @@ _NCCL_ALGORITHMS = ("NCCL_ALGO", "^NVLS")
 """Megatron's own check takes this value: sums inside of a switch have no fixed order."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Whole seconds: see `weights/exchange/device_group.py`."""
+"""Whole seconds: see `weights/exchange/group.py`."""
 
 
 def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:
@@ -71,7 +71,7 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
     use its cores. Ranks that torchrun starts need `ranks_environment`.
     """
     if device == "cuda":
-        # SGLang and FlashInfer call ninja by name, which is installed beside this interpreter.
+        # SGLang and FlashInfer call ninja by name, which is installed next to this interpreter.
         tools = str(Path(sys.executable).parent)
         home = find_cuda_home(os.environ)
         found = {"CUDA_HOME": str(home)} if home.is_dir() else {}
@@ -131,7 +131,7 @@ def _linked_libraries(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _packages() -> Path:
-    """The folder of NVIDIA's packages beside torch."""
+    """The folder of NVIDIA's packages next to torch."""
     return Path(sysconfig.get_path("purelib")) / "nvidia"
 
 

@@ -16,7 +16,7 @@ POSITION_MULTIPLE = 16
 """FP8 matrix products need as many positions on each rank, or a multiple."""
 BLOCK = 128
 """Elements that share a scale in the blockwise recipe."""
-# Gradients reach further than E4M3 goes, unless each block has a scale of its own.
+# Gradients reach further than E4M3 goes, unless each block has its own scale.
 _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
 

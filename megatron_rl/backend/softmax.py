@@ -118,8 +118,8 @@ def softmax_gradient(
     """-slope * softmax(logits / temperature), plus the target's slope at the target.
 
     log_z, slopes, target_slopes: [rows] float32. In the dtype of the logits, which are lost.
-    bonus: slope * -softmax * (log softmax + entropy) beside it. divergence: slope * softmax * (log
-    softmax - the other's - KL) beside it.
+    bonus adds slope * -softmax * (log softmax + entropy). divergence adds slope * softmax * (log
+    softmax - the other's - KL).
     """
     loops = library_for(SOURCE, logits)
     if loops is None or divergence is not None:

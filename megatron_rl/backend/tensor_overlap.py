@@ -25,7 +25,7 @@ product in FP8 needs multiples of 16."""
 MAX_ELEMENTS = 2**31
 """Of a buffer, which its code counts with an int (comm_gemm_overlap.cpp: comm_elements)."""
 BOOTSTRAP = "gloo"
-"""By which the ranks find each other: NCCL would keep communicators of its own on the device."""
+"""By which the ranks find each other: NCCL would keep further communicators on the device."""
 
 
 def check_shape(hidden: int, positions: int) -> None:
@@ -74,7 +74,7 @@ def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
 
 @contextmanager
 def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
-    """Buffers for microbatches of so many positions are open inside. Collective over all ranks.
+    """Buffers for microbatches of that size are open inside. Collective over all ranks.
 
     A no-op without `expert.parallel.overlap_tensor`.
     """

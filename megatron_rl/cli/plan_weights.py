@@ -22,14 +22,12 @@ from megatron_rl.plan.weight_sync import (
     sync_rate,
 )
 from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.layout.copies import model_copies, places_of
+from megatron_rl.weights.layout.copies import model_copies, places_of, turns_before
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
-from megatron_rl.weights.layout.relay_tree import turns_before
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, Slice
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
-from megatron_rl.weights.sync.bindings import Bindings
+from megatron_rl.weights.sync.relays import Bindings
 
 SHOWN_RANKS = 16
 

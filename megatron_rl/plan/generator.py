@@ -10,7 +10,7 @@ from megatron_rl.config.gpus import GIB, MIB
 from megatron_rl.config.tree import GeneratorConfig
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 
 
 def engine_rank_bytes(shape: ModelShape, generator: GeneratorConfig, item_bytes: int) -> list[int]:

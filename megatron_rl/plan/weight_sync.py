@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.plan.generator import engine_rank_bytes
-from megatron_rl.weights.layout.relay_tree import turns_before
+from megatron_rl.weights.layout.copies import turns_before
 from megatron_rl.weights.layout.shape import ModelShape
 
 NCCL_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 2e9
@@ -97,7 +97,7 @@ def sync_cost(
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     senders = len(copies[0])
     served = -(-generator.replicas // len(copies))
-    # Over NCCL a copy serves its engines one after the other: see weights/sync/settings.py.
+    # Over NCCL a copy serves its engines one after the other: see weights/sync/members.py.
     at_once = served if weights.method == "host" else 1
     turns = turns_before(served) if weights.relay else -(-served // at_once)
 

@@ -38,7 +38,7 @@ class MayStart(msgspec.Struct, frozen=True, tag="MayStart"):
 
 
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):
-    """Take parcels from the trainer ranks 0..rank_offset-1; see `weights/receiver.py`."""
+    """Take parcels from the trainer ranks 0..rank_offset-1; see `exchange/engine_rank.py`."""
 
     address: str
     port: int

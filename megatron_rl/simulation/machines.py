@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron_rl.plan.flops import bubble_share, causal_pairs
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.engine import EngineModel
-from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy
+from megatron_rl.weights.layout.copies import turns_before, turns_busy
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class WeightSyncModel:
     is_overlapped: bool = False
     """Sent during the next step's passes, and joined before its optimizer step."""
     is_relayed: bool = False
-    """Engines pass weights on; each lane is the root of a tree (`relay_tree.py`)."""
+    """Engines pass weights on; each lane is the root of a tree (`weights/layout/copies.py`)."""
 
     def times(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
         """([(pause, resume) of each engine], seconds until the trainer is done)."""

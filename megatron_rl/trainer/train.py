@@ -43,7 +43,7 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
-from megatron_rl.weights.exchange.device_group import is_of_devices
+from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
@@ -53,8 +53,8 @@ from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.members import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard
-from megatron_rl.weights.sync.settings import ExchangeSettings
 from megatron_rl.weights.sync.syncer import Method, WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns
 

@@ -27,7 +27,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.supervisor import child_environment
 from megatron_rl.protocol.nccl_settings import CHOSEN
-from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, call_limit
+from megatron_rl.weights.exchange.group import CALL_LIMIT_S, call_limit
 
 CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 

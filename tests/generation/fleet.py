@@ -33,8 +33,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Router
 from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
 from megatron_rl.weights.layout.shape import read_shape
-from megatron_rl.weights.layout.slices import as_matrix, local_part
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, as_matrix, local_part
 from tests.distributed import run_ranks
 from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Script, WeightsSynced, sync_script

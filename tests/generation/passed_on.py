@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.protocol.types import Hello, PassOn, Receive
-from megatron_rl.weights.exchange.calls import Call, call_key, gives_key, prepared_key
+from megatron_rl.weights.exchange.engine_rank import Receiver, Report
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.exchange.receiver import Receiver, Report
+from megatron_rl.weights.exchange.sender import Call, call_key, gives_key, prepared_key
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.sync.reshard import receiver_slices

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
 from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
+from megatron_rl.weights.exchange.engine_rank import Report
 from megatron_rl.weights.exchange.group import close_group, join_group, open_store
 from megatron_rl.weights.exchange.parcels import outgoing, send
 from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.exchange.receiver import Report
 from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape

@@ -1,6 +1,6 @@
 """Seconds idle and busy, by a clock that the test moves."""
 
-from generation.activity import Activity
+from generation.health import Activity
 from megatron_rl.protocol.generator_messages import EngineActivity
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import zmq
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from megatron_rl.protocol.types import Ack
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from tests.ports import free_port

@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from generation.async_dealer import AsyncDealer
-from generation.async_router import AsyncRouter
+from generation.async_sockets import AsyncDealer, AsyncRouter
 from generation.scorer import MAX_REFUSED, Scorer
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
 from megatron_rl.protocol.types import GeneratorReady, Stop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError, load_engine
 from generation.hf_engine import HFEngine
 from generation.worker import GeneratorWorker

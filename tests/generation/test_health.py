@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineTimeout
 from generation.health import EngineHealth

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.hf_engine import HFEngine
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.memory.digests import word_sums
+from megatron_rl.weights.exchange.packets import word_sums
 from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
 from megatron_rl.weights.exchange.transport import HOST, IPC, Buffers, Channel, stages_all

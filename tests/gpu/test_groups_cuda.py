@@ -15,8 +15,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.device_group import start_batch
-from megatron_rl.weights.exchange.group import open_store, wait_until
+from megatron_rl.weights.exchange.group import open_store, start_batch, wait_until
 from megatron_rl.weights.exchange.transport import Buffers, Channel
 from tests.distributed import run_ranks
 from tests.gpu.test_exchange_cuda import device_of

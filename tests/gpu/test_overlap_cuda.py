@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights.exchange.memory.streams import SideStreams, synchronize
+from megatron_rl.weights.exchange.memory import SideStreams, synchronize
 from tests.weights.plays import sync, versions
 from tests.weights.scripted_generators import Generator
 

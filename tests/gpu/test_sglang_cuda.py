@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from generation import sglang_engine
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import Completion, engine_setup
 from generation.sglang_engine import SGLangEngine
 from generation.sglang_orders import LOADER

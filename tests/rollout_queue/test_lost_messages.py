@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import generation.worker
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import Completion, EngineError
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from generation.async_router import AsyncRouter
+from generation.async_sockets import AsyncRouter
 from generation.scorer import Scorer
 from generation.scoring_engine import RequestRefused
 from megatron_rl.protocol.process import TrainingStopped

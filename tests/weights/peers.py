@@ -17,20 +17,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from generation import turn, weight_client
+from generation import weight_client
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
 from megatron_rl.weights.sync import generator_sync
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
-from megatron_rl.weights.sync.members import Outcome
+from megatron_rl.weights.sync.members import ExchangeSettings, Outcome
 from megatron_rl.weights.sync.reshard import Reshard
-from megatron_rl.weights.sync.settings import ExchangeSettings
 from megatron_rl.weights.sync.syncer import Method, WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.lossy_router import Loss, LossyRouter
@@ -118,7 +117,7 @@ def play(setup: Setup, folder: Path) -> Any:
     if setup.losing:
         # This process was forked for the play.
         generator_sync.ENGINE_MARGIN_S = 0.3
-        weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, turn.ASK_S = 0.2, 1.0, 0.2
+        weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, weight_client.ASK_S = 0.2, 1.0, 0.2
     with limited_links(setup.link_bytes_per_s):
         if rank < setup.trainers:
             return train(setup, folder, rank)

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError
-from generation.turn import await_room
-from generation.weight_client import WeightClient
+from generation.weight_client import WeightClient, await_room
 from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
 from megatron_rl.weights.exchange import parcels, sender, transport
@@ -33,7 +32,7 @@ from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_g
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from tests.weights.made_up import SHAPE, allocate, fill, own_device
 
 FILE_PATIENCE_S = 60.0

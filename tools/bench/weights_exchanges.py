@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.weights.exchange import transport as transports
-from megatron_rl.weights.exchange.memory.digests import digest
-from megatron_rl.weights.exchange.packets import Packet
+from megatron_rl.weights.exchange.packets import Packet, digest
 from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes
 from megatron_rl.weights.exchange.transport import GroupTransport
 from tools.bench.weights_figures import FLOOR, RAW

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError, engine_setup
 from generation.sglang_engine import SGLangEngine
 from generation.tasks import end_with_first, interrupted
@@ -23,12 +23,12 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import receiver
+from megatron_rl.weights.exchange import engine_rank
+from megatron_rl.weights.exchange.engine_rank import Receiver
 from megatron_rl.weights.exchange.parcels import receive
-from megatron_rl.weights.exchange.receiver import Receiver
 from megatron_rl.weights.layout.engine_layout import engine_slices
 from megatron_rl.weights.layout.shape import read_shape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from tools.bench.weights_exchanges import RECEIVE
 from tools.bench.weights_figures import BARE_VARIABLE
 
@@ -59,7 +59,7 @@ class BareEngine:
 
     def _take(self, order: Receive) -> None:
         method = order.group_name.partition("-")[0]
-        with patch.object(receiver, "receive", RECEIVE.get(method, receive)):
+        with patch.object(engine_rank, "receive", RECEIVE.get(method, receive)):
             self._receiver_of(order.group_name).take(order)
 
     def _receiver_of(self, group_name: str) -> Receiver:

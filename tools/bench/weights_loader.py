@@ -19,7 +19,7 @@ import torch
 from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import receiver
+from megatron_rl.weights.exchange import engine_rank
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.parcels import receive
 from tools.bench.measuring import start_peak, status_bytes
@@ -34,7 +34,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     path = Path(os.environ[ORDERS_VARIABLE])
     with noted_growth(path.with_suffix(f".growth-{os.getpid()}.jsonl"), order.group_name):
         method = order.group_name.partition("-")[0]
-        with patch.object(receiver, "receive", RECEIVE.get(method, receive)):
+        with patch.object(engine_rank, "receive", RECEIVE.get(method, receive)):
             _rank(model, method).obey(order)
 
 

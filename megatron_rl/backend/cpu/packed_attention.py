@@ -72,7 +72,7 @@ class Attention:
         )
 
     def places(self, *inputs: Tensor) -> list[_Heads]:
-        """Of queries, keys and values: in tensors of their own, [tokens, heads, dim], or in one.
+        """Places of queries, keys and values: in three tensors, [tokens, heads, dim], or in one.
 
         One holds [tokens, groups * (heads / groups + 2) * dim]: the queries of a group, its key and
         its value, then the next group.

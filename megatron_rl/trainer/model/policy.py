@@ -22,7 +22,7 @@ from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 FILES_OF_A_RANK = 512

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 
 UNKNOWN = -1
 """A position without a recorded choice; it predicts nothing."""

@@ -1,12 +1,13 @@
 """Sending and receiving the parcels of a plan, round by round.
 
 Shared by trainer ranks and engines; needs torch alone. Two rounds are in flight: a rank needs at
-most twice the bytes of a round beside its parameters. Senders call `outgoing` before the generator
-is paused, receivers `incoming` before the senders start: neither takes time of the transfer.
+most twice the bytes of a round in addition to its parameters. Senders call `outgoing` before the
+generator is paused, receivers `incoming` before the senders start: neither delays the transfer.
 """
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,36 @@ from megatron_rl.weights.exchange.packets import (
 )
 from megatron_rl.weights.exchange.plan import Parcel
 from megatron_rl.weights.exchange.transport import Transport
+
+
+class PlainParameters(dict[str, Tensor]):
+    """Parameters by name: plain ones themselves, quantised ones dequantised when first asked for.
+
+    A parameter that a library keeps quantised (TransformerEngine's Float8Tensor, with
+    `expert.model.fp8_parameters`) claims the compute dtype. But `view(torch.uint8)` gives its codes
+    without their scales, and any other view of a part dequantises the whole parameter.
+
+    For one weight sync: what was dequantised is kept, so that it happens once for all slices and
+    all generators. It takes as much memory as the quantised parameters in their nominal dtype.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        # Threads that prepare for engines of different kinds ask for the same ones.
+        self._finding = threading.Lock()
+
+    def __missing__(self, name: str) -> Tensor:
+        with self._finding:
+            if name not in self:
+                parameter = self._parameters[name]
+                self[name] = parameter.dequantize() if is_quantised(parameter) else parameter
+        return self[name]
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    """Whether its class keeps codes and knows how to dequantise them; torch's own do not."""
+    return type(parameter).dequantize is not Tensor.dequantize
 
 
 class ParcelEnd(NamedTuple):

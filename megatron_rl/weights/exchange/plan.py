@@ -15,8 +15,8 @@ from typing import NamedTuple
 from megatron_rl.weights.layout.slices import Slice
 
 PARCEL_OVERHEAD_BYTES = 32
-"""At most so much of a parcel's buffer is not payload: digest and version are 24 bytes, padding in
-front of them less than 8."""
+"""Most bytes of a parcel's buffer that are not payload: digest and version take 24, padding less
+than 8."""
 _PIECES = 8
 """A bucket holds at least this number of pieces, so that loads and rounds come out even."""
 
@@ -83,7 +83,7 @@ class Plan:
         return [[parcel for parcel in each if parcel.receiver == rank] for each in self.rounds]
 
     def peak_bytes(self) -> int:
-        """Bound of the memory of any rank beside its parameters: two rounds are in flight."""
+        """Upper bound of a rank's memory without its parameters: two rounds are in flight."""
         most = 0
         for first, second in zip(self.rounds, [*self.rounds[1:], ()], strict=True):
             held: dict[tuple[str, int], int] = defaultdict(int)

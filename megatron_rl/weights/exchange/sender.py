@@ -1,9 +1,9 @@
 """One rank's sending to one generator, as trainer rank 0 calls for it in the exchange's store.
 
-Runs on the trainer ranks of the copy that serves the generator, in a thread of its own or, over
-NCCL, in one that serves all generators of the rank in turn; and in the ranks of an engine that
-passes weights on (`relay.py`). It uses nothing that another thread uses: store, group and buffers
-are its own, and the parameters do not change before its weight sync has ended.
+Runs on the trainer ranks of the copy that serves the generator: in one thread per generator or,
+over NCCL, in one thread for all generators. Also runs in the ranks of an engine that passes weights
+on (`engine_rank.py`). No other thread uses its store, group or buffers, and the parameters
+do not change before its weight sync has ended.
 """
 
 import logging
@@ -15,18 +15,47 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.calls import (
-    ENGINE_MARGIN_S,
-    Call,
-    call_key,
-    failed_key,
-    gives_key,
-    prepared_key,
-)
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import Ends, send
 from megatron_rl.weights.exchange.plan import Rounds
 from megatron_rl.weights.exchange.transport import Buffers, Channel
+
+ENGINE_MARGIN_S = 2.0
+"""The senders' deadline ends so much later than the receivers': a receiver that is late then has
+time to report why, and its error says more than a sender's."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What rank 0 tells the senders of one generator."""
+
+    receive: Receive | None = None
+    """The transfer that begins; None: the weight sync to this generator is over."""
+    left_s: float = 0.0
+    """Until the transfer's deadline."""
+
+
+def prepared_key(call: int, rank: int) -> str:
+    """Set by a sender to "" when it can begin, else to why not.
+
+    call: number of the call that it waits for.
+    """
+    return f"prepared/{call}/{rank}"
+
+
+def call_key(call: int) -> str:
+    """Set by rank 0 to a `Call`."""
+    return f"call/{call}"
+
+
+def failed_key(attempt: int) -> str:
+    """Set by a sender that could not send, to the reason."""
+    return f"failed/{attempt}"
+
+
+def gives_key(rank: int) -> str:
+    """Set by rank 0 to the parcels that a sender gives, round by round, where it is an engine's."""
+    return f"gives/{rank}"
+
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.device_group import is_of_devices, start_batch
-from megatron_rl.weights.exchange.group import Work, close_group, connect_group, join_group
-from megatron_rl.weights.exchange.memory.sharing import Handle, SharedMemory, open_shared
-from megatron_rl.weights.exchange.memory.streams import synchronize
+from megatron_rl.weights.exchange.group import (
+    Work,
+    close_group,
+    connect_group,
+    is_of_devices,
+    join_group,
+    start_batch,
+)
+from megatron_rl.weights.exchange.memory import Handle, SharedMemory, open_shared, synchronize
 from megatron_rl.weights.exchange.packets import Packet
 
 IPC = "ipc"

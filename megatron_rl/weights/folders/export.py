@@ -5,17 +5,31 @@
 
 A syncer takes any iterator of buckets, so an exchange from shard to shard can take the place of
 `export_tensors` without a change there.
+
+A rank that waited for rank 0 in a collective would be ended after
+`expert.train.collective_timeout_s`, on a device by the watchdog of its group. So it waits for a key
+of the store by which the ranks met:
+
+| key | set by | deleted by | says |
+|---|---|---|---|
+| `export/N/call/NAME/RANK` | rank 0 | the rank | send your slices of this tensor now |
+| `export/N/over` | rank 0 | rank 0, when all have seen it | all is done |
 """
 
+import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     NamedTensor,
@@ -25,7 +39,6 @@ from megatron_rl.weights.folders.hf_folder import (
     write_tensors,
 )
 from megatron_rl.weights.folders.staging import staged
-from megatron_rl.weights.folders.turns import Turns
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
@@ -35,6 +48,56 @@ from megatron_rl.weights.layout.trainer_layout import (
     named_parameters,
     trainer_slices,
 )
+
+# All ranks count alike, because all take part in each export.
+_exports = itertools.count()
+
+
+class ExportCalls:
+    """What rank 0 tells the others, of one export."""
+
+    def __init__(self, patience_s: float) -> None:
+        """patience_s: how long rank 0 may keep the others waiting between two calls."""
+        self._prefix = f"export/{next(_exports)}"
+        self._patience_s = patience_s
+
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        # A second connection: torch's threads use the other one, which a wait would keep. Made
+        # when it is needed: rank 0 may be done with a rank that has nothing to send, and gone.
+        store = distributed_c10d._get_default_store().clone()
+        return dist.PrefixStore(self._prefix, store)
+
+    def call(self, name: str, ranks: Iterable[int]) -> None:
+        """On rank 0: let these send."""
+        for rank in ranks:
+            self._store.set(f"call/{name}/{rank}", b"")
+
+    def await_call(self, name: str, rank: int) -> None:
+        """On another rank: wait until rank 0 wants this tensor. Raises DeadlineExceeded."""
+        key = f"call/{name}/{rank}"
+        self._wait(key, f"ask for its slices of {name}")
+        self._store.delete_key(key)
+
+    def end(self) -> None:
+        """Return when rank 0 has done everything. Every rank calls it. Raises DeadlineExceeded."""
+        if dist.get_rank() == 0:
+            self._store.set("over", b"")
+        else:
+            self._wait("over", "finish the export")
+        # Short, as all are here: the store may lie in rank 0, which must not leave before.
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._store.delete_key("over")
+
+    def _wait(self, key: str, what: str) -> None:
+        try:
+            self._store.wait([key], timedelta(seconds=self._patience_s))
+        except dist.DistStoreError as error:
+            raise DeadlineExceeded(
+                f"trainer rank 0 did not {what} within {self._patience_s:.0f} s"
+            ) from error
+
 
 PATIENCE_S = 1800.0
 """How long the others wait for rank 0, which may write to a slow disk."""
@@ -52,21 +115,21 @@ def export_tensors(
     two that another rank has part in, which raises DeadlineExceeded there if it takes longer.
     """
     parameters = named_parameters(model)
-    rank, turns = dist.get_rank(), Turns(patience_s)
+    rank, calls = dist.get_rank(), ExportCalls(patience_s)
     sent = senders(shape, all_places(model[0].config))
     for name, size in hf_shapes(shape).items():
         if rank == 0:
-            turns.call(name, (giver for giver in sent[name] if giver != 0))
+            calls.call(name, (giver for giver in sent[name] if giver != 0))
             yield name, _assemble(size, sent[name], parameters)
         elif rank in sent[name]:
             # Sent only when rank 0 receives: the others do not wait in a collective meanwhile.
-            turns.await_call(name, rank)
+            calls.await_call(name, rank)
             _transfer(dist.isend, _flat(parameters, sent[name][rank]), 0)
 
 
 def _transfer(operation: Callable[..., object], flat: Tensor, peer: int) -> None:
     """Send to a rank or receive from it."""
-    # In a batch, if of one: alone, it would make NCCL a communicator of its own for each pair.
+    # In a batch, even if of one: alone, NCCL would make a communicator for each pair.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, flat, peer)]):
         work.wait()
 
@@ -130,7 +193,7 @@ def save_hf(
     complete; replaces: in place of an older one, which is a FileExistsError without it. Ranks other
     than 0 return when it is there, or raise DeadlineExceeded after patience_s without news.
     """
-    turns, tensors = Turns(patience_s), export_tensors(model, shape, patience_s)
+    calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -140,4 +203,4 @@ def save_hf(
             copy_files(carried_files(source), staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
-    turns.end()
+    calls.end()

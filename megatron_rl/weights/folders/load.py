@@ -69,7 +69,7 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
     # Rows that pad the vocabulary and are not in the checkpoint become zero.
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
     for number, chunk in enumerate(chunks):
-        # Not strict: what TransformerEngine keeps beside parameters is not loaded.
+        # Not strict: what TransformerEngine keeps besides parameters is not loaded.
         lacking = chunk.load_state_dict(loaded[str(number)], strict=False).missing_keys
         assert not lacking or all("_extra_state" in key for key in lacking), lacking
 

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.folders.blocks import Block, model_blocks
+from megatron_rl.weights.folders.megatron_folder import Block, model_blocks
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import as_matrix
-from megatron_rl.weights.layout.tensor_shards import Piece
+from megatron_rl.weights.layout.slices import Piece, as_matrix
 
 _COMMON = "common.pt"
 _KIND = "metadata.json"

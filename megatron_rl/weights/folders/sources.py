@@ -14,14 +14,18 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
-from megatron_rl.weights.folders.blocks import Block, model_blocks
 from megatron_rl.weights.folders.hf_folder import (
     carried_files,
     check_tensors,
     open_files,
     open_tensors,
 )
-from megatron_rl.weights.folders.megatron_folder import MegatronFolder, is_megatron_folder
+from megatron_rl.weights.folders.megatron_folder import (
+    Block,
+    MegatronFolder,
+    is_megatron_folder,
+    model_blocks,
+)
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes

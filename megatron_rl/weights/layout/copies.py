@@ -4,6 +4,17 @@ Used by trainer ranks and the launcher; pure functions of places, which need no 
 context-parallel ranks repeat the parameters of others, so there is a copy for each of them. Where
 experts are divided among more ranks than the rest of the model, a copy takes as many: its ranks
 hold each expert once, and the rest several times.
+
+The generators of a copy may pass weights on in a binomial tree:
+
+    copy ── 1 ── 3 ── 7
+     │      └─── 5
+     ├───── 2 ── 6
+     └───── 4
+
+Place n gets its weights from the place that is n without its highest bit. Each place serves its own
+one after the other, so the places that hold a version double with every transfer: place n has it
+after `turns_before(n)` transfers, where the copy alone would need n.
 """
 
 from collections import Counter
@@ -12,8 +23,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, Slice
 from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
 
 
@@ -63,3 +73,20 @@ def places_of(parallel: ParallelConfig) -> tuple[Place, ...]:
     )
     ranks = range(parallel.world_size)
     return tuple(place_of(rank, len(ranks), like) for rank in ranks)
+
+
+def source_of(place: int) -> int:
+    """The place that serves this one (from 1 on); 0 is the copy."""
+    return place - (1 << (place.bit_length() - 1))
+
+
+def turns_before(place: int) -> int:
+    """Transfers, one after the other, after which the place has a version."""
+    return place.bit_length()
+
+
+def turns_busy(place: int, places: int) -> int:
+    """Transfers after which the place has also passed the version on; places: their number."""
+    own = turns_before(place)
+    later = range(own, places.bit_length())
+    return max((turn + 1 for turn in later if place + (1 << turn) <= places), default=own)

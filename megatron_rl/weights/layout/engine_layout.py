@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.weights.layout.shape import ModelShape, counts_of
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import Share
-from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES
+from megatron_rl.weights.layout.slices import Share, Slice
+from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES, hf_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,41 +75,22 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
 
     Every tensor lies whole under its own name, but transformers 5 fuses the experts of a layer.
     """
-    slices = [_whole("model.embed_tokens.weight", shape.vocab, shape.hidden)]
-    slices.append(_whole("model.norm.weight", shape.hidden))
-    if not shape.is_tied:
-        slices.append(_whole("lm_head.weight", shape.vocab, shape.hidden))
+    whole = [_whole(name, *size) for name, size in hf_shapes(shape).items()]
+    if not shape.experts:
+        return whole
+    block = EXPERT_NAMES[shape.architecture].block
+    slices = [
+        # transformers 5 calls the block `mlp` in every family; the files keep their own names.
+        part._replace(local=part.local.replace(f".{block}.gate.", ".mlp.gate."))
+        for part in whole
+        if ".experts." not in part.hf
+    ]
+    units = Span(0, shape.moe_ffn, shape.moe_ffn)
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
-        slices += _hf_layer(name, shape)
-        if shape.experts:
-            # transformers 5 calls the block `mlp` in every family; the files keep their own names.
-            block = EXPERT_NAMES[shape.architecture].block
-            router = _whole(f"{name}.{block}.gate.weight", shape.experts, shape.hidden)
-            units = Span(0, shape.moe_ffn, shape.moe_ffn)
-            local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
-            slices.append(router._replace(local=f"{name}.mlp.gate.weight"))
-            slices += _fused_experts(name, local, units, shape, range(shape.experts))
-        else:
-            for part in ("gate", "up"):
-                slices.append(_whole(f"{name}.mlp.{part}_proj.weight", shape.ffn, shape.hidden))
-            slices.append(_whole(f"{name}.mlp.down_proj.weight", shape.hidden, shape.ffn))
+        local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
+        slices += _fused_experts(name, local, units, shape, range(shape.experts))
     return slices
-
-
-def _hf_layer(name: str, shape: ModelShape) -> Iterator[Slice]:
-    """Norms and attention of one layer."""
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield _whole(f"{name}.{norm}.weight", shape.hidden)
-    for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
-        yield _whole(f"{name}.self_attn.{part}_proj.weight", heads * shape.head_dim, shape.hidden)
-        if shape.has_qkv_bias:
-            yield _whole(f"{name}.self_attn.{part}_proj.bias", heads * shape.head_dim)
-    if shape.has_qk_norm:
-        for part in "qk":
-            yield _whole(f"{name}.self_attn.{part}_norm.weight", shape.head_dim)
-    width = shape.heads * shape.head_dim
-    yield _whole(f"{name}.self_attn.o_proj.weight", shape.hidden, width)
 
 
 def _vocabulary(shape: ModelShape, tensor: Share) -> Iterator[Slice]:

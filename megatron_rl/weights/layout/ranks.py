@@ -4,7 +4,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import Place, place_of
 
 

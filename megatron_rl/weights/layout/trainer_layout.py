@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.config.parallel import stage_layers
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import (
+from megatron_rl.weights.layout.slices import (
     Layout,
     Piece,
     Share,
+    Slice,
     by_columns,
     by_query_groups,
     by_vocabulary,
@@ -86,7 +86,7 @@ class Entry:
     """One Megatron parameter and the HF tensors it is made of.
 
     Names hold `{layer}`, counted over all chunks of the rank, and those of experts `{expert}`,
-    counted from the rank's first. Experts are shared among tensor ranks of their own.
+    counted from the rank's first. Experts have separate tensor ranks.
     """
 
     megatron: str
@@ -328,8 +328,8 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """The parameters of a rank's chunks under the names of ARCHITECTURES.
 
-    Strips the wrappers' prefixes, renames what TransformerEngine names otherwise, and goes on
-    counting layers from chunk to chunk.
+    Strips the wrappers' prefixes, renames what TransformerEngine names otherwise, and
+    counts layers on from chunk to chunk.
     """
     named: dict[str, Tensor] = {}
     first = 0

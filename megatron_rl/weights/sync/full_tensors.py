@@ -24,13 +24,10 @@ from megatron_rl.protocol.types import (
     Load,
     Pause,
 )
-from megatron_rl.weights.exchange.device_group import is_of_devices
-from megatron_rl.weights.exchange.group import close_group, join_group, open_store
+from megatron_rl.weights.exchange.group import close_group, is_of_devices, join_group, open_store
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.conversation import Conversation
-from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.sync.members import Member, Outcome
-from megatron_rl.weights.sync.settings import ExchangeSettings
+from megatron_rl.weights.sync.link import POLL_S, Conversation, GeneratorLink, GeneratorLost
+from megatron_rl.weights.sync.members import ExchangeSettings, Member, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +159,7 @@ class Disk:
         """Version of the newest folder."""
 
     def sync(self, members: list[Member], version: int) -> Outcome:
-        """Bring all members to the version; they go on while the folder is written."""
+        """Bring all members to the version; they generate while the folder is written."""
         outcome = Outcome()
         target = self._folder / f"version_{version:06d}"
         if version != self._saved:

@@ -1,11 +1,11 @@
 """Rank 0's conversation with one generator and with the ranks that send to it.
 
 A weight sync to a generator is an iterator of single looks, so that one thread leads the
-conversations with all generators at once (`lead`): each goes on when what it waits for is there.
+conversations with all generators at once (`lead`).
 
 The ranks that send are those of a copy of the model, or of another generator's engine that passes
 the version on. Where that goes wrong but the receiving engine is idle again, the generator is
-passed over instead of dropped: the copy serves it in a weight sync of its own.
+passed over instead of dropped: the copy serves it in a separate weight sync.
 """
 
 import logging
@@ -16,7 +16,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import msgspec
 
 from megatron_rl.protocol.types import Fence, PassOn, Pause, Receive, Resume
-from megatron_rl.weights.exchange.calls import (
+from megatron_rl.weights.exchange.engine_rank import Report
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.sender import (
     ENGINE_MARGIN_S,
     Call,
     call_key,
@@ -24,12 +27,8 @@ from megatron_rl.weights.exchange.calls import (
     gives_key,
     prepared_key,
 )
-from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.plan import Plan
-from megatron_rl.weights.exchange.receiver import Report
 from megatron_rl.weights.sync.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.sync.members import Member, Outcome
-from megatron_rl.weights.sync.settings import ATTEMPTS, ExchangeSettings
+from megatron_rl.weights.sync.members import ATTEMPTS, ExchangeSettings, Member, Outcome
 from megatron_rl.weights.sync.sync_progress import SyncProgress
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class GeneratorSync:
         """source: who serves it, see `Relays`. name: of the group."""
         self.member, self.name, self._settings = member, name, settings
         self._senders, self._source = plan.senders, source
-        self._course = SyncProgress({}, {})
+        self._progress = SyncProgress({}, {})
         """Of the weight sync that is going on."""
         self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
         self._attempts = self._calls = 0
@@ -86,7 +85,7 @@ class GeneratorSync:
         link: GeneratorLink,
         version: int,
         outcome: Outcome,
-        course: SyncProgress,
+        progress: SyncProgress,
         *,
         turns: int,
     ) -> Generator[None]:
@@ -94,7 +93,7 @@ class GeneratorSync:
 
         turns: how many generators its senders may serve before they have served this one.
         """
-        member, self._course = self.member, course
+        member, self._progress = self.member, progress
         old, self._old_keys = self._old_keys, []
         try:
             link.begin(member.name, member.hello.session)
@@ -107,7 +106,7 @@ class GeneratorSync:
             paused_at = time.monotonic()
             yield from self._transfers(link, version, outcome)
             self._call(Call())
-            course.note_held(member.name)
+            progress.note_held(member.name)
             outcome.relayed += bool(self._source)
             yield from self._passing_on(link)
             # Every engine rank has reported whole parcels: the version may be served.
@@ -118,22 +117,22 @@ class GeneratorSync:
             self.has_served = True
         except RelayFailed as error:
             outcome.passed_over[member.name] = str(error)
-            course.note_failed(member.name)
+            progress.note_failed(member.name)
             self._call(Call())
         except GeneratorLost as error:
             outcome.failed[member.name] = str(error)
-            course.note_failed(member.name)
+            progress.note_failed(member.name)
             self._fence(link, str(error))
-            # A second time where the senders know already: this desk is used no more.
+            # A second time where the senders know already: this sync is used no more.
             self._call(Call())
 
     def _ask_source(self, link: GeneratorLink, version: int) -> Iterator[None]:
         """Wait until it is this generator's turn, and have its source send. Raises RelayFailed."""
-        name, course = self.member.name, self._course
+        name, progress = self.member.name, self._progress
         yield from link.waiting(
-            name, lambda: course.is_turn(name), self._last(), f"{self._source} was not done"
+            name, lambda: progress.is_turn(name), self._last(), f"{self._source} was not done"
         )
-        if not course.holds(self._source):
+        if not progress.holds(self._source):
             raise RelayFailed(f"{name}: {self._source} failed, which was to pass the version on")
         order = PassOn(
             address=self._settings.host,
@@ -141,7 +140,7 @@ class GeneratorSync:
             group_name=self.name,
             version=version,
             deadline_s=self._settings.deadline_s,
-            kept=course.groups_of(self._source),
+            kept=progress.groups_of(self._source),
         )
         try:
             # No wait for its Ack: it obeys in order, so that its Resume comes after this.
@@ -151,17 +150,17 @@ class GeneratorSync:
 
     def _passing_on(self, link: GeneratorLink) -> Iterator[None]:
         """Wait until the others have the version that this generator passes on."""
-        name, course = self.member.name, self._course
-        if not course.served_by(name):
+        name, progress = self.member.name, self._progress
+        if not progress.served_by(name):
             return
         yield from link.waiting(
-            name, lambda: course.has_passed_on(name), self._last(), "it did not pass it on"
+            name, lambda: progress.has_passed_on(name), self._last(), "it did not pass it on"
         )
 
     def _last(self) -> float:
         """When every transfer that this one may have to wait for has met its own deadlines."""
         each_s = (ATTEMPTS + 1) * (self._settings.deadline_s + ENGINE_MARGIN_S)
-        return time.monotonic() + self._course.size * each_s
+        return time.monotonic() + self._progress.size * each_s
 
     def _prepared(self, link: GeneratorLink, turns: int) -> Iterator[None]:
         keys = [prepared_key(self._calls, rank) for rank in range(self._senders)]
@@ -185,7 +184,7 @@ class GeneratorSync:
         """Wait for the keys. Raises GeneratorLost, or RelayFailed when the source is lost."""
 
         def are_there() -> bool:
-            if self._source and self._course.is_lost(self._source):
+            if self._source and self._progress.is_lost(self._source):
                 raise RelayFailed(f"{self.member.name}: {self._source} was lost as it passed on")
             return self._store.check(keys)
 
@@ -305,7 +304,7 @@ class GeneratorSync:
 
 def lead(
     link: GeneratorLink,
-    desks: Sequence[GeneratorSync],
+    syncs: Sequence[GeneratorSync],
     version: int,
     sources: Mapping[str, str],
     *,
@@ -318,22 +317,22 @@ def lead(
     a generator to pass it on, so long and a transfer; None: each has its whole deadline.
     """
     outcome = Outcome()
-    course = SyncProgress(sources, {desk.member.name: desk.name for desk in desks})
-    turns = 1 if grace_s is not None else len(desks)
-    talks = {d.member.name: d.sync(link, version, outcome, course, turns=turns) for d in desks}
-    known = {desk.member.name for desk in desks if desk.has_served}
+    progress = SyncProgress(sources, {sync.member.name: sync.name for sync in syncs})
+    turns = 1 if grace_s is not None else len(syncs)
+    talks = {d.member.name: d.sync(link, version, outcome, progress, turns=turns) for d in syncs}
+    known = {sync.member.name for sync in syncs if sync.has_served}
     # Looks at many generators take longer than at one.
     poll_s = min(LONGEST_POLL_S, POLL_S * len(talks))
     waits_until, passes_on = math.inf, any(sources.values())
     while talks:
         link.listen(poll_s)
         if grace_s is not None and time.monotonic() > waits_until:
-            for name in course.are_late(known & talks.keys()):
+            for name in progress.are_late(known & talks.keys()):
                 reason = (
                     f"{name}: not done {grace_s:g} s after another one (expert.weights.grace_s)"
                 )
                 _give_up(talks[name], reason)
-                # Who passed on to it, or waited for it, goes on only now.
+                # Generators that passed on to it, or waited for it, continue only now.
                 waits_until = time.monotonic() + grace_s
         for name, talk in list(talks.items()):
             if next(talk, _END) is _END:

@@ -1,11 +1,43 @@
-"""Who takes part in a weight sync, and how it went. Used by every trainer rank."""
+"""Who takes part in a weight sync, how the ranks exchange, and how it went.
+
+Used by every trainer rank.
+"""
 
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
+
+ATTEMPTS = 2
+"""Transfers of one weight sync to one generator; the second if parcels arrived damaged."""
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How to exchange."""
+
+    host: str
+    """Where the stores of the groups listen."""
+    backend: str
+    """Collectives of the groups; or IPC: no groups, but memory that ranks on one node share; or
+    HOST: gloo, by way of host memory."""
+    dtype: torch.dtype
+    """Of elements on the wire."""
+    bucket_bytes: int
+    deadline_s: float
+    name: str
+    """Prefix of the groups' names, the same on every rank and of no other syncer."""
+    grace_s: float = 30.0
+    """How long all others wait for a generator that has taken a version before."""
+    is_concurrent: bool = True
+    """Whether a trainer rank serves all its generators at once. Not where collectives are kernels:
+    those of two groups on one device, started in different orders on different ranks, may wait for
+    each other for ever."""
+    relays: bool = False
+    """Whether generators pass weights on to each other."""
 
 
 class Member(msgspec.Struct, frozen=True):

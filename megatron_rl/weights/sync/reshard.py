@@ -1,6 +1,6 @@
 """The method `reshard`: slices go from trainer shards straight into engine shards.
 
-Runs on every trainer rank. Each generator is bound to one copy of the model (`bindings.py`): its
+Runs on every trainer rank. Each generator is bound to one copy of the model (`relays.py`): its
 process group holds the ranks of that copy and the engine's, so that copies serve their generators
 at the same time, and a generator that fails harms no other's. A weight sync has these threads:
 
@@ -41,25 +41,21 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Hello, LeaveGroup
-from megatron_rl.weights.exchange.device_group import is_of_devices
-from megatron_rl.weights.exchange.memory.streams import SideStreams, synchronize
-from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
-from megatron_rl.weights.exchange.plain import PlainParameters
+from megatron_rl.weights.exchange.group import is_of_devices
+from megatron_rl.weights.exchange.memory import SideStreams, synchronize
+from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, for_another, outgoing
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.sender import Sender
 from megatron_rl.weights.exchange.transport import Buffers, stages_all
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import Share
-from megatron_rl.weights.sync.bindings import Bindings
+from megatron_rl.weights.layout.slices import Share, Slice
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.generator_sync import GeneratorSync, lead
 from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.sync.members import Member, Outcome
-from megatron_rl.weights.sync.relays import COPY, Relays
-from megatron_rl.weights.sync.settings import ExchangeSettings
+from megatron_rl.weights.sync.members import ExchangeSettings, Member, Outcome
+from megatron_rl.weights.sync.relays import COPY, Bindings, Relays
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +114,7 @@ class Reshard:
         """By kind of the receivers, and of the senders where these are engine ranks."""
         self._opened: dict[str, str] = {}
         """Generators with an exchange, and who serves them."""
-        self._desks: dict[str, GeneratorSync] = {}
+        self._syncs: dict[str, GeneratorSync] = {}
         self._senders: dict[str, Sender] = {}
         self._groups_made = 0
         self._buffers = Buffers()
@@ -161,9 +157,9 @@ class Reshard:
         self._streams.begin()
         running = self._running = _Running()
         if self._link is not None:
-            desks = [self._desks[member.name] for member in members]
+            syncs = [self._syncs[member.name] for member in members]
             grace_s = self._settings.grace_s if self._settings.is_concurrent else None
-            talk = partial(lead, self._link, desks, version, sources, grace_s=grace_s)
+            talk = partial(lead, self._link, syncs, version, sources, grace_s=grace_s)
             running.outcome = pool.submit(_lead, talk, len(members), then)
         prepared = {kind: pool.submit(self._prepare, kind, self._plain) for kind in kinds}
         tasks = {m.name: (self._senders[m.name], prepared[kind_of(m.hello)]) for m in mine}
@@ -181,7 +177,7 @@ class Reshard:
                 self._settings.dtype,
                 stages_all=stages_all(self._settings.backend),
             )
-            # Senders read what is dequantised and digested here, each in a stream of its own.
+            # Senders read what is dequantised and digested here, each in a separate stream.
             synchronize(self._device)
         except RuntimeError as error:
             # torch's, of a device without room for what is dequantised.
@@ -232,7 +228,7 @@ class Reshard:
         ports = []
         if self._link is not None:
             ports = [
-                self._open_desk(member, plan, sources[member.name])
+                self._open_sync(member, plan, sources[member.name])
                 for member, plan in zip(new, plans, strict=True)
             ]
         if new:
@@ -262,10 +258,10 @@ class Reshard:
             buffers=Buffers() if self._settings.is_concurrent else self._buffers,
         )
 
-    def _open_desk(self, member: Member, plan: Plan, source: str) -> int:
-        """On rank 0: the exchange's store and what is kept beside it; the store's port."""
+    def _open_sync(self, member: Member, plan: Plan, source: str) -> int:
+        """On rank 0: open the exchange's store; the store's port."""
         self._groups_made += 1
-        desk = self._desks[member.name] = GeneratorSync(
+        sync = self._syncs[member.name] = GeneratorSync(
             member,
             plan,
             source=source,
@@ -273,7 +269,7 @@ class Reshard:
             name=f"{self._settings.name}-{self._groups_made}",
             settings=self._settings,
         )
-        return desk.port
+        return sync.port
 
     def plan(self, hello: Hello, source: Hello | None = None) -> Plan:
         """The exchange of an engine with any copy, or with the engine of `source`.
@@ -319,7 +315,7 @@ class Reshard:
 
     def _leave(self, name: str) -> None:
         self._opened.pop(name, None)
-        self._desks.pop(name, None)
+        self._syncs.pop(name, None)
         sender = self._senders.pop(name, None)
         if sender is not None:
             sender.close()

@@ -3,7 +3,7 @@
 Runs on every trainer rank. A weight sync is waited for (`sync`), or its weights travel while the
 next batch is trained on, up to the optimizer step (`start`, `join`). Rank 0 knows the generators
 (`link.py`) and says who takes part; a `Method` moves the weights. A generator that fails or passes
-the deadline is dropped and the others go on; it gets a whole weight sync once it says Hello again,
+the deadline is dropped, the others continue; it gets a whole weight sync once it says Hello again,
 at the next version or while the trainer waits for a batch. Engines on the trainer's GPUs may give
 their memory back in between (`turns.py`).
 """
@@ -35,14 +35,14 @@ class Method(Protocol):
         """Bring the members to `version`; those that fail are in the outcome, not raised."""
 
     def forget(self, name: str) -> None:
-        """Let go of what is held for a generator that is gone."""
+        """Free what is kept for a generator that is gone."""
 
     def close(self) -> None:
-        """Let go of everything, and tell the generators."""
+        """Free everything, and tell the generators."""
 
 
 class OverlappingMethod(Method, Protocol):
-    """One whose transfers threads of their own can do."""
+    """A method whose transfers run in threads."""
 
     def begin(
         self, members: list[Member], version: int, then: Callable[[], None] | None = None
@@ -168,7 +168,7 @@ class WeightSyncer(Closing):
         The parameters must not change before `join`. then: called on rank 0 when the generators
         hold the version, by another thread, here or in `join`. Where a generator has not taken the
         version before, all are waited for: memory that its transfers keep is taken in the first
-        one, not beside the kernels of a pass.
+        one, not while a pass computes.
         """
         assert self._overlapping is not None
         self.join()
@@ -311,7 +311,7 @@ class WeightSyncer(Closing):
         return again
 
     def _drop(self, name: str, reason: str) -> None:
-        """Go on without a generator."""
+        """Continue without a generator."""
         # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
         self._dropped += 1
         passed_by = self._backoff.note_failed(name, self._sessions[name])

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl.protocol.types import AnyMessage, Reclaim, Release
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.conversation import Conversation
-from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.link import Conversation, GeneratorLink
 from megatron_rl.weights.sync.members import Member, Outcome
 
 
 class MemoryTurns:
-    """Whose turn it is."""
+    """Whether the engines or the trainer may use the memory of their shared GPUs."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class MemoryTurns:
     def release(self, members: Sequence[Member]) -> dict[str, str]:
         """Have the engines give their memory back; those that failed, with the reason. Collective.
 
-        They put their requests back, which go on after the next weight sync.
+        They put their requests back, and continue them after the next weight sync.
         """
         started = time.monotonic()
         failed = self._have_all(Release(), members)

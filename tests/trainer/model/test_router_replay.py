@@ -21,7 +21,7 @@ from megatron_rl.trainer.model.collate import collate
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.model.router_replay import UNKNOWN, replayed, routers_of
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from tests.distributed import run_ranks
 from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.weights.exchange.memory import digests
-from megatron_rl.weights.exchange.memory.digests import digest, fold, word_sums
+from megatron_rl.weights.exchange import packets as digests
+from megatron_rl.weights.exchange.packets import digest, fold, word_sums
 
 BLOCK_WORDS = digests._BLOCK_WORDS
 PAYLOAD = torch.randint(

@@ -14,8 +14,7 @@ from megatron_rl.weights.exchange.plan import Move, Parcel, Plan, make_plan
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, Slice
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
 from tests.weights.made_up import buffer_bytes
 

@@ -17,13 +17,11 @@ from torch.distributed import distributed_c10d
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders import export
-from megatron_rl.weights.folders.export import export_tensors, save_hf, senders
+from megatron_rl.weights.folders.export import ExportCalls, export_tensors, save_hf, senders
 from megatron_rl.weights.folders.hf_folder import bucketed
-from megatron_rl.weights.folders.turns import Turns
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import read_shape
-from megatron_rl.weights.layout.slices import as_matrix
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, as_matrix
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, VOCAB, full_logits, load_on_rank, write_model
@@ -206,7 +204,7 @@ def test_the_others_wait_for_a_slow_disk_longer_than_for_a_collective(tmp_path: 
 
 def wait_alone(patience_s: float) -> list[str]:
     dist.init_process_group("gloo")
-    turns, found = Turns(patience_s), []
+    turns, found = ExportCalls(patience_s), []
     if dist.get_rank() == 1:
         for wait in (lambda: turns.await_call("a.weight", 1), turns.end):
             started = time.monotonic()

@@ -15,10 +15,9 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.weights.folders.blocks import model_blocks
 from megatron_rl.weights.folders.conversion import Request, convert
 from megatron_rl.weights.folders.load import load_megatron, unwrap
-from megatron_rl.weights.folders.megatron_folder import MegatronFolder
+from megatron_rl.weights.folders.megatron_folder import MegatronFolder, model_blocks
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.weights.layout.copies import copies_of, model_copies, places_of
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
 from tests.weights.made_up import SHAPE
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.slices import Slice, as_matrix
-from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.slices import Share, Slice, as_matrix
 from megatron_rl.weights.layout.trainer_layout import (
     PADDED,
     Place,

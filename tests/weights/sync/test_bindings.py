@@ -2,7 +2,7 @@
 
 import random
 
-from megatron_rl.weights.sync.bindings import Bindings
+from megatron_rl.weights.sync.relays import Bindings
 
 
 def test_generators_are_spread_in_their_order() -> None:

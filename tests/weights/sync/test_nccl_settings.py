@@ -10,11 +10,10 @@ from megatron_rl.protocol.types import Hello
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.conversation import Conversation
 from megatron_rl.weights.sync.full_tensors import Broadcast
-from megatron_rl.weights.sync.members import Member, Outcome
+from megatron_rl.weights.sync.link import Conversation
+from megatron_rl.weights.sync.members import ExchangeSettings, Member, Outcome
 from megatron_rl.weights.sync.reshard import Reshard
-from megatron_rl.weights.sync.settings import ExchangeSettings
 from tests.distributed import run_ranks
 from tests.weights.made_up import SHAPE
 

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.exchange.parcels import outgoing, payload_bytes
-from megatron_rl.weights.exchange.plain import PlainParameters, is_quantised
+from megatron_rl.weights.exchange.parcels import (
+    PlainParameters,
+    is_quantised,
+    outgoing,
+    payload_bytes,
+)
 from megatron_rl.weights.exchange.plan import Move, Parcel
 from megatron_rl.weights.sync.reshard import Reshard
 from tests.distributed import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy
+from megatron_rl.weights.layout.copies import turns_before, turns_busy
 from megatron_rl.weights.sync.relays import COPY, Relays
 from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import Generator

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from generation.async_dealer import AsyncDealer
+from generation.async_sockets import AsyncDealer
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.types import MayStart, Pause, StartRequest
 from megatron_rl.protocol.wire import Router

@@ -41,7 +41,7 @@ def server_environment(tensor_parallel: int) -> dict[str, str]:
     """Variables to add to the server's environment.
 
     torchvision's wheel breaks `import transformers` in every process without CUDA that does not
-    define its operators first, so it lies in a folder of its own beside the venv's site-packages.
+    define its operators first, so it lies in a separate folder next to the venv's site-packages.
     """
     inherited = os.environ.get("PYTHONPATH", "")
     path = [str(SITE_DIR), str(Path(sys.prefix) / TORCHVISION_DIR), *filter(None, [inherited])]
@@ -62,7 +62,7 @@ def server_environment(tensor_parallel: int) -> dict[str, str]:
 
 
 def server_flags() -> list[str]:
-    """Flags of `sglang.launch_server` beside those for every device.
+    """Flags of `sglang.launch_server` on the CPU, in addition to those for every device.
 
     Without --sleep-on-idle an idle scheduler takes most of a core.
     """

@@ -184,7 +184,7 @@ class Requests:
             self._due.append(self._module.AbortReq(rid=name))
 
     def _release(self, first: str) -> None:
-        """Let those go on that wait for the prompt of a completion, if any do."""
+        """Schedule the completions that wait for the prompt of `first`."""
         self._due += self._followers.pop(first, [])
 
     def note_step(self, reqs: list[Any], skipped: Any, version: str) -> list[Any]:

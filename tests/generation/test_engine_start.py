@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from generation import turn
-from generation.async_dealer import AsyncDealer
+from generation import weight_client
+from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError
 from megatron_rl.protocol.types import MayStart, Ping, StartRequest
 from megatron_rl.protocol.wire import Router
@@ -20,7 +20,7 @@ def ask(port: int, limit_s: float, after: Path | None = None) -> float:
     async def wait() -> float:
         started = time.monotonic()
         with AsyncDealer(f"127.0.0.1:{port}", "a") as dealer:
-            await turn.await_room(dealer, limit_s, after=after)
+            await weight_client.await_room(dealer, limit_s, after=after)
         return time.monotonic() - started
 
     return asyncio.run(wait())
@@ -28,7 +28,7 @@ def ask(port: int, limit_s: float, after: Path | None = None) -> float:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn, "ASK_S", 0.1)
+    monkeypatch.setattr(weight_client, "ASK_S", 0.1)
 
 
 def test_a_trainer_that_never_leaves_room_is_given_up_with_the_settings_named() -> None:

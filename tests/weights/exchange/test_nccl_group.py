@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import device_group
+from megatron_rl.weights.exchange import group as exchange_group
 from megatron_rl.weights.exchange.group import close_group, join_group
 from megatron_rl.weights.exchange.packets import packets_of
 from megatron_rl.weights.exchange.plan import Move, Parcel
@@ -181,4 +181,4 @@ def test_an_abort_that_fails_ends_nobody() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "limit"), [(0.2, "1"), (1.0, "1"), (119.5, "120")])
 def test_the_limit_of_a_call_is_in_whole_seconds(timeout_s: float, limit: str) -> None:
-    assert device_group.call_limit(timeout_s) == limit
+    assert exchange_group.call_limit(timeout_s) == limit

@@ -1,15 +1,59 @@
-"""Memory that ranks on one node share: a file without a name, or a device's by CUDA IPC.
+"""Memory that ranks on one node share, and the streams in which a device works on it.
 
-Shared by trainer ranks and engines. A `Handle` is plain data. Nothing has a name, so nothing is
-left behind when processes die.
+Used by trainer ranks and engines; needs torch alone. Shared memory is a file without a name, or a
+device's memory by CUDA IPC: nothing is left behind when processes die. A `Handle` is plain data.
+
+A device does the work of one stream in order, and of several streams side by side. All threads
+begin in the same stream, where a copy of a weight sync would wait for all queued training.
 """
 
 import os
+import threading
 from base64 import b64decode, b64encode
 
 import msgspec
 import torch
 from torch import Tensor
+
+
+class SideStreams:
+    """Streams for threads that work in parallel to the thread that makes this.
+
+    The same ones each time: torch keeps what was freed in a stream for that stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """device: of the streams; threads on the CPU need none."""
+        self._device = device
+        self._streams: list[torch.Stream] = []
+        self._taken = 0
+        self._taking = threading.Lock()
+        self._begin: torch.Event | None = None
+
+    def begin(self) -> None:
+        """What the calling thread has queued on the device comes before all that follows."""
+        if self._device.type != "cpu":
+            self._begin = torch.accelerator.current_stream(self._device).record_event()
+            self._taken = 0
+
+    def enter(self) -> None:
+        """Called in a thread, once after `begin`: use a separate stream from now on."""
+        if self._begin is None:
+            return
+        torch.accelerator.set_device_index(self._device.index)
+        with self._taking:
+            if self._taken == len(self._streams):
+                self._streams.append(torch.Stream(self._device))
+            stream = self._streams[self._taken]
+            self._taken += 1
+        stream.wait_event(self._begin)
+        torch.accelerator.set_stream(stream)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until what the calling thread has started on the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 class Handle(msgspec.Struct, frozen=True):
