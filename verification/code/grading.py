@@ -10,8 +10,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verification.code.checking import Report, make_jobs, read_report
-from verification.code.detail import of_case, of_compiler, of_unit_tests
+from verification.code.checking import (
+    Report,
+    make_jobs,
+    of_case,
+    of_compiler,
+    of_unit_tests,
+    read_report,
+)
 from verification.code.languages import LANGUAGES, compile_command, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
 from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
 from verification.code.languages import LANGUAGES, make_header_folder
-from verification.code.packages import package_folders
+from verification.code.problem import package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
 from verification.sandbox.sandbox import Sandbox, SandboxSpec

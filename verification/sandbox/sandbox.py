@@ -27,9 +27,7 @@ from megatron_rl.protocol.closing import Closing
 from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
-from verification.sandbox.folders import make_folder, remove_folder, uid_of_server
 from verification.sandbox.memory_file import closing, make_file, read_file
-from verification.sandbox.server_code import LOADER, server_code
 from verification.sandbox.time_limits import HOST, Limits, await_reply
 from verification.verdict import GradingError, HostBusy
 
@@ -92,7 +90,7 @@ class Sandbox(Closing):
         """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
         _check_kernel(spec.kind)
         self._spec = spec
-        self._folder = None if spec.kind == "bubblewrap" else make_folder()
+        self._folder = None if spec.kind == "bubblewrap" else isolation.make_folder()
         self._words = make_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
@@ -226,16 +224,16 @@ class Sandbox(Closing):
     def _start(
         self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
     ) -> subprocess.Popen[bytes]:
-        code = make_file(server_code(roots.interpreter.prefix == sys.base_prefix))
+        code = make_file(isolation.server_code(roots.interpreter.prefix == sys.base_prefix))
         inner = [
-            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", LOADER,
+            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", isolation.LOADER,
             str(code), str(theirs.fileno()),
         ]  # fmt: skip
         descriptors = [code, theirs.fileno()]
         try:
             if self._spec.kind == "bubblewrap":
                 return self._start_bubblewrap(roots, inner, descriptors, group)
-            process = self._spawn(inner, descriptors, uid=uid_of_server())
+            process = self._spawn(inner, descriptors, uid=isolation.uid_of_server())
             if group is not None:
                 group.add(process.pid)
             return process
@@ -329,7 +327,7 @@ class Sandbox(Closing):
             os.close(self._words)
         self._words = -1
         if self._folder is not None:
-            remove_folder(self._folder)
+            isolation.remove_folder(self._folder)
 
 
 def _check_kernel(kind: str) -> None:
