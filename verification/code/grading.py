@@ -55,7 +55,7 @@ def grade(
 ) -> Verdict:
     """Whether a program passes all its tests, and why not: by the first that fails.
 
-    counts_all: the verdict also says how many tests it passes. Unit tests count as one, beside
+    counts_all: the verdict also says how many tests it passes. Unit tests count as one, next to
     cases; calls are counted one by one.
 
     Takes at most `longest_item_s`, of one more test where calls are counted. The calling process

@@ -1,6 +1,6 @@
 """The tests of a code prompt, as its `entry` holds them in JSON, and the draw of cases.
 
-Runs wherever prompts are checked and in grading processes.
+Runs where prompts are checked and in grading processes.
 """
 
 import functools
@@ -140,7 +140,7 @@ def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> li
 
 @functools.cache
 def package_folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Folders of the modules of these packages, with the libraries that wheels put beside them.
+    """Folders of the modules of these packages, with the libraries that wheels put next to them.
 
     GradingError for a package that is not installed.
     """

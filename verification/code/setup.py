@@ -65,7 +65,7 @@ class CodeLimits(msgspec.Struct, frozen=True):
 
 
 def longest_item_s(limits: CodeLimits, tests: int) -> float:
-    """Most time that grading a solution by so many tests takes, waits for a core not counted.
+    """Longest time to grade a solution by that number of tests, without waits for a core.
 
     A checker takes as long as a test and so counts as one.
     """

@@ -50,7 +50,7 @@ for name, code in codes:
 sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
 """
 """What the interpreter in the sandbox is told to run."""
-# Installed packages are no part of an interpreter, and may hold the data that tests come from.
+# Installed packages are not part of an interpreter, and may hold the data that tests come from.
 _HIDDEN = ("site-packages", "dist-packages")
 
 
@@ -259,7 +259,7 @@ def uid_of_server() -> int | None:
 
 
 def make_folder() -> str:
-    """A folder for a sandbox that cannot have a file system of its own."""
+    """A folder for a sandbox without a separate file system."""
     root = Path(tempfile.gettempdir())
     for stale in root.glob(f"{_FOLDER_PREFIX}*"):
         pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]

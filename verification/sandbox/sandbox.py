@@ -33,14 +33,14 @@ from verification.verdict import GradingError, HostBusy
 
 START_TIMEOUT_S = 30.0
 REPLY_GRACE_S = 60.0
-"""The server has failed when it is silent for so long after it was told to end a program."""
+"""How long the server may take to reply after it was told to end a program."""
 END_TIMEOUT_S = 5.0
 ERROR_BYTES = 4000
 STOP = b"stop"
 SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE})
 """What the kernel says when the host has no room for one more process or file."""
 LOOSE_PROCESSES = 512
-"""Where processes are counted over the whole host, so many may start there meanwhile."""
+"""Room for new processes on the host, where the kernel counts all of the user."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class ProgramResult(msgspec.Struct, frozen=True):
-    """What came of a program."""
+    """Result of a program."""
 
     endings: list[Ending]
     """Of its process; for unit tests, that of the tests, then that of the solution."""
@@ -160,7 +160,7 @@ class Sandbox(Closing):
     def check(self, solution: bytes, tests: bytes, *, limits: Limits) -> ProgramResult:
         """Run the jobs of a solution and of its unit tests; the output is the tests' report."""
         own, errors, report = make_file(), make_file(), make_file()
-        # Each process has a standard input of its own: both might write to a common one.
+        # Each process has a separate standard input: both might write to a common one.
         inputs = (make_file(b""), make_file(b""))
         jobs = (make_file(solution), make_file(tests))
         with closing(*inputs, own, errors, *jobs, report) as files:
@@ -331,7 +331,7 @@ class Sandbox(Closing):
 
 
 def _check_kernel(kind: str) -> None:
-    """Raise GradingError if the kernel has Landlock that is no wall."""
+    """Raise GradingError if the kernel has a Landlock that is too old to protect files."""
     version = confinement.landlock_version()
     if kind == "landlock" and 0 < version < confinement.LEAST_LANDLOCK:
         raise GradingError(
