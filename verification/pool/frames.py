@@ -86,7 +86,7 @@ def pack(message: Grade | Reply) -> bytes:
 
 
 def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    """All complete messages at the front of a buffer, which loses them; FrameError if one is bad."""
+    """All complete messages at the front of a buffer, which loses them. Raises FrameError."""
     messages = []
     start = 0
     while len(buffer) - start >= _LENGTH.size:
