@@ -1,6 +1,7 @@
-"""What the two processes of unit tests are given, and what the one of the tests reports.
+"""What the two processes of unit tests are given, what the tests report, and what a reader is told.
 
-Runs in a grading process.
+Runs in a grading process. A program wrote most of what a reader is told: it is short and quoted as
+Python would, without line ends, control characters and marks that turn text around.
 """
 
 import json
@@ -10,7 +11,11 @@ import msgspec
 from verification.code.functional import PRELUDE, as_unit_tests
 from verification.code.problem import Case, CodeTests, plan_of, source_of
 from verification.code.unit_tests import UnusableTests, make_plan
+from verification.sandbox.sandbox import ProgramResult
 from verification.verdict import GradingError
+
+SHOWN_CHARS = 200
+"""Of each text; the middle of a longer one is left out."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -70,3 +75,37 @@ def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, 
         json.dumps(common | solution).encode(),
         json.dumps(common | msgspec.to_builtins(plan) | {"source": unit_tests}).encode(),
     )
+
+
+def of_case(case: Case, result: ProgramResult) -> str:
+    """A test of input and output: both, what was printed instead, and the complaint."""
+    output = result.output[: 8 * SHOWN_CHARS].decode(errors="replace")
+    shown = f"input {quoted(case.stdin)}, expected {quoted(case.stdout)}, printed {quoted(output)}"
+    return shown + _complaint(result.errors)
+
+
+def of_unit_tests(report: Report, result: ProgramResult) -> str:
+    """Unit tests: how they ended, and the complaint."""
+    said = f": {quoted(report.message)}" if report.message else ""
+    ended = report.ended_by or ("failed inside" if report.has_failed_inside else "not finished")
+    return f"unit tests after {report.tests_run}: {ended}{said}" + _complaint(result.errors)
+
+
+def of_compiler(result: ProgramResult) -> str:
+    """What the compiler complained of first."""
+    text = result.output[: 8 * SHOWN_CHARS].decode(errors="replace") or result.errors
+    return f"compiler: {quoted(text)}"
+
+
+def _complaint(errors: str) -> str:
+    # A traceback ends with what happened.
+    last = errors.strip().rsplit("\n", 1)[-1]
+    return f", error {quoted(last)}" if last else ""
+
+
+def quoted(text: str) -> str:
+    """The text on one line, its middle left out where it is long."""
+    if len(text) > SHOWN_CHARS:
+        half = SHOWN_CHARS // 2
+        return f"{text[:half]!r}...{text[-half:]!r}"
+    return repr(text)

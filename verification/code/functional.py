@@ -1,6 +1,6 @@
 """Cases that are calls: arguments as lines of JSON, the result as JSON (LiveCodeBench's form).
 
-Runs wherever prompts are checked and in grading processes. They become unit tests, so that the
+Runs where prompts are checked and in grading processes. Cases become unit tests, so that the
 results expected stay in a process apart from the solution.
 """
 
@@ -61,7 +61,7 @@ class _Case(Protocol):
 
 
 def as_unit_tests(cases: list[Any], tolerance: float | None) -> str:
-    """Source of unit tests with `check(candidate)`; ValueError for a case that is no JSON."""
+    """Source of unit tests with `check(candidate)`; ValueError for a case that is not JSON."""
     calls = [[_arguments(case), json.loads(case.stdout)] for case in cases]
     return _SOURCE.format(cases=json.dumps(calls), tolerance=tolerance)
 

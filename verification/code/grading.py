@@ -10,8 +10,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verification.code.checking import Report, make_jobs, read_report
-from verification.code.detail import of_case, of_compiler, of_unit_tests
+from verification.code.checking import (
+    Report,
+    make_jobs,
+    of_case,
+    of_compiler,
+    of_unit_tests,
+    read_report,
+)
 from verification.code.languages import LANGUAGES, compile_command, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
 from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
@@ -49,7 +55,7 @@ def grade(
 ) -> Verdict:
     """Whether a program passes all its tests, and why not: by the first that fails.
 
-    counts_all: the verdict also says how many tests it passes. Unit tests count as one, beside
+    counts_all: the verdict also says how many tests it passes. Unit tests count as one, next to
     cases; calls are counted one by one.
 
     Takes at most `longest_item_s`, of one more test where calls are counted. The calling process

@@ -54,7 +54,7 @@ NO_PROGRAMS = frozenset(
     output input stdin stdout stderr out in log result example sample pseudo pseudocode algorithm
     mermaid dot http""".split()
 )
-"""Tags of blocks that show something but are no solution."""
+"""Tags of blocks that are not programs."""
 # What stands around the name of a language: {.python .numberLines}, python:main.py, lang-py.
 _AROUND = re.compile(r"[{.\s]*(?:lang(?:uage)?[-=:])?\"?([^\s{}(),:;=\"\[]*)")
 

@@ -1,7 +1,7 @@
 """What a program prints for each of some inputs, in the sandbox in which programs are graded.
 
 `python -m verification.code.outputs` answers one `Job` on standard input with the `Printed` of each
-input, in msgpack. It is a process of its own, as a grading process is, so that whoever asks can
+input, in msgpack. It is a separate process, as a grading process is, so that the caller can
 kill it, and with it all that it started. Used by `megatron-rl data code-tests`.
 """
 
@@ -26,7 +26,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Printed(msgspec.Struct, frozen=True):
-    """What came of one input."""
+    """Result of one input."""
 
     output: bytes = b""
     failure: str = ""

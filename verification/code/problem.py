@@ -1,20 +1,28 @@
 """The tests of a code prompt, as its `entry` holds them in JSON, and the draw of cases.
 
-Runs wherever prompts are checked and in grading processes.
+Runs where prompts are checked and in grading processes.
 """
 
+import functools
+import importlib.util
 import random
+from pathlib import Path
 
 import msgspec
 
 from verification.code.functional import find_case_problem
 from verification.code.languages import LANGUAGES, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
-from verification.code.packages import PACKAGES
 from verification.code.unit_tests import Plan, UnusableTests, make_plan
 from verification.verdict import GradingError
 
 DEFAULT_CASES = 20
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "numpy": ("numpy",),
+    "sympy": ("sympy", "mpmath"),
+    "mpmath": ("mpmath",),
+}
+"""Installed packages that a prompt may allow: name in the tests -> modules that come with it."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -128,3 +136,25 @@ def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> li
     if len(indices) > count:
         indices = sorted(random.Random(seed).sample(indices, count))
     return [tests.cases[index] for index in indices]
+
+
+@functools.cache
+def package_folders(packages: tuple[str, ...]) -> tuple[str, ...]:
+    """Folders of the modules of these packages, with the libraries that wheels put next to them.
+
+    GradingError for a package that is not installed.
+    """
+    found: list[str] = []
+    for package in packages:
+        for module in PACKAGES[package]:
+            folder = _folder(module)
+            libraries = folder.with_name(f"{folder.name}.libs")
+            found += [str(path) for path in (folder, libraries) if path.is_dir()]
+    return tuple(dict.fromkeys(found))
+
+
+def _folder(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise GradingError(f"a code prompt allows {module}, which is not installed: pip install it")
+    return Path(spec.submodule_search_locations[0])

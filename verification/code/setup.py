@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
 from verification.code.languages import LANGUAGES, make_header_folder
-from verification.code.packages import package_folders
+from verification.code.problem import package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
 from verification.sandbox.sandbox import Sandbox, SandboxSpec
@@ -65,7 +65,7 @@ class CodeLimits(msgspec.Struct, frozen=True):
 
 
 def longest_item_s(limits: CodeLimits, tests: int) -> float:
-    """Most time that grading a solution by so many tests takes, waits for a core not counted.
+    """Longest time to grade a solution by that number of tests, without waits for a core.
 
     A checker takes as long as a test and so counts as one.
     """

@@ -1,7 +1,7 @@
 """Classes of unit tests that a solution must know: nodes of lists, points, its own exceptions.
 
-Runs wherever prompts are checked and in grading processes. Only what carries data is shared: a
-class with methods of its own might be the reference solution.
+Runs where prompts are checked and in grading processes. Only classes that carry data are shared: a
+class with other methods might be the reference solution.
 """
 
 import ast

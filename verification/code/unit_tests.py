@@ -1,6 +1,6 @@
 """What unit tests hold, read from their source before any of it runs: a plan of what to call.
 
-Runs wherever prompts are checked and in grading processes. Tests that could never call the
+Runs where prompts are checked and in grading processes. Tests that could never call the
 solution, or that need what the sandbox does not have, are refused here, before a run starts.
 """
 

@@ -1,6 +1,6 @@
 """Names that unit tests use: modules, globals, and what must not meet a result of the solution.
 
-Runs wherever prompts are checked and in grading processes. Pure functions of a syntax tree.
+Runs where prompts are checked and in grading processes. Pure functions of a syntax tree.
 """
 
 import ast

@@ -149,7 +149,7 @@ class ForkClient:
 
 
 def _environment() -> dict[str, str]:
-    """Clean environment: what a scorer reads there is no secret of ours."""
+    """Clean environment: a scorer that reads it finds none of our secrets."""
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": search_path}

@@ -1,7 +1,7 @@
 """The fork server: `python -m verification.pool.fork_server FD PARENT_PID RULES WORKER_POOLS`.
 
 Started by `ForkClient`, one a verifier. Loads the judges' libraries once and forks grading
-processes, so that a killed one is replaced in milliseconds. A process of its own because a fork
+processes, so that a killed one is replaced in milliseconds. It is a separate process because a fork
 copies one thread only, and the verifier has those of zmq. It grades nothing itself. One thread:
 
 | waits for | woken by | does |
@@ -30,7 +30,7 @@ from verification.score import prepare
 from verification.verdict import GradingError
 
 FORK_PATIENCE_S = 60.0
-"""A host may be out of processes or memory for so long."""
+"""How long a host may be out of processes or memory."""
 CLEAN_UP_S = 2.0
 """Time that dying sandboxes have before their control groups are left to a later server."""
 
@@ -95,7 +95,7 @@ class ForkServer:
         if pid == 0:
             self._become_grader(fork, server_pid, starts_session, *descriptors)
         os.close(starts_session)
-        # Until the child has a session of its own it shares ours, and what the verifier does to its
+        # Until the child has its own session it shares ours, and what the verifier does to its
         # session (see give_way) would be done to the server. A child that died is an end as well.
         os.read(has_session, 1)
         os.close(has_session)
@@ -147,7 +147,7 @@ class ForkServer:
             # The server's wake-up pipe is still open here: a signal would wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # A session of its own: ending it ends all that it started.
+            # To end this session is to end all that the child started.
             os.setsid()
             os.close(starts_session)
             os.dup2(last_words, 2)
@@ -181,7 +181,7 @@ class ForkServer:
             try:
                 os.killpg(found.si_pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # It died before it had a session of its own.
+                pass  # It died before it had its own session.
             _, status = os.waitpid(found.si_pid, 0)
             number = self._numbers.pop(found.si_pid)
             try:

@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class FrameError(RuntimeError):
-    """The other side sent something that is no frame."""
+    """The other side sent something that is not a frame."""
 
 
 # --- verifier <-> grading process: a stream of frames -------------------------------------------
@@ -86,7 +86,7 @@ def pack(message: Grade | Reply) -> bytes:
 
 
 def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    """All complete messages at the front of a buffer, which loses them; FrameError for no frame."""
+    """All complete messages at the front of a buffer, which loses them. Raises FrameError."""
     messages = []
     start = 0
     while len(buffer) - start >= _LENGTH.size:
@@ -105,7 +105,7 @@ def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any
     return messages
 
 
-# --- verifier <-> fork server: datagrams, with file descriptors beside them ----------------------
+# --- verifier <-> fork server: datagrams with file descriptors -----------------------------------
 
 
 class Fork(msgspec.Struct, frozen=True, tag="Fork"):

@@ -54,7 +54,7 @@ def limit_resources(pool: str, memory_bytes: int) -> None:
     """Cap address space, written files, open files; no core dumps.
 
     Not the files of the code worker pool: a sandbox's programs inherit these limits, cannot raise
-    them, and a compiler needs more. The sandbox sets limits of its own.
+    them, and a compiler needs more. The sandbox sets its own limits.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -137,7 +137,7 @@ class GradingProcess:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of its own that the child holds."""
+        """Memory that the child shares with nobody."""
         try:
             _, resident, shared, *_ = Path(f"/proc/{self.pid}/statm").read_bytes().split()
         except (FileNotFoundError, ProcessLookupError):
@@ -201,7 +201,7 @@ class GradingProcess:
         self._signal(signal.SIGSTOP)
 
     def resume(self, now: float) -> None:
-        """Let it go on."""
+        """Let it continue."""
         assert self._paused_at_s is not None
         self.first_since_s += now - self._paused_at_s
         self._paused_at_s = None

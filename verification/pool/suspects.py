@@ -14,11 +14,11 @@ from verification.pool.grading_process import GradingProcess, Item
 from verification.pool.turns import Turn
 
 SLOW_NICENESS, SLOWEST_NICENESS = 3, 7
-"""No lower priority: beside other busy processes its time would never come."""
+"""Not lower: next to other busy processes it would never get a core."""
 SLOWEST_S = 0.4
 """CPU time after which an item has the lower of the two priorities."""
 MEMORY_SHARE = 2
-"""All suspects may hold as much memory as so many full ones."""
+"""Memory that all suspects together may hold, as a number of full ones."""
 
 
 class Suspects:
@@ -89,7 +89,7 @@ class Suspects:
         return process, item
 
     def keep_quiet(self, now: float) -> bool:
-        """Whether no new item may start beside one that wants to be alone."""
+        """Whether no new item may start while one wants to be alone."""
         if self._may_pause:
             return False  # New items take milliseconds.
         is_alone = any(process.items[0].needs_quiet for process in self.processes)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 FIRST_SLICE_S = 0.05
 """CPU time until an item may have to give way to younger ones; then whenever it has doubled."""
 OVERDUE_S = 60.0
-"""The oldest item that is here for so long computes next, however much it has computed."""
+"""Seconds after which the oldest item computes next, however much it has computed."""
 
 
 class Turn(NamedTuple):

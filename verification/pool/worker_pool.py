@@ -5,7 +5,7 @@ Runs in the verifier; used by `pool.py`. An item is one step of one score. Three
 - A *worker* takes new items. It stays for the next one when it has answered.
 - A *suspect* is at a low priority, has one item, and ends with it. A worker becomes one when its
   item takes longer than BRISK_S (in worker pools limited by CPU time), so that nothing waits behind
-  the item, and goes on with it; an item that failed is tried again by a new one. A few suspects
+  the item, and continues with it; an item that failed is tried again by a new one. A few suspects
   compute at once, those whose items are youngest (`turns.py`); the others are paused, and lose
   nothing.
 - A *spare* is forked and idle. It takes the place of a worker that became a suspect, at once.

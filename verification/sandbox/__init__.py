@@ -1,5 +1,5 @@
 """Runs untrusted programs behind walls and limits.
 
-`sandbox.py` runs in a grading process; `server.py`, `confinement.py`, and `call_proxy.py` with what
-tests and solution need beside it, run inside the walls: these import nothing of ours.
+`sandbox.py` runs in a grading process. `server.py` and the modules that it needs run inside the
+walls (`isolation.SERVER_MODULES`); they import nothing of ours from outside this package.
 """

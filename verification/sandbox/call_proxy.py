@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class SolutionGone(BaseException):
-    """The solution's process ended, or sent something that is no frame."""
+    """The solution's process ended, or sent something that is not a frame."""
 
 
 class Peer:
@@ -47,7 +47,7 @@ class Peer:
         self._connection = connection
 
     def describe(self, value: Any) -> tuple[Any, ...]:
-        """(tag, parts, *more) of what is no plain value."""
+        """(tag, parts, *more) of a value that is not plain."""
         raise NotImplementedError
 
     def answer(self, question: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Peer:
             unsent = unsent[os.write(self._connection, unsent) :]
 
     def receive(self) -> dict[str, Any]:
-        """Next frame; SolutionGone at the end of the connection or for what is no frame."""
+        """Next frame; SolutionGone at the end of the connection or for a malformed frame."""
         (size,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
         if size > MAX_FRAME_BYTES:
             raise SolutionGone(f"a frame announces {size} bytes")
@@ -147,7 +147,7 @@ def run_program(source: bytes) -> None:
 
 
 def compiled(source: bytes) -> types.CodeType:
-    """Code of a solution; SyntaxError if it is no Python."""
+    """Code of a solution; SyntaxError if it is not Python."""
     if b"\0" in source:
         raise SyntaxError("source code cannot contain null bytes")
     return compile(source, "solution.py", "exec")

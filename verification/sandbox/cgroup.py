@@ -32,7 +32,7 @@ class ControlGroup:
 
 
 def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
-    """A group limited to that much memory and so many processes; None where that is not allowed."""
+    """A group with limits of memory and processes; None where the kernel does not allow it."""
     name = f"{_PREFIX}{os.getpid()}"
     for parents, limits in _candidates(memory_bytes, processes):
         folders = [parent / name for parent in parents]

@@ -33,7 +33,7 @@ LEAST_LANDLOCK = 3
 _LANDLOCK_READ = 0b1101
 """Execute, read a file, list a folder."""
 _LANDLOCK_FILE_RIGHTS = 0b111 | 1 << 14 | 1 << 15
-"""Rights that make sense for what is no folder: execute, write, read, truncate, ioctl."""
+"""Rights that make sense for files that are not folders: execute, write, read, truncate, ioctl."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,12 +65,12 @@ def confine(confinement: Confinement, parent_pid: int) -> None:
 
     The order matters: each step needs what a later one takes away.
     """
-    # A session of its own: the server ends all of it by its number.
+    # The server ends the whole session by its number.
     os.setsid()
     os.umask(0o022)
     _limit(confinement)
     if confinement.uid is not None:
-        # Groups first: who is no longer root cannot give them up.
+        # Groups first: a process that is no longer root cannot give them up.
         os.setgroups([])
         os.setresgid(confinement.uid, confinement.uid, confinement.uid)
         os.setresuid(confinement.uid, confinement.uid, confinement.uid)

@@ -9,10 +9,13 @@ Runs in a grading process. Three kinds, the strongest first:
 | rlimits | nothing; memory, time and output are limited. Never chosen unless asked for |
 """
 
+import contextlib
 import functools
+import marshal
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +30,27 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/include")
 _SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
-# Installed packages are no part of an interpreter, and may hold the data that tests come from.
+_FOLDER_PREFIX = "megatron_rl_sandbox_"
+SERVER_MODULES = (
+    "confinement", "package_values", "values", "call_proxy", "solution_process", "remote_objects",
+    "link", "stand_ins", "tests_process", "server",
+)  # fmt: skip
+"""Modules that run inside a sandbox, in the order of their imports."""
+LOADER = """
+import marshal, os, sys, types
+for name in ("verification", "verification.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+with open(int(sys.argv[1]), "rb") as file:
+    codes = marshal.load(file)
+for name, code in codes:
+    module = types.ModuleType("verification.sandbox." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["verification.sandbox"], name, module)
+    exec(code if isinstance(code, types.CodeType) else compile(code, name, "exec"), module.__dict__)
+sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
+"""
+"""What the interpreter in the sandbox is told to run."""
+# Installed packages are not part of an interpreter, and may hold the data that tests come from.
 _HIDDEN = ("site-packages", "dist-packages")
 
 
@@ -218,3 +241,45 @@ def count_tasks() -> int:
                 # It ended meanwhile.
                 continue
     return count
+
+
+@functools.cache
+def server_code(is_same_python: bool) -> bytes:
+    """Modules of the server in the form that the loader reads: compiled, if its Python is ours."""
+    codes = []
+    for name in SERVER_MODULES:
+        source = Path(__file__).with_name(f"{name}.py").read_text()
+        codes.append((name, compile(source, name, "exec") if is_same_python else source))
+    return marshal.dumps(codes)
+
+
+def uid_of_server() -> int | None:
+    """User that the server becomes; None to stay the one it is."""
+    return NOBODY if is_root() else None
+
+
+def make_folder() -> str:
+    """A folder for a sandbox without a separate file system."""
+    root = Path(tempfile.gettempdir())
+    for stale in root.glob(f"{_FOLDER_PREFIX}*"):
+        pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]
+        if not os.path.exists(f"/proc/{pid}"):
+            remove_folder(str(stale))
+    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=root)
+    uid = uid_of_server()
+    for path in (folder, f"{folder}/build", f"{folder}/empty"):
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if uid is not None:
+            os.chown(path, uid, uid)
+    return folder
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of a sandbox that has ended, if we may; takes back rights given up in it."""
+    for parent, names, _ in os.walk(folder):
+        for path in (f"{parent}/{name}" for name in names):
+            # A link may lead to a folder of the host.
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

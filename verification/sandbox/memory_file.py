@@ -29,7 +29,7 @@ def make_file(content: bytes | None = None) -> int:
 
 
 def read_file(descriptor: int, limit: int) -> bytes:
-    """The first bytes of a file, wherever its position is."""
+    """The first bytes of a file, whatever its position."""
     return os.pread(descriptor, limit, 0)
 
 

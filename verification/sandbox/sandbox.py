@@ -27,22 +27,20 @@ from megatron_rl.protocol.closing import Closing
 from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
-from verification.sandbox.folders import make_folder, remove_folder, uid_of_server
 from verification.sandbox.memory_file import closing, make_file, read_file
-from verification.sandbox.server_code import LOADER, server_code
 from verification.sandbox.time_limits import HOST, Limits, await_reply
 from verification.verdict import GradingError, HostBusy
 
 START_TIMEOUT_S = 30.0
 REPLY_GRACE_S = 60.0
-"""The server has failed when it is silent for so long after it was told to end a program."""
+"""How long the server may take to reply after it was told to end a program."""
 END_TIMEOUT_S = 5.0
 ERROR_BYTES = 4000
 STOP = b"stop"
 SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE})
 """What the kernel says when the host has no room for one more process or file."""
 LOOSE_PROCESSES = 512
-"""Where processes are counted over the whole host, so many may start there meanwhile."""
+"""Room for new processes on the host, where the kernel counts all of the user."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -56,7 +54,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class ProgramResult(msgspec.Struct, frozen=True):
-    """What came of a program."""
+    """Result of a program."""
 
     endings: list[Ending]
     """Of its process; for unit tests, that of the tests, then that of the solution."""
@@ -92,7 +90,7 @@ class Sandbox(Closing):
         """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
         _check_kernel(spec.kind)
         self._spec = spec
-        self._folder = None if spec.kind == "bubblewrap" else make_folder()
+        self._folder = None if spec.kind == "bubblewrap" else isolation.make_folder()
         self._words = make_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
@@ -162,7 +160,7 @@ class Sandbox(Closing):
     def check(self, solution: bytes, tests: bytes, *, limits: Limits) -> ProgramResult:
         """Run the jobs of a solution and of its unit tests; the output is the tests' report."""
         own, errors, report = make_file(), make_file(), make_file()
-        # Each process has a standard input of its own: both might write to a common one.
+        # Each process has a separate standard input: both might write to a common one.
         inputs = (make_file(b""), make_file(b""))
         jobs = (make_file(solution), make_file(tests))
         with closing(*inputs, own, errors, *jobs, report) as files:
@@ -226,16 +224,16 @@ class Sandbox(Closing):
     def _start(
         self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
     ) -> subprocess.Popen[bytes]:
-        code = make_file(server_code(roots.interpreter.prefix == sys.base_prefix))
+        code = make_file(isolation.server_code(roots.interpreter.prefix == sys.base_prefix))
         inner = [
-            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", LOADER,
+            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", isolation.LOADER,
             str(code), str(theirs.fileno()),
         ]  # fmt: skip
         descriptors = [code, theirs.fileno()]
         try:
             if self._spec.kind == "bubblewrap":
                 return self._start_bubblewrap(roots, inner, descriptors, group)
-            process = self._spawn(inner, descriptors, uid=uid_of_server())
+            process = self._spawn(inner, descriptors, uid=isolation.uid_of_server())
             if group is not None:
                 group.add(process.pid)
             return process
@@ -329,11 +327,11 @@ class Sandbox(Closing):
             os.close(self._words)
         self._words = -1
         if self._folder is not None:
-            remove_folder(self._folder)
+            isolation.remove_folder(self._folder)
 
 
 def _check_kernel(kind: str) -> None:
-    """Raise GradingError if the kernel has Landlock that is no wall."""
+    """Raise GradingError if the kernel has a Landlock that is too old to protect files."""
     version = confinement.landlock_version()
     if kind == "landlock" and 0 < version < confinement.LEAST_LANDLOCK:
         raise GradingError(

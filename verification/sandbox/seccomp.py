@@ -75,7 +75,7 @@ _PROCESS = """
 # clone3 is missing on purpose: its flags lie in memory, where a filter cannot look. Without it the
 # C library uses clone, whose flags are an argument.
 _COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
-# Refused with EPERM: a program that sends one is told so and goes on.
+# Refused with EPERM: the program gets the error and continues.
 _SIGNALS = ("kill", "tkill", "tgkill")
 # Answered with success and not made: nothing here must outlive a crash of the host, whose disk a
 # program could otherwise keep busy through any file that it can read.

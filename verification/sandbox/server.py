@@ -43,7 +43,7 @@ REQUEST_BYTES = 1 << 16
 STOP = b"stop"
 """The grading process measures the time of the children, and says when it is over."""
 STOP_GRACE_S = 30.0
-"""A grading process that is late to say so, for want of a core, is waited for so long."""
+"""How long a grading process without a core may be late with that."""
 KILL_TIMEOUT_S = 10.0
 EXIT_OUT_OF_MEMORY = 95
 EXIT_SYNTAX = 96

@@ -17,7 +17,7 @@ LOOK_S = 0.1
 """Time between two looks at a program."""
 CPU, WALL, HOST = "cpu", "wall", "host"
 BUSY_PROCESSES = 2
-"""All processes of a program together have the CPU time of so many: tests and solution, or the
+"""All processes of a program together have the CPU time of two: tests and solution, or the
 passes of a compiler. Beyond, they keep each other from a core, and not the host."""
 
 
@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True):
 def find_end(
     limits: Limits, *, elapsed_s: float, cpu_s: float, total_cpu_s: float, waited_s: float
 ) -> str:
-    """Why a program must end now: its own CPU or WALL, or the HOST; empty when it may go on.
+    """Why a program must end now: its own CPU or WALL, or the HOST; empty when it may continue.
 
     cpu_s: of the busiest process; total_cpu_s: of all.
     """
@@ -59,7 +59,7 @@ def await_reply(
 ) -> str:
     """Wait until the sandbox replies or the program has had its time: then the reason.
 
-    root: first process of the sandbox; ignored: those of its descendants that are no program.
+    root: first process of the sandbox; ignored: those of its descendants that are not programs.
     """
     started_s = time.monotonic()
     watch = Watch(root, started_s, ignored=ignored)

@@ -3,7 +3,7 @@
 Runs inside the sandbox, in both processes. A message holds [root, nodes]. A slot is a plain JSON
 value or [index] of a node; a node is [tag, slots of its parts, more JSON...]. So cycles, shared
 parts and depth survive. The decoder builds values of known kinds only: it loads no code of the
-solution. Each side adds kinds for what is no plain value (functions, instances).
+solution. Each side adds kinds for other objects (functions, instances).
 """
 
 import collections
@@ -23,7 +23,7 @@ class Malformed(ValueError):
 
 
 class Opaque:
-    """A result that is no value: equal to nothing but itself."""
+    """A result that cannot travel: equal to nothing but itself."""
 
 
 class Kind(NamedTuple):
@@ -45,7 +45,7 @@ class Encoder:
     def __init__(
         self, describe: Callable[[Any], tuple[Any, ...]], known: Iterable[Any] = ()
     ) -> None:
-        """describe: (tag, parts, *more) of what is no value; known: objects of an earlier message,
+        """describe: (tag, parts, *more) of other objects; known: objects of an earlier message,
         which keep their indices."""
         self._describe = describe
         self.nodes: list[Any] = []
@@ -182,7 +182,7 @@ def value_kinds(own: Callable[[str], Any]) -> dict[str, Kind]:
             if key not in classes:
                 classes[key] = base(name, list(zip(names, values, strict=True)))
             found = classes[key]
-        # A combination of flags is no member.
+        # A combination of flags is not a member.
         return found[member] if member in found.__members__ else found(value)
 
     return KINDS | {"namedtuple": Kind(make_named), "enum": Kind(make_enum)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verification.code.detail import SHOWN_CHARS, quoted
+from verification.code.checking import SHOWN_CHARS, quoted
 from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepare
 
 TESTS = CodeTests(cases=[Case("3 4\n", "7\n"), Case("-5 6\n", "1\n")])

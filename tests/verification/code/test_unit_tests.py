@@ -29,7 +29,7 @@ from verification.code.grading import (
     prepare,
     run_unit_tests,
 )
-from verification.code.packages import PACKAGES
+from verification.code.problem import PACKAGES
 from verification.code.setup import open_sandbox
 from verification.sandbox import confinement
 from verification.sandbox.sandbox import Sandbox
