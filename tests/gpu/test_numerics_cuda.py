@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_rl.trainer.model.logprobs import OutputLayer, token_logprobs
 from tests.distributed import run_ranks
-from tools.bench.peak_memory import logprob_peak_over_bound
 from tools.bench.train import on_gpu
+from tools.bench.train_peer import logprob_peak_over_bound
 
 pytestmark = pytest.mark.gpu
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.tree import Config
-from tools.bench import children, verify_work
+from tools.bench import children, verify
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.loops import (
     StepMark,
@@ -30,7 +30,7 @@ from tools.bench.variants import TIMED_OVERRIDES, peer_job
 from tools.bench.verify import spread
 from verification.rules import RewardRules
 
-WORKER = Path(children.__file__).with_name("trl_worker.py")
+WORKER = Path(children.__file__).with_name("end_to_end_peer.py")
 
 
 def _step(
@@ -173,7 +173,7 @@ def test_the_peers_job_has_the_fields_that_its_worker_reads() -> None:
     # The worker needs the peer's own environment, so its fields are read from its text.
     source = WORKER.read_text().split("class Job:")[1].split("class Grader")[0]
     fields = {line.split(":")[0].strip() for line in source.splitlines() if ": " in line}
-    assert set(job) == fields
+    assert set(job) | {"rows"} == fields
     assert job["threads"] == 2
 
 
@@ -234,13 +234,13 @@ def test_a_spinning_process_is_seen_as_a_busy_core() -> None:
 def test_right_samples_of_the_slow_host_are_of_all_kinds_and_none_is_decided_by_plain_text() -> (
     None
 ):
-    samples = verify_work.make_right(60)
+    samples = verify.make_right(60)
     assert len(samples) == 60
     assert sum(sample.task == "code" for sample in samples) == 4
     assert sum("int_" in sample.text for sample in samples) == 6
-    assert samples == verify_work.make_right(60) != verify_work.make_right(60, seed=1)
+    assert samples == verify.make_right(60) != verify.make_right(60, seed=1)
     for number, sample in enumerate(samples):
-        verify_work.to_draft(number, sample, RewardRules(max_tokens=100))
+        verify.to_draft(number, sample, RewardRules(max_tokens=100))
 
 
 SINE_MOMENT = re.compile(r"int_0\^\{\\pi\} x\^4 \\sin\((\d+)x\) dx\}\$")
@@ -270,7 +270,7 @@ def _value(reference: str) -> float:
 
 
 def test_heavy_answers_are_right_by_a_sum_of_rectangles() -> None:
-    samples = verify_work.make_heavy(40)
+    samples = verify.make_heavy(40)
     assert sum(bool(SINE_MOMENT.search(sample.text)) for sample in samples) >= 5
     for sample in samples:
         assert _quadrature(sample.text) == pytest.approx(_value(sample.answer), rel=1e-3)
@@ -282,5 +282,5 @@ def test_p99_of_few_latencies_is_not_beyond_the_largest() -> None:
 
 
 def test_arrivals_are_spread_evenly() -> None:
-    samples = verify_work.make_expressions(4)
+    samples = verify.make_expressions(4)
     assert spread(samples, 2.0) == [(i / 2, samples[i]) for i in range(4)]

@@ -15,7 +15,7 @@ from tools.bench.generate import (
     speed,
     variables,
 )
-from tools.bench.generate_worker import Job, endless_model, measure, prompts
+from tools.bench.generate_peer import Job, endless_model, measure, prompts
 from tools.bench.limits import Shapes, loopback
 
 SHAPES = Shapes(layer=((3, 2), (2, 2)), head=(5, 2), layers=4)

@@ -14,17 +14,22 @@ from megatron_rl.protocol.types import RolloutDone
 from megatron_rl.rollout_queue.groups import find_fault
 from tests.launcher.test_examples import COMMON, EXAMPLES, SLURM
 from tools.bench.measuring import read_times
-from tools.bench.queue import FLOOR, QUEUE, Seconds, Variant, figures, measure, variants
-from tools.bench.queue_load import (
+from tools.bench.queue import (
     DENSE,
     DENSE_PRODUCED,
     EXPERTS,
     EXPERTS_PRODUCED,
-    Load,
+    FLOOR,
+    QUEUE,
     Produced,
-    Template,
+    Seconds,
+    Variant,
+    figures,
     learnt_rollouts_per_s,
+    measure,
+    variants,
 )
+from tools.bench.queue_peer import Load, Template
 
 
 def test_what_512_gpus_learn_from_is_their_flops_over_those_of_a_rollout() -> None:
@@ -43,7 +48,7 @@ def test_what_512_gpus_learn_from_is_their_flops_over_those_of_a_rollout() -> No
 
 
 class Cluster(NamedTuple):
-    """The best split of queue_load.py."""
+    """The best split of tools/bench/queue.py."""
 
     name: str
     groups: int
@@ -107,7 +112,7 @@ def test_processor_time_is_counted_by_process_and_by_main_thread() -> None:
         pass
     after = read_times(os.getpid())
     assert 0.25 <= after.main_s - before.main_s <= after.cpu_s - before.cpu_s + 0.011
-    assert 10 < after.rss_mb <= after.peak_rss_mb
+    assert after.peak_rss_mb > 10
 
 
 @pytest.mark.timeout(120)

@@ -13,6 +13,7 @@ from megatron_rl.protocol.types import ScoreRequest
 from tools.bench import end_to_end
 from tools.bench.children import ChildFailed
 from tools.bench.end_to_end import REAL, SETTINGS, Runs, Variant, quickest, run_all
+from tools.bench.end_to_end_peer import lines, vowel_share
 from tools.bench.loops import (
     Scale,
     StepMark,
@@ -23,7 +24,6 @@ from tools.bench.loops import (
     tokens_per_s,
 )
 from tools.bench.measuring import PeakMemory, pss_bytes, rounded
-from tools.bench.open_task import lines, vowel_share
 from tools.bench.variants import Workload, peer_job, write_peer_prompts
 from verification.rules import RewardRules
 from verification.score import score

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,19 +17,21 @@ from tests.tiny_models import write_model
 from tools.bench import train
 from tools.bench.children import ROOT
 from tools.bench.packing import Lengths, magistral_like
-from tools.bench.train import GPU, PRECISIONS, make_config
-from tools.bench.train_figures import (
+from tools.bench.train import (
+    GPU,
     PEERS,
+    PRECISIONS,
     Measured,
     Sample,
     check_losses,
     compare,
+    make_config,
     mfu,
     over_gemm,
     scaling,
     step_flops,
 )
-from tools.bench.train_peers import IGNORED, PlainLoop, pack, pad
+from tools.bench.train_peer import IGNORED, PlainLoop, pack, pad
 
 
 def make_samples(seconds: dict[str, list[float]]) -> list[Sample]:
@@ -93,14 +94,13 @@ def test_ranks_on_a_gpu_see_it_and_have_the_settings_of_a_runs_trainer(
 ) -> None:
     environments: list[dict[str, str]] = []
 
-    def torchrun(*_: object, log: Path, environment: dict[str, str], **__: object) -> None:
+    def run_ranks(*_: object, environment: dict[str, str], **__: object) -> Measured:
         environments.append(environment)
-        measured = Measured(make_samples({"ours": [2.0]}), "NVIDIA H100 80GB HBM3", 989e12)
-        (log.parent / "measured.json").write_bytes(msgspec.json.encode(measured))
+        return Measured(make_samples({"ours": [2.0]}), "NVIDIA H100 80GB HBM3", 989e12)
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(train, "write_model", lambda folder, sizes: None)
-    monkeypatch.setattr(train, "torchrun", torchrun)
+    monkeypatch.setattr(train, "run_ranks", run_ranks)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert train.on_gpu(tmp_path)["mfu_bf16"] == 0.5
     for found in environments:

@@ -20,25 +20,23 @@ from megatron_rl.weights.exchange.plan import Move, Parcel
 from megatron_rl.weights.exchange.transport import Buffers, GroupTransport
 from tests.distributed import run_ranks
 from tools.bench.measuring import rounded
-from tools.bench.weights_exchanges import (
-    limit_connections,
-    receive_floor,
-    receive_raw,
-    send_floor,
-    send_raw,
-)
-from tools.bench.weights_figures import (
+from tools.bench.weights import (
     METHODS,
-    OVERLAP,
-    RAW,
-    RESHARD,
-    Sample,
     against_limit,
     combine,
     figures,
     growth,
     scaling,
 )
+from tools.bench.weights_exchanges import (
+    RAW,
+    limit_connections,
+    receive_floor,
+    receive_raw,
+    send_floor,
+    send_raw,
+)
+from tools.bench.weights_peer import OVERLAP, RESHARD, Sample
 
 CFG = Config.model_validate({"weights": {"bucket_bytes": 50}})
 

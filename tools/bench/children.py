@@ -1,19 +1,26 @@
-"""Child processes of benchmarks, the models that they load, and other systems' environments.
+"""Sub-processes of benchmarks, the models that they load, and other systems' environments.
 
-Every child runs in ROOT with a deadline and a log file, and ends with the benchmark.
+Every sub-process runs in ROOT with a deadline and a log file, and ends with the benchmark.
 """
 
+import argparse
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import find_free
+from megatron_rl.protocol.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
@@ -22,6 +29,7 @@ MODEL_TIMEOUT_S = 900.0
 TRL_PINS = Path(__file__).with_name("requirements-trl.txt")
 VLLM_PINS = ROOT / "requirements" / "vllm.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+Job, Result = TypeVar("Job", bound=msgspec.Struct), TypeVar("Result")
 _END_GRACE_S = 30.0
 _TAIL_LINES = 20
 _INSTALL_TIMEOUT_S = 1200.0
@@ -79,23 +87,68 @@ def run_child(
         raise ChildFailed("\n".join([f"{words}\n{problem}. The end of {log}:", *tail]))
 
 
-def torchrun(
+def run_job(
+    python: str | Path,
     module: str,
-    arguments: Sequence[object],
+    job: dict[str, Any],
     *,
-    ranks: int,
-    log: Path,
+    path: Path,
     timeout_s: float,
     environment: dict[str, str],
-) -> None:
-    """Run a module as the ranks of one node. Raises ChildFailed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
-    command += ["--master-addr", HOST, "--master-port", find_free(HOST), "-m", module, *arguments]
+) -> list[dict[str, Any]]:
+    """Run `python -m module JOB.json`; returns the rows that it wrote. Raises ChildFailed.
+
+    path: without a suffix; the job, its log and its `rows` lie there as .json, .log and .jsonl.
+    """
+    rows = path.with_suffix(".jsonl").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(job | {"rows": str(rows)}, indent=1))
+    command = [python, "-m", module, path.with_suffix(".json")]
+    log = path.with_suffix(".log")
     run_child(command, log=log, timeout_s=timeout_s, environment=environment)
+    return read_jsonl(rows)
+
+
+def write_job(config: Config, job: msgspec.Struct) -> Path:
+    """The folder of a run, with its config.toml and the job of its processes."""
+    folder = config.run.dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(dump_toml(config))
+    (folder / "job.json").write_bytes(msgspec.json.encode(job))
+    return folder
+
+
+def read_job(kind: type[Job]) -> tuple[Config, Job]:
+    """What `write_job` wrote into the folder that this process's command line names."""
+    parser = argparse.ArgumentParser(description="process of a benchmark, started by it")
+    parser.add_argument("folder", type=Path, help="written by children.write_job")
+    folder = parser.parse_known_args()[0].folder
+    job = msgspec.json.decode((folder / "job.json").read_bytes(), type=kind)
+    return load_config(folder / "config.toml"), job
+
+
+def run_ranks(
+    module: str,
+    folder: Path,
+    result: type[Result],
+    *,
+    ranks: int,
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+) -> Result:
+    """Run a module as the ranks of one node on the folder of `write_job`. Raises ChildFailed.
+
+    result: of what rank 0 writes to result.json there. environment: None: `rank_environment`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    command += ["--master-addr", HOST, "--master-port", find_free(HOST), "-m", module, folder]
+    environment = rank_environment() if environment is None else environment
+    run_child(command, log=folder / "ranks.log", timeout_s=timeout_s, environment=environment)
+    return msgspec.json.decode((folder / "result.json").read_bytes(), type=result)
 
 
 def environment(*, threads: int = 1) -> dict[str, str]:
-    """What every child gets: `threads` threads a process, this tree's modules, no GPU, no hub."""
+    """Of every sub-process: `threads` threads, this tree's modules, no GPU, no hub."""
     path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {
         "OMP_NUM_THREADS": str(threads),

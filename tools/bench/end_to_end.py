@@ -50,12 +50,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import ConfigError
 from tools.bench.children import CACHE, ROOT, TRL_PINS, ChildFailed, make_venv, run_tool, smollm2
+from tools.bench.end_to_end_peer import lines
 from tools.bench.loops import (
     GROUP_SIZE,
     WARMUP_STEPS,
@@ -69,14 +69,12 @@ from tools.bench.loops import (
 from tools.bench.measuring import (
     CORES,
     PeakMemory,
-    begin,
     busy_share,
     parser,
-    report,
     rotations,
+    run,
     say,
 )
-from tools.bench.open_task import lines
 from tools.bench.variants import (
     TIMED_OVERRIDES,
     Workload,
@@ -111,33 +109,28 @@ Variant = Callable[[Path], list[StepMark]]
 def main() -> int:
     """Command line."""
     options = _parse()
-    work_dir, cores = begin("end-to-end", options.work_dir, CORES)
+    return run("end-to-end", options, partial(measure, options), cores=CORES)
+
+
+def measure(options: argparse.Namespace, work_dir: Path, cores: list[int]) -> dict[str, Any]:
+    """Figures of the workloads. Raises ChildFailed."""
     shares: list[float] = []
     bench = Bench(work_dir, options.quick, lambda: shares.append(busy_share(cores)))
-    try:
-        peer = make_venv(options.peer_venv, TRL_PINS)
-        found: dict[str, Any] = {}
-        if options.workload != "real":
-            steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
-            repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-            found["tiny"] = run_tiny(bench, peer, steps, repeats)
-        if options.workload != "tiny":
-            found["real"] = run_real(bench, peer)
-    except (ChildFailed, ConfigError, InputError) as error:
-        say(str(error))
-        return 1
+    peer = make_venv(options.peer_venv, TRL_PINS)
+    found: dict[str, Any] = {}
+    if options.workload != "real":
+        steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+        repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
+        found["tiny"] = run_tiny(bench, peer, steps, repeats)
+    if options.workload != "tiny":
+        found["real"] = run_real(bench, peer)
     if max(shares) > QUIET_SHARE:
         say(
-            f"other processes took up to {max(shares):.0%} of the cores between the runs: these "
-            "figures say little; run this again on a quiet machine"
+            f"other processes took up to {max(shares):.0%} of the cores between the runs, which "
+            f"makes these figures useless; below {QUIET_SHARE:.0%} is allowed: run this again on a "
+            "quiet machine"
         )
-    conditions = {
-        "mode": "quick" if options.quick else "full",
-        "cores": len(cores),
-        "busy_share_between_runs": statistics.fmean(shares),
-    }
-    report(conditions | found)
-    return 0
+    return {"busy_share_between_runs": statistics.fmean(shares)} | found
 
 
 @dataclass(frozen=True)
@@ -339,13 +332,11 @@ def _lengths(work_dir: Path, repeats: int) -> list[int]:
 
 
 def _parse() -> argparse.Namespace:
-    made = parser(__doc__, quick="few steps, once, throughput only")
+    made = parser(
+        __doc__, quick="few steps, once, throughput only", repeats="runs of each variant of tiny"
+    )
     made.add_argument("--workload", choices=["tiny", "real", "all"], default="all")
     made.add_argument("--steps", type=int, help="optimizer steps of each run of tiny")
-    made.add_argument("--repeats", type=int, help="runs of each variant of tiny")
-    made.add_argument(
-        "--work-dir", type=Path, help="new folder for all runs (default: in .cache/bench)"
-    )
     made.add_argument("--peer-venv", type=Path, default=CACHE / "bench-trl-venv")
     options = made.parse_args()
     if options.steps is not None and options.steps <= WARMUP_STEPS:

@@ -30,8 +30,6 @@ busy_share is what other processes took of the cores before each engine: where i
 figures say little. Progress goes to stderr, the last line on stdout is one JSON object.
 """
 
-import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -41,7 +39,6 @@ from typing import Any
 
 from generation.vllm_command import PYTHON_VARIABLE, vllm_python
 from megatron_rl.launcher.ports import find_free
-from megatron_rl.protocol.metrics import read_jsonl
 from tools.bench import limits
 from tools.bench.children import (
     HOST,
@@ -49,12 +46,12 @@ from tools.bench.children import (
     ChildFailed,
     environment,
     make_venv,
-    run_child,
+    run_job,
     smollm2,
 )
-from tools.bench.generate_worker import Job, endless_model
+from tools.bench.generate_peer import endless_model
 from tools.bench.limits import Shapes
-from tools.bench.measuring import CORES, begin, busy_share, parser, report, say
+from tools.bench.measuring import CORES, busy_share, parser, run, say
 
 TIMEOUT_S = 900.0
 PROMPT_TOKENS = 64
@@ -100,9 +97,7 @@ class Bench:
 
 def main() -> int:
     """Command line."""
-    made = parser(__doc__, quick="64 requests, one repeat")
-    made.add_argument("--repeats", type=int, help="samples of each engine")
-    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    made = parser(__doc__, quick="64 requests, one repeat", repeats="samples of each engine")
     made.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
     # The engine "ours" is asked for by the name that a run's generator.engine has.
     names = ["sglang", *list(ENGINES)[1:]]
@@ -111,50 +106,36 @@ def main() -> int:
         "--engines", nargs="+", choices=names, default=names, metavar="NAME", help=which
     )
     options = made.parse_args()
-    folder, cores = begin("generate", options.work_dir, CORES)
-    repeats = options.repeats or (1 if options.quick else 3)
-    running = [MOST] if options.quick else [1, 16, MOST]
-    bench = Bench(folder, cores, running, repeats, options.vllm_venv)
-    speeds: dict[str, Speeds] = {}
+    asked = [name for name, given in zip(ENGINES, names, strict=True) if given in options.engines]
     errors: dict[str, str] = {}
-    shares = []
-    for name, asked in zip(ENGINES, names, strict=True):
-        if asked not in options.engines:
-            continue
-        shares.append(busy_share(cores))
-        try:
-            speeds[name] = measure(bench, name)
-        except ChildFailed as error:
-            errors[name] = str(error)
-            say(str(error))
-    found = {
-        "mode": "quick" if options.quick else "full",
-        "repeats": repeats,
-        "cores": len(cores),
-        "busy_share": statistics.fmean(shares),
-        "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": NEW_TOKENS,
-        **figures(speeds | {"roofline": rooflines(running)}),
-        "errors": errors,
-    }
-    report(found)
-    return 1 if "ours" in errors else 0
+
+    def measure_all(folder: Path, cores: list[int]) -> dict[str, Any]:
+        repeats = options.repeats or (1 if options.quick else 3)
+        running = [MOST] if options.quick else [1, 16, MOST]
+        bench = Bench(folder, cores, running, repeats, options.vllm_venv)
+        speeds: dict[str, Speeds] = {}
+        shares = []
+        for name in asked:
+            shares.append(busy_share(cores))
+            try:
+                speeds[name] = measure(bench, name)
+            except ChildFailed as error:
+                errors[name] = str(error)
+                say(str(error))
+        return {
+            "repeats": repeats,
+            "busy_share": statistics.fmean(shares),
+            "prompt_tokens": PROMPT_TOKENS,
+            "new_tokens": NEW_TOKENS,
+            **figures(speeds | {"roofline": rooflines(running)}),
+            "errors": errors,
+        }
+
+    return run("generate", options, measure_all, cores=CORES) or int("ours" in errors)
 
 
 def measure(bench: Bench, name: str) -> Speeds:
     """Speeds of an engine in a separate process. Raises ChildFailed."""
-    job = Job(
-        engine=ENGINES[name],
-        model=str(endless_model(smollm2(), bench.folder / f"{name}-model")),
-        rows=str(bench.folder / f"{name}.jsonl"),
-        running=bench.running,
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=NEW_TOKENS,
-        repeats=bench.repeats,
-        port=find_free(HOST),
-    )
-    path = bench.folder / f"{name}.json"
-    path.write_text(json.dumps(dataclasses.asdict(job)))
     python, extra = Path(sys.executable), {}
     if name == "ours_vllm":
         extra = {PYTHON_VARIABLE: str(make_venv(bench.vllm_venv, VLLM_PINS))}
@@ -162,13 +143,23 @@ def measure(bench: Bench, name: str) -> Speeds:
         python = make_venv(bench.vllm_venv, VLLM_PINS)
         cache = bench.vllm_venv.with_name(f"{bench.vllm_venv.name}-cache").resolve()
         extra = variables(python, bench.cores[:1], cache)
-    run_child(
-        [python, "-m", "tools.bench.generate_worker", path],
-        log=bench.folder / f"{name}.log",
+    job = {
+        "engine": ENGINES[name],
+        "model": str(endless_model(smollm2(), bench.folder / f"{name}-model")),
+        "running": bench.running,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "repeats": bench.repeats,
+        "port": find_free(HOST),
+    }
+    rows = run_job(
+        python,
+        "tools.bench.generate_peer",
+        job,
+        path=bench.folder / name,
         timeout_s=TIMEOUT_S,
         environment=environment() | extra,
     )
-    rows = read_jsonl(Path(job.rows))
     speeds = {
         running: speed(rows, running, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
         for running in bench.running
@@ -218,7 +209,7 @@ def figures(speeds: dict[str, Speeds]) -> dict[str, Any]:
 def speed(
     rows: Sequence[dict[str, Any]], running: int, *, prompt_tokens: int, new_tokens: int
 ) -> Speed:
-    """From the samples of one engine; see `measure` of generate_worker.py."""
+    """From the samples of one engine; see `measure` of generate_peer.py."""
     chosen = [row for row in rows if row["running"] == running]
     return Speed(
         prefill=statistics.median(running * prompt_tokens / row["first_s"] for row in chosen),

@@ -7,56 +7,81 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from tools.bench.children import CACHE
+from megatron_rl.config.errors import ConfigError, InputError
+from tools.bench.children import CACHE, ChildFailed
 
 CORES = 2
 PAUSE_S = 2.0
-AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _SAMPLE_S = 2.0
-_PSS = re.compile(r"^Pss:\s+(\d+) kB", re.M)
 
 
-def parser(doc: str | None, *, quick: str) -> argparse.ArgumentParser:
-    """A command line with the module's docstring as help, and --quick."""
+def parser(doc: str | None, *, quick: str, repeats: str = "") -> argparse.ArgumentParser:
+    """A command line with the module's docstring as help, and --quick.
+
+    repeats: help of --repeats; where it is given, --work-dir is there too, for `run`.
+    """
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--quick", action="store_true", help=quick)
+    if repeats:
+        made.add_argument("--repeats", type=int, help=repeats)
+        made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
     return made
 
 
-def begin(name: str, work_dir: Path | None, cores: int | None = None) -> tuple[Path, list[int]]:
-    """Prepare a benchmark: returns its new folder for logs and samples, and its cores.
+def run(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[Path, list[int]], dict[str, Any]],
+    *,
+    cores: int | None = None,
+) -> int:
+    """Measure in a new folder and report the figures; returns the exit code.
 
-    cores: how many this process and its children may use; None: all. SIGTERM becomes SystemExit,
-    so that running children are ended too.
+    measure: takes the folder for logs and samples, and the cores that the benchmark may use.
+    cores: how many that are; None: all. SIGTERM becomes SystemExit, which ends children too.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     os.sched_setaffinity(0, chosen)
-    folder = work_dir or CACHE / "bench" / time.strftime(f"{name}-%Y%m%d-%H%M%S")
+    folder = options.work_dir or CACHE / "bench" / time.strftime(f"{name}-%Y%m%d-%H%M%S")
     if folder.exists():
         raise SystemExit(f"--work-dir {folder} exists already: give the name of a new folder")
     folder.mkdir(parents=True)
     say(f"logs and samples: {folder}")
-    return folder.resolve(), chosen
+    try:
+        found = measure(folder.resolve(), chosen)
+    except (ChildFailed, ConfigError, InputError, OSError) as error:
+        say(f"{error}\nall logs: {folder}")
+        return 1
+    report({"mode": "quick" if options.quick else "full", "cores": len(chosen)} | found)
+    return 0
 
 
 def say(text: str) -> None:
     """Show progress on stderr."""
     print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a table: a line for each row, a column for each figure of the first row."""
+    columns = {name: max(8, len(name)) for name in next(iter(rows.values()))}
+    print(f"\n{title:12} " + " ".join(f"{name:>{width}}" for name, width in columns.items()))
+    for label, row in rows.items():
+        cells = (f"{row[name]:{width}.3f}" for name, width in columns.items())
+        print(f"{label:12} " + " ".join(cells), flush=True)
 
 
 def report(found: dict[str, Any]) -> None:
@@ -73,6 +98,13 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def over(tops: Sequence[float], bottoms: Sequence[float]) -> float:
     """Median of the ratios of values measured in the same repeat."""
     return statistics.median(a / b for a, b in zip(tops, bottoms, strict=True))
@@ -85,8 +117,8 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def rotations(names: Sequence[str], repeats: int) -> list[list[str]]:
     """Order of each repeat: starts one name later each time, so that drift affects all."""
-    turns = [repeat % len(names) for repeat in range(repeats)]
-    return [[*names[turn:], *names[:turn]] for turn in turns]
+    starts = [repeat % len(names) for repeat in range(repeats)]
+    return [[*names[start:], *names[:start]] for start in starts]
 
 
 def busy_share(cores: Sequence[int], seconds: float = PAUSE_S) -> float:
@@ -106,11 +138,6 @@ def _busy_s(cores: Sequence[int]) -> float:
     return sum(sum(by_core[i]) - by_core[i].idle - by_core[i].iowait for i in cores)
 
 
-def shares_by_session() -> bool:
-    """Whether Linux divides the cores among sessions first (autogroup), not among processes."""
-    return AUTOGROUP.exists() and AUTOGROUP.read_text().strip() == "1"
-
-
 class ProcessTimes(NamedTuple):
     """Processor time and memory of a process so far."""
 
@@ -118,21 +145,19 @@ class ProcessTimes(NamedTuple):
     """User and system time of all threads."""
     main_s: float
     """The same of the main thread."""
-    rss_mb: float
     peak_rss_mb: float
 
 
 def read_times(pid: int) -> ProcessTimes:
-    """Times and memory of a running process. Raises FileNotFoundError where it has ended."""
-    rss, peak = (status_bytes(key, pid) / 1e6 for key in ("VmRSS", "VmHWM"))
-    stats = (Path(f"/proc/{pid}/stat"), Path(f"/proc/{pid}/task/{pid}/stat"))
-    return ProcessTimes(*map(_cpu_s, stats), rss, peak)
-
-
-def _cpu_s(stat: Path) -> float:
-    # The program's name, in parentheses, may hold spaces.
-    fields = stat.read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Times and memory of a running process. Raises psutil.NoSuchProcess where it has ended."""
+    process = psutil.Process(pid)
+    main = next(thread for thread in process.threads() if thread.id == pid)
+    times = process.cpu_times()
+    return ProcessTimes(
+        times.user + times.system,
+        main.user_time + main.system_time,
+        status_bytes("VmHWM", pid) / 1e6,
+    )
 
 
 def status_bytes(key: str, pid: int | str = "self") -> int:
@@ -142,7 +167,7 @@ def status_bytes(key: str, pid: int | str = "self") -> int:
 
 
 def start_peak() -> None:
-    """Let VmHWM of this process start again. See proc_pid_clear_refs(5)."""
+    """Restart VmHWM of this process at its memory now. See proc_pid_clear_refs(5)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -174,7 +199,6 @@ class PeakMemory:
 
 def pss_bytes(pid: int) -> int:
     """Memory of a process, shared pages divided among the sharers; 0 when it has ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
-        return int(found[1]) << 10 if found else 0
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return psutil.Process(pid).memory_full_info().pss
     return 0

@@ -1,22 +1,21 @@
 """`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
 
-The real process of the queue, over real sockets, serves scripted peers (queue_peers.py): 1,000
+The real process of the queue, over real sockets, serves scripted peers (queue_peer.py): 1,000
 generators, verifiers that answer at once, data-parallel leaders, a weight sync after each batch.
 Rollouts have 32,768 tokens, or the simulator's mean, with logprobs, two version spans and a text.
-The *floor* in the same run is bare ZeroMQ sockets that carry the same bytes (queue_floor.py).
+The *floor* in the same run is bare ZeroMQ sockets that carry the same bytes (queue_peer.py).
 
 | variant     | what                                                           |
 |-------------|----------------------------------------------------------------|
 | dense       | a 24B model without experts                                    |
 | encrypted   | the same with CURVE keys, as between hosts                     |
 | dense_mean  | completions of the simulator's mean length, 9,387 tokens       |
-| replay      | 30B-A3B with router replay: 48 layers x 8 choices of one byte  |
-|             | a token, 13 MB a rollout, so 100 generators and small batches  |
+| replay      | 30B-A3B, router replay: 384 bytes a token; 100 generators      |
 | replay_mean | completions of the simulator's mean length, 4,185 tokens       |
 
 | figure of a variant        | what                                                           |
 |----------------------------|----------------------------------------------------------------|
-| needed_rollouts_per_s      | what 512 H100s produce by the simulator (queue_load.py): at    |
+| needed_rollouts_per_s      | what 512 H100s produce by the simulator (`Produced`): at      |
 |                            | 32,768 tokens its tokens, else its completions                 |
 | learnt_rollouts_per_s      | what they could learn from at most, worked out by hand         |
 | rollouts_per_s             | as many as the queue takes; over_needed: over the first,       |
@@ -52,39 +51,92 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config.files import dump_toml
+from msgspec.structs import replace
+
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
-from megatron_rl.protocol.keys import load_keys, make_keys
+from megatron_rl.plan.flops import step_flops
+from megatron_rl.protocol.keys import make_keys
 from megatron_rl.weights.layout.shape import ModelShape
-from tools.bench.children import background
-from tools.bench.measuring import (
-    busy_share,
-    parser,
-    percentile,
-    read_times,
-    report,
-    rounded,
-    say,
-)
-from tools.bench.queue_load import (
-    DENSE,
-    DENSE_PRODUCED,
-    EXPERTS,
-    EXPERTS_PRODUCED,
-    TARGET,
-    Load,
-    Produced,
-    learnt_rollouts_per_s,
-)
-from tools.bench.queue_peers import Control, Wiring, run_generators, run_others
+from tools.bench.children import background, write_job
+from tools.bench.measuring import busy_share, parser, percentile, read_times, report, rounded, say
+from tools.bench.queue_peer import PROMPT_TOKENS, Control, Load, run_peers
 
+GPUS = 512
+TRAINER_SHARE = 0.5
+"""Of the GPUs, as in examples/magistral_24b.toml."""
+TRAINER_FLOPS = 400e12
+"""Model FLOP/s of an H100 that trains a dense model in bf16: 0.4 of its peak."""
+TARGET = 4.0
+"""Times what the cluster produces."""
 GENERATOR_PROCESSES = 2
 PROMPTS = 2000
 START_LIMIT_S = 120.0
 END_LIMIT_S = 60.0
 PEER_END_S = 5.0
-QUEUE, FLOOR = "megatron_rl.rollout_queue.server", "tools.bench.queue_floor"
+QUEUE, FLOOR = "megatron_rl.rollout_queue.server", "tools.bench.queue_peer"
+
+
+def _shape(**sizes: int) -> ModelShape:
+    return ModelShape(
+        architecture="",
+        max_positions=40_960,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_scaling=None,
+        is_tied=False,
+        has_qkv_bias=False,
+        has_qk_norm=False,
+        sliding_window=None,
+        **sizes,
+    )
+
+
+DENSE = _shape(
+    layers=40, hidden=5120, ffn=32_768, heads=32, kv_heads=8, head_dim=128, vocab=131_072
+)
+"""Mistral Small 24B, as its config.json on Hugging Face says."""
+EXPERTS = _shape(
+    layers=48, hidden=2048, ffn=6144, heads=32, kv_heads=4, head_dim=128, vocab=151_936,
+    experts=128, experts_per_token=8, moe_ffn=768,
+)  # fmt: skip
+"""Qwen3-30B-A3B, likewise."""
+
+
+class Produced(NamedTuple):
+    """What the engines of a cluster generate, by the simulator."""
+
+    tokens_per_s: float
+    completions_per_s: float
+    """All completions, also of groups that turn out to have zero variance."""
+
+    @property
+    def mean_tokens(self) -> int:
+        """Of a completion."""
+        return round(self.tokens_per_s / self.completions_per_s)
+
+
+DENSE_PRODUCED = Produced(283_500, 30.2)
+EXPERTS_PRODUCED = Produced(553_200, 132.2)
+"""The most of any split of GPUS H100s. `DIR/config.json` is that of the model, N 512 and 1,024:
+
+    megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.prompts_per_batch=N \\
+        --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
+    megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.prompts_per_batch=N \\
+        --gpus 512 --sweep split=64,72,80,96,128 --lanes all --steps 4 --warm-up 4 --json
+
+The number of prompts in a batch grows with the GPUs. The best splits are 128 and 96.
+completions_per_s: train.prompts_per_batch * train.group_size / (1 - zero_variance_share) / step_s.
+"""
+
+
+def learnt_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
+    """Completions of `tokens` that half of the cluster could learn from, were it never idle.
+
+    An upper bound of what is produced, whatever the engines can do: admission stops them.
+    """
+    flops = step_flops(shape, sequences=1, length=PROMPT_TOKENS + tokens).total
+    return GPUS * TRAINER_SHARE * TRAINER_FLOPS / flops
 
 
 class Variant(NamedTuple):
@@ -130,7 +182,6 @@ class Outcome(NamedTuple):
     """As many rollouts as it takes."""
     paced: Window | None
     """At a given rate."""
-    rate: float
     leases: list[tuple[float, float]]
     """(when it came, seconds since its slot was announced as free)"""
     peak_rss_mb: float
@@ -156,9 +207,9 @@ def variants(*, is_quick: bool) -> dict[str, Variant]:
         max_staleness=7,
         leaders=4,
     )
-    short = dense._replace(tokens=DENSE_PRODUCED.mean_tokens)
-    short_replay = replay._replace(
-        tokens=EXPERTS_PRODUCED.mean_tokens, generators=400, slots=2, prompts_per_batch=16
+    short = replace(dense, tokens=DENSE_PRODUCED.mean_tokens)
+    short_replay = replace(
+        replay, tokens=EXPERTS_PRODUCED.mean_tokens, generators=400, slots=2, prompts_per_batch=16
     )
     return {
         "dense": _variant(dense, DENSE, DENSE_PRODUCED),
@@ -200,36 +251,30 @@ def write_config(folder: Path, variant: Variant) -> Config:
         "ports": {"keys_dir": keys_dir},
     })  # fmt: skip
     config = resolve_ports(config)
-    (folder / "config.toml").write_text(dump_toml(config))
+    write_job(config, load)
     return config
 
 
 @contextlib.contextmanager
 def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Connection]]]:
-    """Scripted peers in processes of their own; their results come after `is_over`."""
-    ports = config.ports
-    addresses = [f"{ports.host}:{port}" for port in (ports.prompts, ports.verify, ports.batches)]
-    wiring = Wiring(*addresses, load_keys(ports.keys_dir))
+    """Run the scripted peers in sub-processes; their results come after `is_over`."""
     fresh = multiprocessing.get_context("spawn")
     control = Control(
         fresh.Value("i", -1), fresh.Value("d", 0.0), fresh.Value("i", 0), fresh.Event()
     )
+    count = load.generators
+    parts = [
+        range(n * count // GENERATOR_PROCESSES, (n + 1) * count // GENERATOR_PROCESSES)
+        for n in range(GENERATOR_PROCESSES)
+    ]
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
-    count = GENERATOR_PROCESSES
-    parts = [
-        range(i * load.generators // count, (i + 1) * load.generators // count)
-        for i in range(count)
-    ]
-    others = fresh.Process(target=run_others, args=(load, wiring, control))
     try:
-        others.start()
-        processes.append(others)
-        for part in parts:
+        for numbers in (range(0), *parts):
             mine, theirs = fresh.Pipe(duplex=False)
             pipes.append(mine)
-            arguments = (load, wiring, part, control, theirs)
-            process = fresh.Process(target=run_generators, args=arguments)
+            arguments = (load, config.ports, numbers, control, theirs)
+            process = fresh.Process(target=run_peers, args=arguments)
             process.start()
             processes.append(process)
             theirs.close()
@@ -244,32 +289,22 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
                 process.join()
 
 
-def running_server(
-    module: str, folder: Path, load: Load
-) -> contextlib.AbstractContextManager[subprocess.Popen]:
-    """The queue, or the floor, during a block."""
-    command = [sys.executable, "-m", module, "--config", folder / "config.toml"]
-    if module == FLOOR:
-        command += ["--load", json.dumps(load._asdict())]
-    return background(command, log=folder / f"{module}.log")
-
-
 def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
-    """One server under the load: first as much as it takes, then at a rate."""
-    load = variant.load
+    """Run the queue or the floor: first under as much load as it takes, then at a rate."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_config(folder, variant)
+        config, log = write_config(folder, variant), folder / f"{module}.log"
+        given = [folder] if module == FLOOR else ["--config", folder / "config.toml"]
         with (
-            running_server(module, folder, load) as server,
-            running_peers(load, config) as (control, pipes),
+            background([sys.executable, "-m", module, *given], log=log) as server,
+            running_peers(variant.load, config) as (control, pipes),
         ):
-            _await_first_batch(control, server, folder / f"{module}.log")
+            _await_first_batch(control, server, log)
             time.sleep(seconds.warm)
             full = _watch(server.pid, control, seconds.full)
             # The floor leases without looking who has room: it has no rate of its own.
             if module == FLOOR:
-                return Outcome(full, None, 0.0, [], 0.0)
+                return Outcome(full, None, [], 0.0)
             rate = min(TARGET * variant.needed, full.rollouts_per_s / 2)
             control.rate.value = rate / GENERATOR_PROCESSES
             time.sleep(seconds.warm)
@@ -280,7 +315,7 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
     if len(measured) != len(pipes):
         raise RuntimeError("a process of scripted peers did not end")
     leases = [lease for mine in measured for lease in mine]
-    return Outcome(full, paced, rate, leases, peak_rss_mb)
+    return Outcome(full, paced, leases, peak_rss_mb)
 
 
 def _await_first_batch(control: Control, server: subprocess.Popen, log: Path) -> None:

@@ -29,35 +29,95 @@ busy_share is what other processes took of the cores before the steps: where it 
 clocks say little. The last line is one JSON object.
 """
 
+import argparse
 import importlib.util
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_rl.backend.environment import ranks_environment
-from megatron_rl.config.files import dump_toml
+from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import Config
-from tools.bench.children import ChildFailed, rank_environment, torchrun, write_model
-from tools.bench.measuring import begin, busy_share, parser, report
-from tools.bench.packing import LONGEST
-from tools.bench.train_figures import (
-    MORE_PASSES,
-    PLAIN,
-    Measured,
-    Workload,
-    compare,
-    mfu,
-    over_gemm,
-    ratios,
-    scaling,
+from megatron_rl.plan.flops import (
+    BACKWARD,
+    attention_flops,
+    causal_pairs,
+    output_flops,
+    product_flops,
 )
+from megatron_rl.weights.layout.shape import ModelShape
+from tools.bench.children import rank_environment, run_ranks, write_job, write_model
+from tools.bench.measuring import busy_share, over, parser, run
+from tools.bench.packing import LONGEST, Lengths
+
+OURS, PADDED, PACKED = "ours", "padded_peer", "packed_peer"
+PEERS = (PADDED, PACKED)
+PLAIN = "magistral"
+MORE_PASSES = {
+    "proximal": {"policy_loss": {"old_logprobs": "recompute"}},
+    "reference": {"preset": "grpo"},
+    "groups": {"preset": "agro"},
+    "kl_exact": {
+        "kl": {"placement": "loss", "estimator": "exact"},
+        "reference": {"policy": "start"},
+    },
+}
+"""Name -> what differs from Magistral: one pass of the policy, one of the reference, one
+of each, and one of the reference with the output layer twice."""
+
+LOSS_TOLERANCE = 1e-5
+"""Relative; float32 sums in another order differ by 1e-7 to 1e-6."""
 
 TIMEOUT_S = 3600.0
 GPU_TIMEOUT_S = 600.0
 SCALING = {"one": {}, "tp2": {"tensor": 2}, "dp2": {"data": 2}}
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What a child process is to do."""
+
+    sequences: int
+    scale: float
+    """Of the lengths."""
+    repeats: int
+    """Steps of each loop that count, after those that warm up."""
+    has_peers: bool
+    has_objectives: bool = False
+    """Instead of our plain loop: objectives that need more passes, beside one that needs none."""
+    tokens: tuple[int, int] | None = None
+    """Instead of those lengths: uniform from the first to the second, half of them prompt."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One optimizer step of one loop."""
+
+    loop: str
+    seconds: float
+    cpu_seconds: float
+    """Of this process: what others took of the core does not count."""
+    tokens: int
+    """Prompt and completion, without padding, over all ranks."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one child process found."""
+
+    samples: list[Sample]
+    """By repeat, the loops of a repeat one after the other."""
+    device: str
+    step_flops: float
+    """Of the model, forward and backward, over all ranks."""
+    first_losses: dict[str, float] = {}
+    """Of each loop before any step, on the same tokens."""
+    logprob_peak_bytes_over_bound: float = 0.0
+    gemm_rate: float = 0.0
+    """FLOP/s of F.linear alone: the layers' shapes and dtype at the rows of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -126,46 +186,38 @@ PRECISIONS = {
 
 def main() -> int:
     """Command line."""
-    made = parser(__doc__, quick="a smaller model, fewer tokens")
-    made.add_argument("--repeats", type=int, help="steps of each loop")
+    made = parser(__doc__, quick="a smaller model, fewer tokens", repeats="steps of each loop")
     made.add_argument("--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else")
-    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
     options = made.parse_args()
-    folder, cores = begin("train", options.work_dir)
+    return run("train", options, partial(measure_all, options))
+
+
+def measure_all(options: argparse.Namespace, folder: Path, cores: list[int]) -> dict[str, Any]:
+    """All figures. Raises ChildFailed."""
+    if options.gpu_only:
+        return on_gpu(folder / "gpu")
     scale = QUICK if options.quick else FULL
     if options.repeats:
         scale = replace(scale, work=msgspec.structs.replace(scale.work, repeats=options.repeats))
-    try:
-        if options.gpu_only:
-            report(on_gpu(folder / "gpu"))
-            return 0
-        write_model(folder / "model", scale.model)
-        share = busy_share(cores)
-        found = compare(run(folder / "peers", folder / "model", scale))
-        rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
-        found |= objectives(folder, scale)
-        found |= scaling(rounds) | against_gemm(folder / "limits", is_quick=options.quick)
-        found |= on_gpu(folder / "gpu")
-    except (ChildFailed, OSError) as error:
-        print(f"{error}\nall logs: {folder}", file=sys.stderr)
-        return 1
+    write_model(folder / "model", scale.model)
     conditions = {
-        "mode": "quick" if options.quick else "full",
         "repeats": scale.work.repeats,
-        "cores": len(cores),
-        "busy_share": share,
+        "busy_share": busy_share(cores),
         "sequences": scale.work.sequences,
         "microbatch_tokens": scale.microbatch_tokens,
     }
-    report(conditions | found)
-    return 0
+    found = compare(measure(folder / "peers", folder / "model", scale))
+    rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
+    found |= objectives(folder, scale) | scaling(rounds)
+    found |= against_gemm(folder / "limits", is_quick=options.quick)
+    return conditions | found | on_gpu(folder / "gpu")
 
 
 def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
     """Our loop alone, on one rank and on two."""
     scale = replace(scale, work=msgspec.structs.replace(scale.work, has_peers=False))
     return {
-        name: run(run_dir / name, folder / "model", scale, parallel)
+        name: measure(run_dir / name, folder / "model", scale, parallel)
         for name, parallel in SCALING.items()
     }
 
@@ -173,7 +225,7 @@ def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
 def objectives(folder: Path, scale: Scale) -> dict[str, float]:
     """What more passes cost, on one rank."""
     work = msgspec.structs.replace(scale.work, has_peers=False, has_objectives=True)
-    samples = run(folder / "objectives", folder / "model", replace(scale, work=work)).samples
+    samples = measure(folder / "objectives", folder / "model", replace(scale, work=work)).samples
     return {f"cost_of_{name}": ratios(samples, PLAIN, name, of_cpu=True) for name in MORE_PASSES}
 
 
@@ -185,7 +237,7 @@ def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:
         if is_quick:
             work = msgspec.structs.replace(work, repeats=QUICK_REPEATS)
         scale = Scale(model, work, microbatch_tokens=budget, rounds=0)
-        measured = run(
+        measured = measure(
             folder / name / "run", folder / name / "model", scale, model={"dtype": dtype}
         )
         suffix = "" if name == "135m" else f"_{name}"
@@ -203,13 +255,13 @@ def on_gpu(folder: Path) -> dict[str, float | None]:
     write_model(folder / "model", GPU.model)
     environment = gpu_environment()
     has_engine = importlib.util.find_spec("transformer_engine") is not None
-    return {
-        f"mfu_{name}": mfu(
-            run(folder / name, folder / "model", GPU, model=model, environment=environment), name
-        )
-        for name, model in PRECISIONS.items()
-        if name != "fp8" or has_engine
-    }
+    found = {}
+    for name, model in PRECISIONS.items():
+        if name != "fp8" or has_engine:
+            run_dir = folder / name
+            measured = measure(run_dir, folder / "model", GPU, model=model, environment=environment)
+            found[f"mfu_{name}"] = mfu(measured, name)
+    return found
 
 
 def gpu_environment() -> dict[str, str]:
@@ -222,7 +274,7 @@ def gpu_environment() -> dict[str, str]:
     return ours | ranks_environment("cuda", 1, expandable_segments=True)
 
 
-def run(
+def measure(
     run_dir: Path,
     model_folder: Path,
     scale: Scale,
@@ -231,24 +283,19 @@ def run(
     *,
     environment: dict[str, str] | None = None,
 ) -> Measured:
-    """One child process a rank, under torchrun. Raises ChildFailed.
+    """One sub-process a rank, under torchrun. Raises ChildFailed.
 
     environment: `gpu_environment`; None: on the CPU.
     """
     cfg = make_config(run_dir, model_folder, scale, parallel, model)
-    run_dir.mkdir(parents=True)
-    config, work = run_dir / "config.toml", run_dir / "work.json"
-    config.write_text(dump_toml(cfg))
-    work.write_bytes(msgspec.json.encode(scale.work))
-    torchrun(
-        "tools.bench.train_ranks",
-        ["--config", config, "--work", work],
+    return run_ranks(
+        "tools.bench.train_peer",
+        write_job(cfg, scale.work),
+        Measured,
         ranks=cfg.parallel.world_size,
-        log=run_dir / "ranks.log",
         timeout_s=TIMEOUT_S if environment is None else GPU_TIMEOUT_S,
-        environment=rank_environment() if environment is None else environment,
+        environment=environment,
     )
-    return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)
 
 
 def make_config(
@@ -271,6 +318,79 @@ def make_config(
             },
         }
     )
+
+
+def tokens_per_s(samples: Sequence[Sample], loop: str) -> float:
+    """Median of the loop's steps."""
+    return statistics.median(s.tokens / s.seconds for s in samples if s.loop == loop)
+
+
+def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = False) -> float:
+    """Median over repeats of how many times faster `loop` was than `peer` beside it."""
+
+    def seconds(name: str) -> list[float]:
+        chosen = [s for s in samples if s.loop == name]
+        return [s.cpu_seconds if of_cpu else s.seconds for s in chosen]
+
+    return over(seconds(peer), seconds(loop))
+
+
+def check_losses(losses: dict[str, float]) -> None:
+    """Raises RuntimeError where the loops do not compute the same, so that times say nothing."""
+    ours = losses[OURS]
+    # Written so that what is no number is refused, too.
+    if not all(abs(loss - ours) <= LOSS_TOLERANCE * abs(ours) for loss in losses.values()):
+        raise RuntimeError(f"the loops start at different losses: {losses}")
+
+
+def compare(measured: Measured) -> dict[str, float]:
+    """Ours beside its peers."""
+    samples = measured.samples
+    losses = measured.first_losses
+    return {
+        **{f"ours_over_{peer}": ratios(samples, OURS, peer) for peer in PEERS},
+        **{f"ours_over_{peer}_cpu": ratios(samples, OURS, peer, of_cpu=True) for peer in PEERS},
+        **{f"tokens_per_s_{name}": tokens_per_s(samples, name) for name in losses},
+        "loss_difference": max(losses.values()) - min(losses.values()),
+        "logprob_peak_bytes_over_bound": measured.logprob_peak_bytes_over_bound,
+    }
+
+
+def scaling(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
+    """How many times faster two ranks were than one, by kind of rank; median over rounds."""
+    return {
+        f"scaling_{name}": statistics.median(
+            tokens_per_s(found[name].samples, OURS) / tokens_per_s(found["one"].samples, OURS)
+            for found in rounds
+        )
+        for name in rounds[0]
+        if name != "one"
+    }
+
+
+def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
+    """FLOPs of an optimizer step: three times a forward pass, without what is computed again.
+
+    Logits count only where a completion token is predicted.
+    """
+    products = sum(s.total for s in sequences) * product_flops(shape)
+    output = sum(s.completion for s in sequences) * output_flops(shape)
+    pairs = sum(causal_pairs(s.total, shape.sliding_window) for s in sequences)
+    return (1 + BACKWARD) * (products + output + attention_flops(shape, pairs))
+
+
+def over_gemm(measured: Measured) -> float:
+    """Model FLOP/s over what the same process's products reach alone; of the median step."""
+    seconds = statistics.median(s.seconds for s in measured.samples)
+    return measured.step_flops / seconds / measured.gemm_rate
+
+
+def mfu(measured: Measured, precision: str) -> float | None:
+    """Model FLOP/s over the device's peak; None for a device without a known one."""
+    peak = named_peak(measured.device, is_fp8=precision == "fp8")
+    if peak is None:
+        return None
+    return measured.step_flops / statistics.median(s.seconds for s in measured.samples) / peak
 
 
 if __name__ == "__main__":

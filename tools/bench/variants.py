@@ -16,7 +16,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptStream, prompts_of_run
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import open_renderer
-from tools.bench.children import environment, run_child
+from tools.bench.children import environment, run_child, run_job
 from tools.bench.loops import StepMark, marks_from_metrics, marks_from_peer
 
 RUN_TIMEOUT_S = 900.0
@@ -131,15 +131,15 @@ def run_peer(
     job = peer_job(
         workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir, settings=settings
     )
-    job_path = run_dir / "job.json"
-    job_path.write_text(json.dumps(job, indent=1))
-    run_child(
-        [python, "-m", "tools.bench.trl_worker", job_path],
-        log=run_dir.with_suffix(".log"),
+    rows = run_job(
+        python,
+        "tools.bench.end_to_end_peer",
+        job,
+        path=run_dir / "job",
         timeout_s=RUN_TIMEOUT_S,
         environment=environment(threads=threads),
     )
-    return marks_from_peer(read_jsonl(Path(job["rows"])))
+    return marks_from_peer(rows)
 
 
 def peer_job(
@@ -150,7 +150,7 @@ def peer_job(
     run_dir: Path,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The job of tools.bench.trl_worker that trains as `config` says.
+    """The job of tools.bench.end_to_end_peer that trains as `config` says.
 
     settings: GRPOConfig's that differ from those of `config` and TRL.
     """
@@ -179,7 +179,6 @@ def peer_job(
     return {
         "model": str(config.model.path.resolve()),
         "prompts": str(prompts.resolve()),
-        "rows": str(run_dir.resolve() / "rows.jsonl"),
         "threads": threads,
         "rollouts": rollouts,
         "correct_reward": config.reward.correct,

@@ -13,7 +13,7 @@ float32 parameters. In each layout all methods sync in turn, in an order that ro
 |---|---|
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
-| time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
+| time_over_raw | transfer of reshard over raw's in the same repeat: first receive to last digest |
 | sync_over_raw | the same of whole weight syncs: digests at the senders, pause, all packets |
 | floor_over_raw | what packets, digests and copies cost by themselves |
 | time_over_floor, sync_over_floor | as over raw: what is left to the product's own work |
@@ -27,11 +27,11 @@ float32 parameters. In each layout all methods sync in turn, in an order that ro
 
 `--methods raw floor reshard` leaves the others out, and the figures that compare with them.
 
-`--replicas 1 2 4 8` weight syncs from two copies of the model in the trainer to N receivers
-instead. They run the product's weight client and receiver without an engine, or with `--servers` an
-SGLang server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
+`--replicas 1 2 4 8` syncs from two copies of the model in the trainer to N receivers instead. They
+run the product's weight client and receiver without an engine, or with `--servers` an SGLang
+server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
 (`limited_links` in weights_exchanges.py). One weight sync to the most receivers without the limit
-says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling` in weights_figures.py.
+says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling`.
 
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
@@ -42,36 +42,23 @@ import contextlib
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
-from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
-from tools.bench.children import ChildFailed, background, rank_environment, torchrun, write_model
-from tools.bench.measuring import begin, busy_share, parser, report
-from tools.bench.weights_figures import (
-    BARE_VARIABLE,
-    DISK,
-    LINK_VARIABLE,
-    METHODS,
-    METHODS_VARIABLE,
-    OVERLAP,
-    RAW,
-    REPEATS_VARIABLE,
-    RESHARD,
-    Sample,
-    against_limit,
-    combine,
-    figures,
-    growth,
-    scaling,
-    show,
-)
+from megatron_rl.protocol.metrics import read_jsonl
+from tools.bench.children import background, rank_environment, run_ranks, write_job, write_model
+from tools.bench.measuring import busy_share, over, parser, run, show
+from tools.bench.weights_exchanges import FLOOR, RAW
+from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample, Samples
 
+HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
+METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
 RANKS_TIMEOUT_S = 900.0
 SIZES = {
     "vocab_size": 49_152,
@@ -86,7 +73,7 @@ SIZES = {
 QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
 
 
-class Case(NamedTuple):
+class Layout(NamedTuple):
     """Trainer ranks and engines."""
 
     tensor: int
@@ -97,139 +84,255 @@ class Case(NamedTuple):
 
 
 LAYOUTS = {
-    "tp2-tp1": Case(2, 1, 1, 1),
-    "tp2pp2-tp2": Case(2, 2, 1, 2),
-    "tp2-2xtp1": Case(2, 1, 2, 1),
+    "tp2-tp1": Layout(2, 1, 1, 1),
+    "tp2pp2-tp2": Layout(2, 2, 1, 2),
+    "tp2-2xtp1": Layout(2, 1, 2, 1),
 }
 
 
 def main() -> int:
     """Command line."""
     options = _parse()
-    repeats = options.repeats or (3 if options.quick else 9)
-    work_dir, cores = begin("weights", options.work_dir)
+    measure = measure_replicas if options.replicas else measure_layouts
+    return run("weights", options, partial(measure, options))
+
+
+def measure_layouts(
+    options: argparse.Namespace, work_dir: Path, cores: list[int]
+) -> dict[str, Any]:
+    """Figures of all layouts."""
+    model, job = write_sized_model(options, work_dir), make_job(options, options.methods)
     found: dict[str, dict[str, float]] = {}
     shares = []
-    try:
-        model = work_dir / "model"
-        write_model(model, QUICK_SIZES if options.quick else SIZES)
-        if options.replicas:
-            shares.append(busy_share(cores))
-            print_scaling(scale(options, model, work_dir, repeats), shares[0], len(cores))
-            return 0
-        for name in options.layouts:
-            shares.append(busy_share(cores))
-            cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
-            samples = run_layout(cfg, repeats, options.methods)
-            found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
-            show(name, samples, found[name])
-            if DISK in options.methods:
-                shutil.rmtree(cfg.run.dir / "weights")
-    except (ChildFailed, OSError) as error:
-        print(f"{error}\nall logs: {work_dir}", file=sys.stderr)
-        return 1
+    for name in options.layouts:
+        shares.append(busy_share(cores))
+        cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
+        samples = run_layout(cfg, job)
+        found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
+        show(name, by_method(samples))
+        if DISK in options.methods:
+            shutil.rmtree(cfg.run.dir / "weights")
     conditions = {
-        "mode": "quick" if options.quick else "full",
-        "repeats": repeats,
-        "cores": len(cores),
+        "repeats": job.repeats,
         "busy_share": statistics.fmean(shares),
         "bucket_bytes": options.bucket_mb << 20,
     }
-    report(conditions | combine(found) | {"layouts": found})
-    return 0
+    return conditions | combine(found) | {"layouts": found}
 
 
-def scale(
-    options: argparse.Namespace, model: Path, work_dir: Path, repeats: int
-) -> dict[str, dict[str, float]]:
-    """Figures of weight syncs from two copies of the model to so many replicas."""
+def measure_replicas(
+    options: argparse.Namespace, work_dir: Path, cores: list[int]
+) -> dict[str, Any]:
+    """Figures of weight syncs from two copies of the model to each number of replicas."""
+    model, busy = write_sized_model(options, work_dir), busy_share(cores)
+    job = make_job(options, (RAW, RESHARD, OVERLAP))
 
-    def run(replicas: int, link_mb_s: int) -> list[Sample]:
-        cfg = configure(
-            Case(1, 1, replicas, 1, data=2),
-            model,
-            work_dir / f"replicas-{replicas}-link-{link_mb_s}",
-            options.bucket_mb << 20,
-        )
-        methods = (RAW, RESHARD, OVERLAP)
-        return run_layout(cfg, repeats, methods, is_bare=not options.servers, link_mb_s=link_mb_s)
+    def sync(replicas: int, link_mb_s: int) -> list[Sample]:
+        folder = work_dir / f"replicas-{replicas}-link-{link_mb_s}"
+        layout = Layout(1, 1, replicas, 1, data=2)
+        cfg = configure(layout, model, folder, options.bucket_mb << 20)
+        return run_layout(cfg, replace(job, link_bytes_per_s=link_mb_s * 10**6))
 
-    rows = scaling({replicas: run(replicas, options.link_mb_s) for replicas in options.replicas})
+    rows = scaling({replicas: sync(replicas, options.link_mb_s) for replicas in options.replicas})
     if options.link_mb_s:
         most = max(options.replicas)
-        rows = against_limit(rows, scaling({most: run(most, 0)})[str(most)], options.link_mb_s)
+        rows = against_limit(rows, scaling({most: sync(most, 0)})[str(most)], options.link_mb_s)
+    show("replicas", rows)
+    return {"busy_share": busy, "replicas": rows}
+
+
+def write_sized_model(options: argparse.Namespace, work_dir: Path) -> Path:
+    """The folder of a random model."""
+    write_model(work_dir / "model", QUICK_SIZES if options.quick else SIZES)
+    return work_dir / "model"
+
+
+def make_job(options: argparse.Namespace, methods: Sequence[str]) -> Job:
+    """What the command line asks of the processes."""
+    repeats = options.repeats or (3 if options.quick else 9)
+    is_bare = bool(options.replicas) and not options.servers
+    return Job(repeats, tuple(methods), is_bare=is_bare)
+
+
+def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
+    """A run of this layout."""
+    cfg = Config.model_validate({
+        "run": {"dir": run_dir},
+        "model": {"path": model, "dtype": "float32"},
+        "parallel": {
+            "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data,
+        },
+        "generator": {
+            "replicas": layout.replicas, "tensor_parallel": layout.engine_ranks, "kv_tokens": 8192,
+        },
+        "weights": {"bucket_bytes": bucket_bytes},
+    })  # fmt: skip
+    return resolve_ports(cfg)
+
+
+def run_layout(cfg: Config, job: Job) -> list[Sample]:
+    """Start all processes of a layout and have them sync. Raises ChildFailed."""
+    folder, module = write_job(cfg, job), "tools.bench.weights_peer"
+    with contextlib.ExitStack() as stack:
+        for index in range(cfg.generator.replicas):
+            command = [sys.executable, "-m", module, folder, "--index", index]
+            log = folder / f"generator-{index}.log"
+            stack.enter_context(background(command, log=log, environment=rank_environment()))
+        ranks = cfg.parallel.world_size
+        return run_ranks(module, folder, Samples, ranks=ranks, timeout_s=RANKS_TIMEOUT_S).samples
+
+
+def _transfer(sample: Sample) -> float:
+    """Of all generators, which are served at the same time; 0 where the method does not say."""
+    return max(sample.transfers_s, default=0.0)
+
+
+def _sync(sample: Sample) -> float:
+    """All of it."""
+    return sample.seconds
+
+
+_RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
+    ("time_over_raw", RESHARD, RAW, _transfer),
+    ("floor_over_raw", FLOOR, RAW, _transfer),
+    ("time_over_floor", RESHARD, FLOOR, _transfer),
+    ("sync_over_floor", RESHARD, FLOOR, _sync),
+    ("sync_over_raw", RESHARD, RAW, _sync),
+    ("host_time_over_raw", HOST, RAW, _transfer),
+    ("ipc_time_over_raw", IPC, RAW, _transfer),
+    ("broadcast_over_reshard", BROADCAST, RESHARD, _sync),
+    ("disk_over_reshard", DISK, RESHARD, _sync),
+)
+"""(figure, method, the method below the line, what of a weight sync); only measured methods."""
+
+
+def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
+    """Figures of one layout."""
+    by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
+    reshard = by[RESHARD]
+    two_buckets = 2 * cfg.weights.bucket_bytes
+    ratios = {
+        name: over([key(s) for s in by[top]], [key(s) for s in by[bottom]])
+        for name, top, bottom, key in _RATIOS
+        if by[top] and by[bottom]
+    }
+    pauses = [pause for sample in reshard for pause in sample.pauses_s]
+    transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
+    stood_s = [p - t for p, t in zip(pauses, transfers, strict=True)]
+    loopback = [sample.loopback_bytes / sample.minimum_bytes for sample in reshard]
+    trainer = max(sample.trainer_peak_bytes for sample in reshard)
+    engine = max(sample.engine_peak_bytes for sample in reshard)
+    return {
+        "minimum_mb": reshard[0].minimum_bytes / 1e6,
+        "wire_bytes_over_minimum": reshard[0].wire_bytes / reshard[0].minimum_bytes,
+        "loopback_bytes_over_minimum": statistics.median(loopback),
+        **ratios,
+        "pause_ms_p50": 1e3 * statistics.median(pauses),
+        "pause_overhead_ms": 1e3 * statistics.median(stood_s),
+        "peak_extra_bytes_trainer": trainer,
+        "peak_extra_bytes_engine": engine,
+        "trainer_over_two_buckets": trainer / two_buckets,
+        "engine_over_two_buckets": engine / two_buckets,
+    }
+
+
+def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
+    """By how much resident memory grew in a reshard, at most; the first one does not count."""
+    engine = []
+    for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
+        sizes = [row["bytes"] for row in read_jsonl(path) if row["name"].startswith(RESHARD)]
+        engine.append(max(sizes[1:]))
+    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == RESHARD]
+    return {"growth_bytes_trainer": max(trainer), "growth_bytes_engine": max(engine)}
+
+
+def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The worst layout of each figure; medians for the pauses."""
+    choices = {"broadcast_over_reshard": min, "disk_over_reshard": min} | dict.fromkeys(
+        ("pause_ms_p50", "pause_overhead_ms"), statistics.median
+    )
+    return {
+        key: choices.get(key, max)([each[key] for each in found.values()])
+        for key in next(iter(found.values()))
+    }
+
+
+def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Medians for a table."""
+    columns: dict[str, Callable[[Sample], float]] = {
+        "sync s": _sync,
+        "transfer s": _transfer,
+        "pause s": lambda sample: max(sample.pauses_s),
+        "wire MB": lambda sample: sample.wire_bytes / 1e6,
+        "lo MB": lambda sample: sample.loopback_bytes / 1e6,
+    }
+    return {
+        method: {
+            title: statistics.median(key(s) for s in samples if s.method == method)
+            for title, key in columns.items()
+        }
+        for method in METHODS
+        if any(sample.method == method for sample in samples)
+    }
+
+
+def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
+    """Medians of the weight syncs to each number of replicas."""
+    rows: dict[str, dict[str, float]] = {}
+    for replicas, samples in sorted(found.items()):
+
+        def values(
+            method: str, key: Callable[[Sample], float], samples: Sequence[Sample] = samples
+        ) -> list[float]:
+            return [key(sample) for sample in samples if sample.method == method]
+
+        def middle(*chosen: Any) -> float:
+            return statistics.median(values(*chosen))
+
+        row = {
+            "sync_s": middle(RESHARD, _sync),
+            "transfer_s": middle(RESHARD, _transfer),
+            "raw_transfer_s": middle(RAW, _transfer),
+            "time_over_raw": over(values(RESHARD, _transfer), values(RAW, _transfer)),
+            "overlapped_transfer_s": middle(OVERLAP, _transfer),
+            "stall_ms": middle(OVERLAP, lambda sample: 1e3 * sample.stall_s),
+            "stall_over_transfer": middle(OVERLAP, lambda s: s.stall_s / _transfer(s)),
+            "wire_mb": values(RESHARD, lambda sample: sample.wire_bytes / 1e6)[0],
+        }
+        fewest = next(iter(rows.values()), row)
+        for figure, name in (
+            ("time_over_one", "transfer_s"), ("sync_over_one", "sync_s"),
+            ("raw_over_one", "raw_transfer_s"),
+        ):  # fmt: skip
+            row[figure] = row[name] / fewest[name]
+        rows[str(replicas)] = row
     return rows
 
 
-def print_scaling(rows: dict[str, dict[str, float]], busy: float, cores: int) -> None:
-    """A table, and a JSON object as the last line."""
-    titles = list(next(iter(rows.values())))
-    print(f"{'replicas':>22} " + " ".join(f"{number:>8}" for number in rows))
-    for title in titles:
-        print(f"{title:>22} " + " ".join(f"{row[title]:8.3f}" for row in rows.values()))
-    report({"busy_share": busy, "cores": cores, "replicas": rows})
+def against_limit(
+    rows: dict[str, dict[str, float]], unlimited: dict[str, float], link_mb_s: int
+) -> dict[str, dict[str, float]]:
+    """Rows of `scaling` with what all links carry together, over what the senders can.
 
-
-def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
-    """A run of this layout, written to RUN_DIR/config.toml."""
-    cfg = Config.model_validate(
-        {
-            "run": {"dir": run_dir},
-            "model": {"path": model, "dtype": "float32"},
-            "parallel": {
-                "tensor": layout.tensor,
-                "pipeline": layout.pipeline,
-                "data": layout.data,
-            },
-            "generator": {
-                "replicas": layout.replicas,
-                "tensor_parallel": layout.engine_ranks,
-                "kv_tokens": 8192,
-            },
-            "weights": {"bucket_bytes": bucket_bytes},
+    unlimited: the row of a weight sync without limits to the links.
+    """
+    limit = unlimited["wire_mb"] / unlimited["transfer_s"]
+    links = {replicas: int(replicas) * link_mb_s for replicas in rows}
+    return {
+        replicas: row
+        | {
+            "links_mb_s": links[replicas],
+            "senders_limit_mb_s": limit,
+            "links_over_limit": links[replicas] / limit,
         }
-    )
-    cfg = resolve_ports(cfg)
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.toml").write_text(dump_toml(cfg))
-    return cfg
-
-
-def run_layout(
-    cfg: Config,
-    repeats: int,
-    methods: Sequence[str] = METHODS,
-    *,
-    is_bare: bool = False,
-    link_mb_s: int = 0,
-) -> list[Sample]:
-    """Start all processes of a layout and have them sync. Raises ChildFailed."""
-    arguments = ["--config", cfg.run.dir / "config.toml"]
-    environment = rank_environment() | {
-        REPEATS_VARIABLE: str(repeats),
-        METHODS_VARIABLE: ",".join(methods),
-        LINK_VARIABLE: str(link_mb_s * 10**6),
-        BARE_VARIABLE: str(int(is_bare)),
+        for replicas, row in rows.items()
     }
-    program = [sys.executable, "-m", "tools.bench.weights_generator", *arguments, "--index"]
-    with contextlib.ExitStack() as stack:
-        for index in range(cfg.generator.replicas):
-            log = cfg.run.dir / f"generator-{index}.log"
-            stack.enter_context(background([*program, index], log=log, environment=environment))
-        torchrun(
-            "tools.bench.weights_ranks",
-            arguments,
-            ranks=cfg.parallel.world_size,
-            log=cfg.run.dir / "ranks.log",
-            timeout_s=RANKS_TIMEOUT_S,
-            environment=environment,
-        )
-    return msgspec.json.decode((cfg.run.dir / "samples.json").read_bytes(), type=list[Sample])
 
 
 def _parse() -> argparse.Namespace:
-    made = parser(__doc__, quick="a smaller model, few weight syncs")
-    made.add_argument("--repeats", type=int, help="weight syncs by each method")
+    made = parser(
+        __doc__, quick="a smaller model, few weight syncs", repeats="weight syncs by each method"
+    )
     made.add_argument(
         "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
     )
@@ -237,23 +340,20 @@ def _parse() -> argparse.Namespace:
     made.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="reshard among them"
     )
-    made.add_argument(
-        "--replicas",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="instead: weight syncs to N replicas each",
-    )
+    counts = "instead: weight syncs to N replicas each"
+    made.add_argument("--replicas", type=int, nargs="+", metavar="N", help=counts)
     made.add_argument(
         "--link-mb-s", type=int, default=0, metavar="N", help="with --replicas: MB/s to each"
     )
-    made.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
-    made.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    made.add_argument("--servers", action="store_true", help="SGLang servers, not bare receivers")
     options = made.parse_args()
     if RESHARD not in options.methods:
-        made.error("--methods: all figures are those of reshard, or beside it")
+        made.error("--methods must include reshard: all figures are ratios to it, or its own")
     if options.link_mb_s < 0 or (options.link_mb_s and not options.replicas):
-        made.error("--link-mb-s takes a positive number of MB/s, and goes with --replicas")
+        made.error(
+            f"--link-mb-s {options.link_mb_s} is not allowed: give a positive number of MB/s, and "
+            "--replicas"
+        )
     return options
 
 

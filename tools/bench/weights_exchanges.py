@@ -1,13 +1,9 @@
 """Exchanges that tools.bench.weights compares the product's with: raw and floor.
 
 They run in trainer ranks and in ranks of engines, in place of `parcels.send` and `receive`.
-`raw` is as many plain bytes in as few packets as can be. `floor` is the product's packets with what
-no exchange can do without that sends from where slices lie and finds out damage: a digest at either
-end, and copies of what lies in no run. Neither checks, agrees on or reports anything.
-
-`limited_links` gives each receiver a link like one of its own: the kernel paces what a process
-sends over TCP (Linux only, no privileges). A sender waits in the kernel for a peer whose link is
-full; its other connections continue.
+`raw` is as many plain bytes in as few packets as can be. `floor` is the product's packets with a
+digest at either end and copies of scattered slices: no exchange that sends slices from where they
+lie and notices damage can do without these. Neither checks, agrees on or reports anything.
 """
 
 import functools
@@ -27,21 +23,21 @@ from megatron_rl.weights.exchange import transport as transports
 from megatron_rl.weights.exchange.packets import Packet, digest
 from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes
 from megatron_rl.weights.exchange.transport import GroupTransport
-from tools.bench.weights_figures import FLOOR, RAW
 
+RAW, FLOOR = "raw", "floor"
 SO_MAX_PACING_RATE = 47
 """Bytes per second, socket(7); the module `socket` lacks it. TCP paces itself since Linux 4.13."""
 
 
 def send_raw(ends: Ends, transport: GroupTransport, *, ends_at: float, **_: object) -> int:
-    """As `parcels.send`, but of plain bytes."""
+    """Send as `parcels.send`, but plain bytes."""
     return _exchange(ends, transport._group, dist.isend, ends_at)
 
 
 def receive_raw(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> Received:
-    """As `parcels.receive`, but of plain bytes, which nobody looks at."""
+    """Receive as `parcels.receive`, but plain bytes, which nobody looks at."""
     started = time.monotonic()
     peak = _exchange(ends, transport._group, dist.irecv, ends_at)
     return Received(payload_bytes(ends, dtype), peak, time.monotonic() - started)
@@ -50,7 +46,7 @@ def receive_raw(
 def send_floor(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> int:
-    """As `parcels.send`, without checks: its packets, and digests of those that are copied."""
+    """Send as `parcels.send`, without checks: its packets, and digests of copied ones."""
 
     def fill(packet: Packet) -> None:
         for place, held in packet.staged(dtype):
@@ -65,7 +61,7 @@ def send_floor(
 def receive_floor(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> Received:
-    """As `parcels.receive`, without checks: each packet digested, and copied if it must be."""
+    """Receive as `parcels.receive`, without checks: digest each packet, copy it if it must be."""
     started = time.monotonic()
 
     def empty(packet: Packet) -> None:
@@ -93,17 +89,13 @@ def _exchange_packets(
 ) -> None:
     """The packets from and to where they lie, two rounds in flight."""
     flying: list[tuple[Packet, dist.Work]] = []
-    for parcels in (*ends, ()):
-        held = [end.packets for end in parcels]
+    for round_ends in (*ends, ()):
+        held = [end.packets for end in round_ends]
         transport.lend(held, ends_at, is_sender=operation is dist.isend)
         for packet in itertools.chain(*held):
             before(packet)
-        each = [(end.peer, packet) for end in parcels for packet in end.packets]
-        ops = [
-            dist.P2POp(operation, packet.data, group=transport._group, group_peer=peer)
-            for peer, packet in each
-        ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        each = [(end.peer, packet) for end in round_ends for packet in end.packets]
+        works = _start([(peer, packet.data) for peer, packet in each], operation, transport._group)
         for packet, work in flying:
             _wait([work], ends_at)
             after(packet)
@@ -117,17 +109,23 @@ def _exchange(
     sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
     largest = max(map(sum, sizes))
     flying: list[dist.Work] = []
-    for number, (parcels, lengths) in enumerate(zip(ends, sizes, strict=True)):
+    for number, (round_ends, lengths) in enumerate(zip(ends, sizes, strict=True)):
         buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
-        ops = [
-            dist.P2POp(operation, buffer, group=group, group_peer=end.peer)
-            for end, buffer in zip(parcels, buffers, strict=True)
-        ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        peers = [end.peer for end in round_ends]
+        works = _start(list(zip(peers, buffers, strict=True)), operation, group)
         _wait(flying, ends_at)
         flying = works
     _wait(flying, ends_at)
     return 2 * largest
+
+
+def _start(
+    packets: Sequence[tuple[int, torch.Tensor]],
+    operation: Callable[..., object],
+    group: dist.ProcessGroup,
+) -> list[dist.Work]:
+    ops = [dist.P2POp(operation, data, group=group, group_peer=peer) for peer, data in packets]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 @functools.cache
@@ -142,37 +140,29 @@ def _wait(works: Sequence[dist.Work], ends_at: float) -> None:
 
 @contextmanager
 def limited_links(bytes_per_s: int) -> Iterator[None]:
-    """In the block, each connection of an exchange over gloo sends at most so much from its start.
+    """In the block, each connection of an exchange over gloo sends at most `bytes_per_s`.
 
-    In a sender: an engine rank that a single rank serves takes at most so much. 0: no limit.
+    Enter it in a sender: an engine rank that a single rank serves then takes at most as much, as if
+    it had its own link. A sender waits in the kernel for a peer whose link is full; its other
+    connections continue. 0: no limit.
     """
-    if not bytes_per_s:
-        yield
-        return
     connect = transports.connect_group
 
     def connect_limited(*arguments: object) -> None:
         connect(*arguments)
         limit_connections(bytes_per_s)
 
-    with patch.object(transports, "connect_group", connect_limited):
+    with patch.object(transports, "connect_group", connect_limited if bytes_per_s else connect):
         yield
 
 
 def limit_connections(bytes_per_s: int) -> int:
-    """Limit each TCP connection that this process has now; how many they are.
+    """Limit each TCP connection that this process has now; returns how many they are.
 
     gloo does not say which sockets are its own. The others, to a store or between control groups,
-    carry little.
+    carry little. The kernel paces (Linux only, no privileges).
     """
     limited = 0
-    for link in _tcp_connections():
-        link.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)
-        limited += 1
-    return limited
-
-
-def _tcp_connections() -> Iterator[socket.socket]:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             copy = os.dup(descriptor)
@@ -184,8 +174,8 @@ def _tcp_connections() -> Iterator[socket.socket]:
             os.close(copy)
             continue  # no socket
         with link:
-            if link.type == socket.SOCK_STREAM and link.family in (
-                socket.AF_INET,
-                socket.AF_INET6,
-            ):
-                yield link
+            is_tcp = link.family in (socket.AF_INET, socket.AF_INET6)
+            if link.type == socket.SOCK_STREAM and is_tcp:
+                link.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)
+                limited += 1
+    return limited

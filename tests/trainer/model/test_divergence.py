@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.logprobs import LogitMemory, OutputLayer, token_logprobs
 from tests.distributed import run_ranks
-from tools.bench.peak_memory import logprob_peak_over_bound
+from tools.bench.train_peer import logprob_peak_over_bound
 
 TOKENS, VOCAB, PADDED, HIDDEN = 37, 50, 64, 12
 SLOPES = torch.arange(TOKENS) / TOKENS

