@@ -34,7 +34,7 @@ import torch.distributed as dist
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange import parcels, receiver, sender
+from megatron_rl.weights.exchange import engine_rank, parcels, sender
 from megatron_rl.weights.sync.members import Member, Outcome
 from tools.bench.children import read_job
 from tools.bench.measuring import rotations, start_peak, status_bytes
@@ -233,7 +233,7 @@ class BareEngine:
     def __init__(self, config: Config) -> None:
         self.version = -1
         self._parameters = allocate(config)
-        self._by_method: dict[str, receiver.Receiver] = {}
+        self._by_method: dict[str, engine_rank.Receiver] = {}
 
     async def pause(self) -> None:
         """Nothing runs."""
@@ -247,7 +247,7 @@ class BareEngine:
         with received_as(order) as method:
             if method not in self._by_method:
                 dtype = next(iter(self._parameters.values())).dtype
-                self._by_method[method] = receiver.Receiver(
+                self._by_method[method] = engine_rank.Receiver(
                     lambda: self._parameters, 0, dtype, may_pad_ffn=False
                 )
             self._by_method[method].take(order)
