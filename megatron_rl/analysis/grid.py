@@ -5,6 +5,10 @@ Used by `megatron-rl analyse plane`.
     GRID/grid.json                 which points there are, and where
     GRID/point_ROW_COLUMN/         a Hugging Face folder; its weights may go once it is evaluated
     GRID/point_ROW_COLUMN/eval.json, or eval/eval.json in it: the folder of an evaluation
+
+A point is a combination of checkpoints. Its model is streamed: a shard, a tensor and a chunk of all
+checkpoints are held at a time. The combination is made in float64 and rounded once, to the nearest
+value of the dtype; formats other than floating point are refused when checkpoints are opened.
 """
 
 import math

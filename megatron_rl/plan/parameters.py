@@ -1,4 +1,4 @@
-"""How many parameters a trainer rank holds. Pure."""
+"""How trainer ranks divide the model, and how many parameters each of them holds. Pure."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """What of a configuration does not fit its GPUs, each problem with what to change.
 
+Also the memory of a GPU that a trainer rank and an engine share, at once or in turns.
+
 Used by `plan.py`. Pure, but that it reads the reference's config.json.
 """
 

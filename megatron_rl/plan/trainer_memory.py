@@ -1,4 +1,9 @@
-"""Memory of a trainer rank by what it is for, and which rank needs most. Pure."""
+"""Memory of a trainer rank by purpose, and the rank that needs most. Pure.
+
+Source of the bytes of weights, gradients and optimizer state: ZeRO (arXiv 1910.02054, section 3.1)
+with Megatron's float32 gradient buffer: 2 + 4 + 4 + 8 in bf16, 4 + 4 + 8 in float32. Korthikanti et
+al. (arXiv 2205.05198) leave them out.
+"""
 
 import math
 from dataclasses import dataclass

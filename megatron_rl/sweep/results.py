@@ -1,4 +1,4 @@
-"""What a sweep came to so far: figures by variant and metric, and the runs that are missing.
+"""Figures of a sweep so far by variant and metric, with errors over seeds, and its missing runs.
 
 Used by `megatron-rl sweep`.
 """
