@@ -1,7 +1,7 @@
 """Principal directions of checkpoints, from the inner products of their differences.
 
-Used by `megatron-rl analyse`; pure, but that it reads weights. A direction is never built as a vector of all
-parameters: it is a combination of checkpoints, and so is every point of the plane of two.
+Used by `megatron-rl analyse`; pure, but that it reads weights. A direction is never built as a
+vector of all parameters: it is a combination of checkpoints, and so is every point of the plane.
 
 With W_c of K rows, the differences of K checkpoints from a common centre, the directions need only
 G = W_c W_c^T, K x K. It is streamed: each chunk of parameters adds its product.
