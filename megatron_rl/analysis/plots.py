@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.analysis.lengths import LengthsResult, Means
-from megatron_rl.analysis.line_fit import LineFit
+from megatron_rl.analysis.lengths import LengthsResult, LineFit, Means
 from megatron_rl.analysis.results import PLANE, Analysis, PlaneResult, WeightsResult
 from megatron_rl.config.errors import InputError
 

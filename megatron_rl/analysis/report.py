@@ -6,8 +6,7 @@ Used by `megatron-rl analyse`. Pure functions.
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.analysis import plots
-from megatron_rl.analysis.lengths import LengthsResult
-from megatron_rl.analysis.line_fit import LineFit
+from megatron_rl.analysis.lengths import LengthsResult, LineFit
 from megatron_rl.analysis.results import Analysis, PlaneResult, WeightsResult
 
 FILE = "analysis.md"

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from megatron_rl.analysis.checkpoints import Checkpoint
-from megatron_rl.analysis.gram import Centre
 from megatron_rl.analysis.lengths import LengthsResult
 from megatron_rl.analysis.principal import (
+    Centre,
     Principal,
     distances,
     random_walk_explained,

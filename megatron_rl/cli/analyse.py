@@ -84,8 +84,7 @@ def weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     # Needs torch, which most commands do without; so below.
     from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
-    from megatron_rl.analysis.gram import gram_matrix
-    from megatron_rl.analysis.principal import principal_directions
+    from megatron_rl.analysis.principal import gram_matrix, principal_directions
     from megatron_rl.analysis.results import weights_result
 
     checkpoints = find_checkpoints(options.models, options.files_from)
@@ -135,8 +134,7 @@ def plane(options: PlaneOptions, console: Console) -> int:
 
 
 def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Console) -> int:
-    from megatron_rl.analysis.grid import plan_grid, points_left, write_grid
-    from megatron_rl.analysis.point import PointFormat
+    from megatron_rl.analysis.grid import PointFormat, plan_grid, points_left, write_grid
     from megatron_rl.weights.folders.conversion import DTYPES
 
     if options.margin < 0:

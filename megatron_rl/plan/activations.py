@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.plan.division import Division
+from megatron_rl.plan.parameters import Division
 from megatron_rl.weights.layout.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]

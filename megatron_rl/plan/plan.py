@@ -22,19 +22,17 @@ from megatron_rl.plan.generator import EngineMemory, cache_tokens, engine_memory
 from megatron_rl.plan.padding import Padding, find_padding, padding_advice
 from megatron_rl.plan.parameters import active_parameters, model_parameters
 from megatron_rl.plan.problems import (
+    SharedMemory,
     count_problems,
     engine_problems,
     generator_gpus,
     scorer_gpus,
     scorer_problems,
-    trainer_problems,
-    wanted_gpus,
-)
-from megatron_rl.plan.sharing import (
-    SharedMemory,
     shared_memory,
     sharing_problems,
+    trainer_problems,
     turn_advice,
+    wanted_gpus,
 )
 from megatron_rl.plan.trainer_memory import (
     ITEM_BYTES,

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.renamed import RENAMED_METRICS
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.protocol.metrics import RESUMED, stream_rows
-from megatron_rl.sweep.estimates import mean_of
 
 STEP_S = "step_s"
 """Metric: median seconds from the end of a step to that of the next."""
@@ -109,3 +110,9 @@ def seconds_a_step(rows: Sequence[Row]) -> float | None:
                 gaps.append(row["time"] - last_end)
             last_end = row["time"]
     return statistics.median(gaps) if gaps else None
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Mean; not finite where a value is not: diverged runs are shown as they are, not left out."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.mean(values))

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.protocol.whole_file import write_whole
-from megatron_rl.sweep.estimates import Estimate, PairedDifference
-from megatron_rl.sweep.results import Figure, Results, as_json
+from megatron_rl.sweep.results import Estimate, Figure, PairedDifference, Results, as_json
 
 _COLUMNS = ("variant", "n", "mean", "to the baseline", "t", "higher/lower")
 _MAX_DECIMALS = 9

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
-from megatron_rl.analysis.gram import gram_matrix
 from megatron_rl.analysis.grid import (
     Grid,
+    PointFormat,
     collect_grid,
     plan_grid,
     points_left,
@@ -18,8 +18,7 @@ from megatron_rl.analysis.grid import (
     read_grid,
     write_grid,
 )
-from megatron_rl.analysis.point import PointFormat
-from megatron_rl.analysis.principal import principal_directions
+from megatron_rl.analysis.principal import gram_matrix, principal_directions
 from megatron_rl.analysis.results import (
     Analysis,
     WeightsResult,

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_rl.analysis.lengths import fit_lengths
-from megatron_rl.analysis.line_fit import LineFit, fit_line, fit_line_clustered
+from megatron_rl.analysis.lengths import LineFit, fit_lengths, fit_line, fit_line_clustered
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import RolloutRecord
 

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
-from megatron_rl.analysis.gram import gram_matrix
+from megatron_rl.analysis.principal import gram_matrix
 chunk_bytes, times, *folders = sys.argv[1:]
 with open_checkpoints(find_checkpoints([Path(folder) for folder in folders])) as opened:
     print("ready", flush=True)

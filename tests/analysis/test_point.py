@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
-from megatron_rl.analysis.gram import Centre, gram_matrix
-from megatron_rl.analysis.point import PointFormat, write_point
-from megatron_rl.analysis.principal import principal_directions
+from megatron_rl.analysis.grid import PointFormat, write_point
+from megatron_rl.analysis.principal import Centre, gram_matrix, principal_directions
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.conversion import Request, convert
 from tests.analysis.planted import plant, read_vector

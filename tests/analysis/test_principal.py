@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 
 from megatron_rl.analysis.checkpoints import Checkpoint, find_checkpoints, open_checkpoints
-from megatron_rl.analysis.gram import Centre, gram_matrix
 from megatron_rl.analysis.principal import (
+    Centre,
     Principal,
     distances,
+    gram_matrix,
     principal_directions,
     random_walk_explained,
     step_cosines,

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.evaluation import paired_test as module
 from megatron_rl.evaluation.comparison import compare
 from megatron_rl.evaluation.paired_test import paired_test
-from megatron_rl.sweep.estimates import sign_p
+from megatron_rl.sweep.results import sign_p
 from tests.evaluation.makers import make_problem
 
 

@@ -14,7 +14,7 @@ from megatron_rl.plan.activations import (
     logits_bytes,
     stored_microbatches,
 )
-from megatron_rl.plan.division import Division, division_of
+from megatron_rl.plan.parameters import Division, division_of
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from tests.distributed import run_ranks

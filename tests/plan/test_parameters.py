@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.plan.division import Division
-from megatron_rl.plan.parameters import model_parameters, stage_parameters
+from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, SIZES
 

@@ -9,9 +9,8 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GIB, find_gpu
 from megatron_rl.plan.generator import EngineMemory
 from megatron_rl.plan.plan import Hardware, SizingPlan, make_plan
-from megatron_rl.plan.sharing import SharedMemory, shared_memory
-from megatron_rl.plan.states import StateBytes
-from megatron_rl.plan.trainer_memory import RankMemory
+from megatron_rl.plan.problems import SharedMemory, shared_memory
+from megatron_rl.plan.trainer_memory import RankMemory, StateBytes
 from tests.plan.test_plan import config_path  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]

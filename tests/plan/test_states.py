@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
-from megatron_rl.plan.division import Division, division_of
-from megatron_rl.plan.parameters import RankParameters, stage_parameters
-from megatron_rl.plan.states import state_bytes
+from megatron_rl.plan.parameters import Division, RankParameters, division_of, stage_parameters
+from megatron_rl.plan.trainer_memory import state_bytes
 from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_rl.sweep.estimates import Estimate, estimate, paired_difference, sign_p
+from megatron_rl.sweep.results import Estimate, estimate, paired_difference, sign_p
 
 
 def test_standard_error_is_the_sample_deviation_over_the_root_of_n() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_rl.cli import main as cli
 from megatron_rl.config.files import dump_toml
-from megatron_rl.sweep.estimates import Estimate
 from megatron_rl.sweep.folders import FAILURE
 from megatron_rl.sweep.plan import Plan
+from megatron_rl.sweep.results import Estimate
 from megatron_rl.sweep.table import with_error
 from tests.sweep.places import SWEEP, plan_of
 

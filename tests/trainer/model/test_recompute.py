@@ -14,13 +14,13 @@ from megatron_rl.plan.activations import (
     activation_bytes,
     recomputed_elements,
 )
-from megatron_rl.plan.division import Division
 from megatron_rl.plan.flops import (
     hardware_flops,
     product_flops,
     recomputed_flops,
     step_flops,
 )
+from megatron_rl.plan.parameters import Division
 from megatron_rl.trainer.model.build import packed, transformer_config
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks
