@@ -235,10 +235,7 @@ def longest_pause_s(config: Config) -> float:
     trainer serves the others, writes a checkpoint and waits for a batch, once for each weight sync
     that passes the generator by.
     """
-    sync_s = config.weights.deadline_s * config.generator.replicas
-    wait_s = config.weights.join_timeout_s + config.train.batch_timeout_s
-    step_s = sync_s + wait_s + config.checkpoint.write_timeout_s
-    return (1 + MOST_PASSED_BY) * step_s
+    return (1 + MOST_PASSED_BY) * config.longest_step_s
 
 
 def load_engine(name: str) -> type[Engine]:

@@ -53,9 +53,9 @@ async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> 
     generator = config.generator
     asks = generator.release_memory and generator.wait_for_weight_sync
     if asks:
-        limit_s = config.train.batch_timeout_s + generator.start_timeout_s
+        limit_s = config.train.batch_timeout_s + config.start_and_join_s
         cold_start = config.run.dir / "hf" / COLD_START if config.sft.steps else None
-        await await_room(weights, limit_s + config.weights.join_timeout_s, after=cold_start)
+        await await_room(weights, limit_s, after=cold_start)
     started = time.monotonic()
     await engine.start()
     elapsed_s = time.monotonic() - started

@@ -241,6 +241,18 @@ class Config(Section):
         return self.train.prompts_per_batch - self.replay.groups_of(self.train.prompts_per_batch)
 
     @property
+    def start_and_join_s(self) -> float:
+        """Longest time from the start of engines to their first weights."""
+        return self.generator.start_timeout_s + self.weights.join_timeout_s
+
+    @property
+    def longest_step_s(self) -> float:
+        """Longest time between two weight syncs: transfers in turn, a checkpoint, a batch."""
+        sync_s = self.weights.deadline_s * self.generator.replicas
+        wait_s = self.weights.join_timeout_s + self.train.batch_timeout_s
+        return sync_s + wait_s + self.checkpoint.write_timeout_s
+
+    @property
     def evaluators(self) -> int:
         """Generators that evaluate during training; 0: all evaluate, and training waits."""
         replicas = self.generator.replicas

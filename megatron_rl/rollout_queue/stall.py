@@ -96,9 +96,8 @@ class StallDeadline:
         config = self._config
         limit_s = config.train.batch_timeout_s
         if not is_work_out:
-            starting_s = config.generator.start_timeout_s + config.weights.join_timeout_s
             saving_s = config.checkpoint.write_timeout_s if config.checkpoint.every_steps else 0.0
-            limit_s += max(starting_s, saving_s)
+            limit_s += max(config.start_and_join_s, saving_s)
         silent_s = now - self._moved_at
         if silent_s > limit_s:
             raise DeadlineExceeded(f"nothing moved for {silent_s:.0f} s: {state}")
