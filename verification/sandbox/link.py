@@ -74,7 +74,7 @@ class Link(Peer):
         self._passed: list[Any] = []
         self._number_of: dict[int, int] = {}
         self._exception_classes: dict[Any, type] = {}
-        self.kinds = value_kinds(self.own_class) | {
+        self.kinds = value_kinds(self.own_class, is_trusted=False) | {
             "mine": Kind(lambda parts, number: self._own_object(number)),
             "exception": Kind(self._make_exception),
             "remote": Kind(self.make_remote, fill=self._fill_remote),

@@ -84,7 +84,7 @@ class Service(Peer):
         self._handle_of: dict[int, int] = {}
         self._passed: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         """By id: objects of the tests, each with (name, number, methods)."""
-        self.kinds = value_kinds(self._own) | {
+        self.kinds = value_kinds(self._own, is_trusted=True) | {
             "handle": Kind(lambda parts, handle: self._handles[handle]),
             "callback": Kind(self._make_callback),
             "global": Kind(_make_global),

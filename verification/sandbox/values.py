@@ -159,8 +159,12 @@ def _reference(slot: list[Any]) -> int:
     return index
 
 
-def value_kinds(own: Callable[[str], Any]) -> dict[str, Kind]:
-    """KINDS with named tuples and enumerations; own: class of that name that this side defines."""
+def value_kinds(own: Callable[[str], Any], *, is_trusted: bool) -> dict[str, Kind]:
+    """KINDS with named tuples and enumerations.
+
+    own: class of a name that this side defines. is_trusted: the other side's names of members are
+    enough for its enumeration to be ours; otherwise their values must be equal too.
+    """
     classes: dict[str, Any] = {}
 
     def make_named(parts: list[Any], name: str, fields: Any) -> Any:
@@ -176,7 +180,10 @@ def value_kinds(own: Callable[[str], Any]) -> dict[str, Kind]:
             raise TypeError("no names of members")
         *values, value = parts
         found = own(name)
-        if not isinstance(found, enum.EnumMeta) or list(found.__members__) != names:
+        is_own = isinstance(found, enum.EnumMeta) and list(found.__members__) == names
+        if is_own and not is_trusted:
+            is_own = [one.value for one in found.__members__.values()] == values
+        if not is_own:
             base = {"int": enum.IntEnum, "str": enum.StrEnum}.get(mixin, enum.Enum)
             key = repr((name, mixin, names, values))
             if key not in classes:

@@ -172,7 +172,8 @@ VALUES = [
         "assert f(C.RED) is C.BLUE and f(C.RED).name == 'BLUE'",
         ["def f(c): return C.BLUE", "from enum import Enum\nclass C(Enum):\n    RED = 1\n"
          "    BLUE = 2\ndef f(c): return C.BLUE if c == C.RED else 0"],
-        ["def f(c): return 2", "def f(c): return c"]),
+        ["def f(c): return 2", "def f(c): return c", "from enum import Enum\nclass C(Enum):\n"
+         "    RED = 1\n    BLUE = 3\ndef f(c): return C.BLUE"]),
     Row("linked list of the tests", "class ListNode:\n    def __init__(self, val=0, next=None):\n"
         "        self.val = val\n        self.next = next\ndef to_list(n):\n    r = []\n"
         "    while n:\n        r.append(n.val)\n        n = n.next\n    return r\n"
