@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from generation import sglang_cpu
 from generation.engine import EngineError
 from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
