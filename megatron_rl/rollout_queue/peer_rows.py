@@ -13,8 +13,10 @@ generators, so the files of a run of weeks grow with time alone.
 | `generator/busy_tokens_per_s_min` | tokens a busy second of the slowest one; `generator/slowest` |
 | `generator/unfinished_s_max` | seconds for which one has had work and finished nothing;         |
 |                              | `generator/longest_unfinished` names it                          |
-| `peers/generators`           | live generators; `_wanted`: generators that the run has          |
-| `peers/verifiers`            | live verifiers; `_wanted`: most that ever were alive             |
+| `peers/generators`           | live generators                                                  |
+| `peers/generators_wanted`    | generators that the run has                                      |
+| `peers/verifiers`            | live verifiers                                                   |
+| `peers/verifiers_wanted`     | the largest number of live verifiers so far                      |
 | `peers/missing`              | names of peers that were alive and are not, separated by spaces  |
 
 A row of peers is written when something changes; the launcher and `status` read it.
