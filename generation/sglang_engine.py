@@ -130,12 +130,12 @@ class SGLangEngine:
         SGLang's scheduler draws from one stream of random numbers, so `sampling.seed` has no
         effect: completions of a group differ, and a group asked for again differs too.
         """
-        assert self._requests is not None, "the engine was not started"
         waiting = list(indices)
         deadline = asyncio.get_running_loop().time() + self._setup.request_timeout_s
         for _ in range(REGENERATE_LIMIT):
             stale: list[int] = []
             await self._wait_until_serving(deadline)
+            assert self._requests is not None, "the engine was not started"
             version = self.version
             # Each version of each syncer has its own prefix cache; epochs count syncers.
             request = direct_request(
