@@ -154,28 +154,27 @@ def _check(request: LogprobRequest) -> None:
         raise RequestRefused(f"token ids are {ids.dtype}, from {ids.min()}; allowed: int32 from 0")
 
 
-async def score_for(config: Config) -> None:
-    """Start the engine and serve; everything is closed on the way out."""
+async def score_for(config: Config, address: str) -> None:
+    """Start the engine and serve; everything is closed on the way out. address: to listen on."""
     engine, ports = ScoringEngine(scoring_setup(config), vocabulary(config)), config.ports
     try:
         await engine.start()
         log.info("%s %s is ready", engine.name, engine.engine_version)
         keys = load_keys(ports.keys_dir)
-        with AsyncRouter(
-            ports.host, ports.scorer, keys, endpoint=SCORER, label=ports.label
-        ) as router:
+        with AsyncRouter(address, ports.scorer, keys, endpoint=SCORER, label=ports.label) as router:
             note_ready()
             await Scorer(engine, router, config.scorer.max_running).run()
     finally:
         await engine.close()
 
 
-def main(config_path: Path, overrides: list[str]) -> None:
-    """Serve until the trainer says Stop or a signal arrives."""
+def main(config_path: Path, address: str, overrides: list[str]) -> None:
+    """Serve until the trainer says Stop or a signal arrives. address: "": the first node's."""
     config = load_config(config_path, overrides)
     set_up_logging(ROLE, config.run.dir / "logs")
+    serving = score_for(config, address or config.ports.host)
     try:
-        number = asyncio.run(end_with_first(interrupted(), score_for(config)))
+        number = asyncio.run(end_with_first(interrupted(), serving))
     except EngineError as error:
         log.error("%s", error)
         raise SystemExit(EXIT_FAILED) from error
@@ -189,9 +188,10 @@ def start() -> int:
     parser.add_argument(
         "--config", type=Path, required=True, help="resolved config.toml of the run"
     )
+    parser.add_argument("--address", default="", help="of this node, where trainer ranks reach it")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args()
-    return run_main(ROLE, lambda: main(options.config, options.overrides))
+    return run_main(ROLE, lambda: main(options.config, options.address, options.overrides))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ def prepare(options: PrepareOptions, console: Console) -> int:
 
     config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.nodes, options.gpus_per_node)
-    nodes.refuse_scorer(config)
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)

@@ -77,8 +77,9 @@ def places_line(nodes: Sequence[NodeRoles]) -> str:
         for number, roles in enumerate(nodes)
         for index, gpus in roles.engines.items()
     ]
-    if nodes[0].scorer:
-        told.append(f"scorer-0 on {list(nodes[0].scorer)}")
+    if scorer := nodes[0].scorer:
+        where = f" of node {nodes[0].scorer_node}" if len(nodes) > 1 else ""
+        told.append(f"scorer-0 on {list(scorer)}{where}")
     ranks = sum(roles.trainer_ranks for roles in nodes)
     if len(nodes) > 1:
         last = nodes[0].trainer_nodes - 1

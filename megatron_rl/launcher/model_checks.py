@@ -5,7 +5,6 @@ Each check raises InputError: what was given, what is allowed, what to do.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from generation.engine import EngineError
@@ -16,7 +15,6 @@ from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, GeneratorConfig, TrainConfig
-from megatron_rl.launcher.placement import place
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -106,11 +104,8 @@ def check_vllm(config: Config) -> None:
         raise InputError(str(error)) from error
 
 
-def check_reference(config: Config, gpus: Sequence[str]) -> None:
-    """A reference in a folder has the policy's tokens, and its ranks can divide it.
-
-    gpus: those that this host lists.
-    """
+def check_reference(config: Config) -> None:
+    """A reference in a folder has the policy's tokens, and its ranks can divide it."""
     by_engine = config.algorithm.needs_scorer
     folder = config.algorithm.reference.folder
     if folder is None and not by_engine:
@@ -124,7 +119,7 @@ def check_reference(config: Config, gpus: Sequence[str]) -> None:
     shape, own = read_shape(folder), read_shape(config.model.path)
     check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
     if by_engine:
-        check_scorer(config, shape, own, folder, gpus=gpus)
+        check_scorer(config, shape, own, folder)
     else:
         check_parallel(shape, config.parallel)
     paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
@@ -147,12 +142,10 @@ def check_megatron_path(config: Config) -> None:
         raise InputError(f"model.megatron_path = {path}: there is no such folder")
 
 
-def check_scorer(
-    config: Config, shape: ModelShape, own: ModelShape, folder: Path, *, gpus: Sequence[str]
-) -> None:
+def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Path) -> None:
     """Raise InputError for a reference that the engine could not serve.
 
-    shape: of the reference in `folder`; own: the policy's; gpus: those that this host lists.
+    shape: of the reference in `folder`; own: the policy's.
     """
     ranks = config.scorer.tensor_parallel
     check_engine_tensor(ranks, shape.heads, key="scorer.tensor_parallel")
@@ -171,5 +164,3 @@ def check_scorer(
         )
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"algorithm.reference.policy: {folder} has no *.safetensors")
-    if gpus:
-        place(config, nodes=1, gpus_per_node=len(gpus))

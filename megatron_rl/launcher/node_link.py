@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from megatron_rl.backend.environment import address_towards
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, NodesConfig
 from megatron_rl.protocol.closing import Closing
@@ -92,6 +93,10 @@ class NodeRegistry:
         """Replicas of each kind that the other nodes continue without."""
         return sum((Counter(state.given_up) for state in self._states.values()), Counter())
 
+    def addresses(self) -> dict[int, str]:
+        """Where each of the other nodes is reached, of those that were heard."""
+        return {node: state.address for node, state in self._states.items()}
+
     def behind(self, number: int) -> list[int]:
         """Nodes that have not ended the processes of that phase."""
         return [
@@ -106,7 +111,9 @@ class NodeLink(Closing):
 
     _phase: RunPhase | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: dict[int, str]) -> None:
+        self.addresses = addresses
+        """Where each node is reached, of those that are known so far."""
         self.given_up: dict[str, int] = {}
         """Replicas of each kind that this node continues without; told to the others."""
         self.given_up_elsewhere: dict[str, int] = {}
@@ -153,8 +160,8 @@ class FirstNodeLink(NodeLink):
     """The end of the node that decides; on the only node of a run it opens no socket."""
 
     def __init__(self, config: Config, nodes: int) -> None:
-        super().__init__()
         ports = config.ports
+        super().__init__({0: ports.host})
         self._limits = config.nodes
         self._router = None
         if nodes > 1:
@@ -211,12 +218,15 @@ class FirstNodeLink(NodeLink):
             if self._phase is not None:
                 self._router.send(peer, self._told(self._phase))
         self.given_up_elsewhere = dict(self._attendance.given_up())
+        self.addresses |= self._attendance.addresses()
         if lost := self._attendance.find_lost(now):
             raise NodeLost(lost)
 
     def _told(self, phase: RunPhase) -> RunPhase:
         given_up = dict(Counter(self.given_up) + self._attendance.given_up())
-        return msgspec.structs.replace(phase, given_up=given_up, missing=self.missing)
+        return msgspec.structs.replace(
+            phase, given_up=given_up, addresses=self.addresses, missing=self.missing
+        )
 
     def leave(self, error: str) -> None:
         phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
@@ -228,7 +238,7 @@ class FirstNodeLink(NodeLink):
             return
         for peer in self._peers:
             # A node that cannot be reached now gets the phase in answer to its next state.
-            self._router.send(peer, phase)
+            self._router.send(peer, self._told(phase))
 
     def close(self) -> None:
         if self._router is not None:
@@ -239,14 +249,15 @@ class OtherNodeLink(NodeLink):
     """The end of a node that does what the first one says."""
 
     def __init__(self, config: Config, node: int, nodes: int) -> None:
-        super().__init__()
         ports = config.ports
+        address = address_towards(ports.host)
+        super().__init__({node: address})
         self._limits = config.nodes
         self._dealer = Dealer(
             f"{ports.host}:{ports.nodes}", f"node-{node}", load_keys(ports.keys_dir),
             endpoint=NODES, label=ports.label,
         )  # fmt: skip
-        self._state = NodeState(node, nodes, session=time.time_ns(), ended=0)
+        self._state = NodeState(node, nodes, address, session=time.time_ns(), ended=0)
         self._heard_at = time.monotonic()
         self._next_beat_at = 0.0
         self._restarts = 0
@@ -288,6 +299,7 @@ class OtherNodeLink(NodeLink):
         if message.error:
             raise NodeLost(f"the first node has left the run: {message.error}")
         self._phase, self.missing = message, message.missing
+        self.addresses |= message.addresses
         self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
     def tell_restart(self, restart: RoleRestart) -> None:

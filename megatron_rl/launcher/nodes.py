@@ -17,7 +17,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight, run_folder
 from megatron_rl.launcher.cold_start import is_due
 from megatron_rl.launcher.node import first_node, other_node
-from megatron_rl.launcher.phases import QUEUE, follow, lead
+from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
 from megatron_rl.launcher.placement import NodeRoles, listed_gpus, place
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
@@ -36,22 +36,12 @@ def prepare(config: Config, console: Console) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run is resumed. Raises InputError, also while a run is running in the folder.
     """
-    refuse_scorer(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
     with locked(config.run.dir, PREPARED):
         beginning = check_run_folder(config)
         config = _with_keys(config, is_again=beginning.is_again)
         return begin(config, beginning, prompts, console)
-
-
-def refuse_scorer(config: Config) -> None:
-    """Raise InputError: only `megatron-rl run` starts a scorer."""
-    if config.has_scorer:
-        raise InputError(
-            "algorithm.reference.source = 'engine' needs a run on one node, by `megatron-rl run`: "
-            "`megatron-rl node` starts no scorer; set it to 'trainer'"
-        )
 
 
 def _with_keys(config: Config, *, is_again: bool) -> Config:
@@ -75,6 +65,8 @@ def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | 
     found.append(verifier_name(node))
     if roles.trainer_ranks:
         found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_nodes} nodes")
+    if config.has_scorer and node == roles.scorer_node:
+        found.append(SCORER)
     is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
     first = ["the cold start comes first"] if is_due(config, is_resumed=is_resumed) else []
     return [

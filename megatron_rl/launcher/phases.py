@@ -37,7 +37,7 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
-from megatron_rl.launcher.ports import check_engine_ports
+from megatron_rl.launcher.ports import check_engine_ports, check_scorer_ports
 from megatron_rl.launcher.restarts import (
     follower_rule,
     generator_rule,
@@ -171,13 +171,15 @@ def _train(own: Node, phase: RunPhase) -> None:
     queue = _start_serving(own, phase, after)
     if phase.has_cold_start:
         _cold_start(own)
+    has_scorer, model = own.config.algorithm.needs_scorer, [override("model.path", phase.model)]
     with own.phase("rl", "reinforcement learning"):
+        if has_scorer and own.number == own.roles.scorer_node:
+            _await(own, Path(phase.model))
+            _start_scorer(own, model)
         if own.roles.trainer_ranks:
             _await(own, Path(phase.model))
-            model = [override("model.path", phase.model)]
-            _start_ranks(own, TRAINER, "megatron_rl.trainer.train", model)
-            if own.config.algorithm.needs_scorer:
-                _start_scorer(own, model)
+            scorer = ["--scorer", _address_of(own, own.roles.scorer_node)] if has_scorer else []
+            _start_ranks(own, TRAINER, "megatron_rl.trainer.train", [*scorer, *model])
         own.wait_for(own.role(TRAINER))
     if own.number or not own.config.eval.is_wanted:
         _end_serving(own, queue)
@@ -196,6 +198,13 @@ def _await(own: Node, path: Path) -> None:
                 "folder on a file system that all nodes share?"
             )
         own.look()
+
+
+def _address_of(own: Node, node: int) -> str:
+    """Where the other nodes reach a node, once the first one has heard it. Raises NodeLost."""
+    while node not in own.link.addresses:
+        own.look()
+    return own.link.addresses[node]
 
 
 def _start_ranks(own: Node, name: str, module: str, arguments: Sequence[str]) -> None:
@@ -220,10 +229,13 @@ def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str)
 
 def _start_scorer(own: Node, arguments: Sequence[str]) -> None:
     """Start the scorer; the trainer waits for it and tells it to end."""
-    rule = scorer_rule(own.config, SCORER, until=TRAINER)
+    address, trainer = _address_of(own, own.number), own.role(TRAINER)
+    if own.number:
+        check_scorer_ports(own.config, address)
     own.start(
-        SCORER, "generation.scorer", arguments,
-        outlives=TRAINER, restarts=rule, gpus=own.roles.scorer,
+        SCORER, "generation.scorer", ["--address", address, *arguments],
+        outlives=trainer if own.roles.trainer_ranks else None,
+        restarts=scorer_rule(own.config, SCORER, until=trainer), gpus=own.roles.scorer,
     )  # fmt: skip
 
 

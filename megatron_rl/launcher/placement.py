@@ -1,8 +1,8 @@
 """Which roles run on which node, on which of its GPUs. Pure but for `listed_gpus`.
 
 Used by the launcher. GPUs are counted through all nodes: the trainer's ranks take the first ones,
-then each engine its own, then the scorer. An engine lies across two nodes only when it has more
-ranks than one has GPUs: then it has whole nodes.
+then each engine its own, then the scorer. An engine is on two nodes only when it has more ranks
+than one node has GPUs: then it has whole nodes.
 """
 
 import os
@@ -29,7 +29,9 @@ class NodeRoles:
     engine_nodes: dict[int, "EngineNode"] = field(default_factory=dict)
     """Generator -> this node's part of its engine, for engines across nodes."""
     scorer: range = range(0)
-    """GPUs of the scorer, counted on this node."""
+    """GPUs of the scorer, counted on its node."""
+    scorer_node: int = 0
+    """Node that runs the scorer, where the run has one."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,27 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
     engine_nodes: list[dict[int, EngineNode]] = [{} for _ in range(nodes)]
     needed = nodes_needed(config, gpus_per_node=gpus_per_node)
     if needed > nodes:
+        wanted = [f"{ranks} trainer ranks", f"{config.generator.replicas} engines of {width} GPUs"]
+        fewer = ["parallel.data", "generator.replicas"]
+        if config.has_scorer:
+            wanted.append(f"a scorer of {config.scorer.tensor_parallel}")
+            fewer.append("scorer.tensor_parallel")
         raise InputError(
-            f"{ranks} trainer ranks and {config.generator.replicas} engines of {width} GPUs need "
-            f"{needed} nodes of {gpus_per_node} GPUs, and there are {nodes}: lower "
-            "generator.replicas or parallel.data, or start the run on that many nodes with "
+            f"{' and '.join(wanted)} need {needed} nodes of {gpus_per_node} GPUs, and there are "
+            f"{nodes}: lower {' or '.join(fewer)}, or start the run on that many nodes with "
             "`megatron-rl prepare` and `megatron-rl node` (docs/slurm.md)"
         )
-    first = ranks
     for index, first_gpu in enumerate(_engine_starts(config, ranks, gpus_per_node)):
         node, start = divmod(first_gpu, gpus_per_node)
-        first = first_gpu + width
         count = -(-width // gpus_per_node)
         for rank in range(count):
             engines[node + rank][index] = range(start, start + width // count)
             if count > 1:
                 engine_nodes[node + rank][index] = EngineNode(rank, count)
-    scorer = range(0)
+    scorer, scorer_node = range(0), 0
     if config.has_scorer:
-        scorer = place_scorer(config, max(first, ranks), gpus_per_node=gpus_per_node)
+        scorer_node, start = divmod(_scorer_start(config, gpus_per_node), gpus_per_node)
+        scorer = range(start, start + config.scorer.tensor_parallel)
     per_node = min(ranks, gpus_per_node)
     return [
         NodeRoles(
@@ -76,6 +81,7 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
             engines[node],
             engine_nodes[node],
             scorer,
+            scorer_node,
         )
         for node in range(nodes)
     ]
@@ -90,10 +96,11 @@ def only_node(config: Config, gpus: list[str]) -> NodeRoles:
 
 
 def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
-    """Fewest nodes on which trainer ranks and engines fit."""
-    ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
-    starts = _engine_starts(config, ranks, gpus_per_node)
-    return max(1, -(-max(ranks, *(start + width for start in starts)) // gpus_per_node))
+    """Fewest nodes on which trainer ranks, engines and the scorer fit."""
+    end = _engines_end(config, gpus_per_node)
+    if config.has_scorer:
+        end = _scorer_start(config, gpus_per_node) + config.scorer.tensor_parallel
+    return max(1, -(-end // gpus_per_node))
 
 
 def _trainer_ranks(config: Config) -> int:
@@ -112,6 +119,21 @@ def _engine_starts(config: Config, ranks: int, gpus_per_node: int) -> list[int]:
         starts.append(first)
         first += width
     return starts
+
+
+def _engines_end(config: Config, gpus_per_node: int) -> int:
+    """The first GPU behind those of the trainer and the engines, counted through all nodes."""
+    ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
+    starts = _engine_starts(config, ranks, gpus_per_node)
+    return max(ranks, *(start + width for start in starts))
+
+
+def _scorer_start(config: Config, gpus_per_node: int) -> int:
+    """First GPU of the scorer, counted through all nodes; one node has all its GPUs."""
+    first = _engines_end(config, gpus_per_node)
+    if first % gpus_per_node + config.scorer.tensor_parallel > gpus_per_node:
+        first += -first % gpus_per_node
+    return first
 
 
 def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
@@ -143,21 +165,14 @@ def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
     if width > gpus_per_node and config.weights.method == "ipc":
         raise InputError(
             f"generator.tensor_parallel = {width} is more than the {gpus_per_node} GPUs of a node, "
-            "and weights.method='ipc' shares memory of one node: use 'reshard' or 'node'"
+            "and weights.method='ipc' shares memory of one node: use 'reshard' or 'host'"
         )
-
-
-def place_scorer(config: Config, first: int, *, gpus_per_node: int) -> range:
-    """GPUs of the scorer, on the one node; first: the first that is free. Raises InputError."""
-    width = config.scorer.tensor_parallel
-    if first + width > gpus_per_node:
+    if config.has_scorer and config.scorer.tensor_parallel > gpus_per_node:
         raise InputError(
-            f"scorer.tensor_parallel={width} needs as many free GPUs; trainer and generators take "
-            f"{first} of the {gpus_per_node} GPUs of the node: lower parallel.data, "
-            "generator.replicas or scorer.tensor_parallel, or set algorithm.reference.source="
-            "'trainer'"
+            f"scorer.tensor_parallel = {config.scorer.tensor_parallel} is more than the "
+            f"{gpus_per_node} GPUs of a node, and a scorer lies on one node: lower it, or set "
+            "algorithm.reference.source = 'trainer'"
         )
-    return range(first, first + width)
 
 
 def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:

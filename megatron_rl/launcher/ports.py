@@ -85,12 +85,27 @@ def check_engine_ports(config: Config, indices: Iterable[int]) -> None:
     The first node chose `expert.ports.engine` by what is free there.
     """
     for port in (config.ports.engine + 2 * index + part for index in indices for part in (0, 1)):
-        if not is_free(LOOPBACK[0], port):
-            raise InputError(
-                f"port {port} of an engine (expert.ports.engine = {config.ports.engine}) is in use "
-                f"on this node{_holder(port)}: stop that process, or set expert.ports.engine to "
-                f"the first of {_width('engine', config)} ports that are free on every node"
-            )
+        _check_here("engine", LOOPBACK[0], port, config)
+
+
+def check_scorer_ports(config: Config, address: str) -> None:
+    """Raise InputError for a port of the scorer that is taken on this node.
+
+    The first node chose `expert.ports.scorer` by what is free there. address: this node's.
+    """
+    first = config.ports.scorer
+    for host, port in ((address, first), (LOOPBACK[0], first + 1), (LOOPBACK[0], first + 2)):
+        _check_here("scorer", host, port, config)
+
+
+def _check_here(name: str, host: str, port: int, config: Config) -> None:
+    if not is_free(host, port):
+        key, first = f"expert.ports.{name}", getattr(config.ports, name)
+        raise InputError(
+            f"port {port} of {name} ({key} = {first}) is in use on this node{_holder(port)}: stop "
+            f"that process, or set {key} to the first of {_width(name, config)} ports that are "
+            "free on every node"
+        )
 
 
 def is_free(host: str, port: int) -> bool:

@@ -102,7 +102,7 @@ def check(
         # An evaluation alone needs no trainer: the engine knows more architectures.
         model_checks.check_model(config)
     if config.train.steps:
-        model_checks.check_reference(config, gpus)
+        model_checks.check_reference(config)
     model_checks.check_megatron_path(config)
     check_extras(config)
     check_ports(config)

@@ -40,6 +40,8 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """Its place, from 1: the first node, 0, tells itself nothing."""
     nodes: int
     """How many it was told that there are."""
+    address: str
+    """Where the other nodes reach it."""
     session: int
     """Differs after a restart."""
     ended: int
@@ -70,5 +72,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """Why the first node leaves the run."""
     given_up: dict[str, int] = {}
     """As in NodeState, summed over all nodes."""
+    addresses: dict[int, str] = {}
+    """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []
     """Replicas that the queue has heard before and does not hear now."""

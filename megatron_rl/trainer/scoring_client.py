@@ -173,8 +173,11 @@ class Scorer:
 
 
 @contextmanager
-def open_scorer(cfg: Config, leader: Leader) -> Iterator[Scorer | None]:
-    """The scorer of the run, where it has one. Ends the process when the block ends well."""
+def open_scorer(cfg: Config, leader: Leader, address: str) -> Iterator[Scorer | None]:
+    """The scorer of the run, where it has one. Ends the process when the block ends well.
+
+    address: of its node.
+    """
     if not cfg.algorithm.needs_scorer:
         yield None
         return
@@ -183,7 +186,7 @@ def open_scorer(cfg: Config, leader: Leader) -> Iterator[Scorer | None]:
         return
     dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
     client = ScoringClient(
-        f"{ports.host}:{ports.scorer}",
+        f"{address}:{ports.scorer}",
         f"trainer-{dp_rank}-reference",
         keys=load_keys(ports.keys_dir),
         label=ports.label,

@@ -109,8 +109,8 @@ def train(
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
 
 
-def main(cfg: Config) -> None:
-    """Set up this rank, train, export."""
+def main(cfg: Config, scorer_address: str) -> None:
+    """Set up this rank, train, export. scorer_address: of the scorer's node, where there is one."""
     objective = find_objective(cfg.algorithm)
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
@@ -118,7 +118,7 @@ def main(cfg: Config) -> None:
         timeout_s = cfg.train.collective_timeout_s
         group = policy.backend.replica_group(cfg.parallel, timeout_s)
         leader = Leader(group, control, timeout_s)
-        scorer = stack.enter_context(open_scorer(cfg, leader))
+        scorer = stack.enter_context(open_scorer(cfg, leader, scorer_address))
         if cfg.weights.overlap:
             # The launcher checks this too; ranks may be started without it.
             refuse_overlap(
@@ -310,21 +310,23 @@ def describe(cfg: Config, policy: Policy, weights: WeightSyncer) -> dict[str, st
     }
 
 
-def read_arguments(arguments: list[str]) -> Config:
-    """Config of the command line: --config FILE [section.key=value ...]."""
+def read_arguments(arguments: list[str]) -> tuple[Config, str]:
+    """Config and scorer's address: --config FILE [--scorer ADDRESS] [section.key=value ...]."""
     parser = argparse.ArgumentParser(description="trainer rank; start it with torchrun")
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--scorer", default="", help="address of the scorer's node")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
-    return load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides)
+    return config, options.scorer or config.ports.host
 
 
 def start() -> int:
     """Entry of a rank."""
-    cfg = read_arguments(sys.argv[1:])
+    cfg, scorer_address = read_arguments(sys.argv[1:])
     role = f"trainer-{os.environ.get('RANK', '0')}"
     set_up_logging(role, cfg.run.dir / "logs")
-    return run_rank(role, partial(main, cfg))
+    return run_rank(role, partial(main, cfg, scorer_address))
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ done
 """
 
 
-def prepare(config_path: Path, run_dir: Path) -> None:
+def prepare(config_path: Path, run_dir: Path, *overrides: str) -> None:
     """The run folder, with keys."""
     done = start("prepare", "--config", str(config_path), "--run-dir", str(run_dir),
-                 f"ports.host={ADDRESS}")  # fmt: skip
+                 f"ports.host={ADDRESS}", *overrides)  # fmt: skip
     text, _ = done.communicate(timeout=60)
     assert done.returncode == 0, text
 
@@ -165,3 +165,26 @@ def test_a_node_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: 
     assert first.returncode == 1, text
     assert "node 1 has left the run: generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in others)
+
+
+@pytest.mark.exhaustive
+def test_a_scorer_on_a_node_of_its_own_scores_for_the_trainer(
+    config_path: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    given = [
+        "algorithm.reference.source=engine", "algorithm.reference.policy=start",
+        "algorithm.kl.placement=reward", "algorithm.kl.coefficient=0.1",
+        "algorithm.zero_variance_groups=keep",
+    ]  # fmt: skip
+    prepare(config_path, run_dir, *given)
+    # Trainer and queue, generator, scorer: other nodes reach the last one at 127.0.0.1.
+    nodes = [
+        start("node", str(run_dir), "--node", str(node), "--nodes", "3", "--gpus-per-node", "1")
+        for node in range(3)
+    ]
+    texts = [node.communicate(timeout=250)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], texts
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["scorer/requests"] for row in rows if "scorer/requests" in row] == [8.0] * STEPS
+    assert "scorer-0" in (run_dir / "logs" / "launch-node-2.log").read_text()

@@ -22,7 +22,8 @@ LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
 
 
 def state(node: int, ended: int = 0, **changes: object) -> NodeState:
-    return NodeState(**{"node": node, "nodes": 3, "session": 1, "ended": ended, **changes})
+    given = {"node": node, "nodes": 3, "address": f"10.0.0.{node}", "session": 1, "ended": ended}
+    return NodeState(**given | changes)
 
 
 def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:

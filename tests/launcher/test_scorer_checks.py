@@ -11,8 +11,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.model_checks import check_reference
-from megatron_rl.launcher.nodes import refuse_scorer
-from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.placement import nodes_needed, place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
 from megatron_rl.plan.plan import Hardware, make_plan
@@ -39,9 +38,9 @@ def overrides(tmp_path: Path) -> list[str]:
 
 
 def test_a_teacher_that_the_trainer_could_not_divide_passes(overrides: list[str]) -> None:
-    check_reference(load_config(None, overrides), [])
+    check_reference(load_config(None, overrides))
     with pytest.raises(InputError, match="7 layers"):
-        check_reference(load_config(None, [*overrides, "algorithm.reference.source=trainer"]), [])
+        check_reference(load_config(None, [*overrides, "algorithm.reference.source=trainer"]))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_teacher_that_cannot_be_served_is_refused(
 ) -> None:
     (tmp_path / "teacher" / "config.json").write_text(json.dumps(TEACHER | shape))
     with pytest.raises(InputError, match=words):
-        check_reference(load_config(None, [*overrides, *given]), [])
+        check_reference(load_config(None, [*overrides, *given]))
 
 
 def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
@@ -71,13 +70,13 @@ def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
         shape = TEACHER | {"vocab_size": vocab}
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
     with pytest.raises(InputError, match="has 1025 token ids more than the policy"):
-        check_reference(load_config(None, overrides), [])
+        check_reference(load_config(None, overrides))
 
 
 def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[str]) -> None:
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"teacher has no \*.safetensors"):
-        check_reference(load_config(None, overrides), [])
+        check_reference(load_config(None, overrides))
 
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
@@ -93,11 +92,22 @@ def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[
 
 
 def test_a_node_without_room_for_the_scorer_is_refused(overrides: list[str]) -> None:
-    words = "scorer.tensor_parallel=1 .* trainer and generators take 5 of the 5 GPUs"
-    with pytest.raises(InputError, match=words):
-        check_reference(load_config(None, overrides), list("01234"))
-    with pytest.raises(InputError, match="needs a run on one node"):
-        refuse_scorer(load_config(None, overrides))
+    config = load_config(None, overrides)
+    with pytest.raises(InputError, match="a scorer of 1 need 2 nodes of 5 GPUs, and there are 1"):
+        place(config, nodes=1, gpus_per_node=5)
+    wide = load_config(None, [*overrides, "scorer.tensor_parallel=16"])
+    with pytest.raises(InputError, match="scorer.tensor_parallel = 16 is more than the 8 GPUs"):
+        place(wide, nodes=4, gpus_per_node=8)
+
+
+def test_a_scorer_has_the_gpus_of_one_of_several_nodes(overrides: list[str]) -> None:
+    # 4 trainer ranks and 3 engines of 1: of the second node's 4 GPUs one is free, two are not.
+    given = [*overrides, "generator.replicas=3", "scorer.tensor_parallel=1"]
+    roles = place(load_config(None, given), nodes=2, gpus_per_node=4)
+    assert [(each.scorer_node, each.scorer) for each in roles] == [(1, range(3, 4))] * 2
+    config = load_config(None, [*given, "scorer.tensor_parallel=2"])
+    assert nodes_needed(config, gpus_per_node=4) == 3
+    assert place(config, nodes=3, gpus_per_node=4)[0].scorer_node == 2
 
 
 def test_a_plan_counts_the_scorer(overrides: list[str]) -> None:

@@ -208,7 +208,7 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
         policy = stack.enter_context(open_policy(cfg))
         baseline = Control(policy.backend.host_group(60))
         leader = Leader(policy.backend.replica_group(cfg.parallel, 60), baseline)
-        opened = stack.enter_context(open_scorer(cfg, leader))
+        opened = stack.enter_context(open_scorer(cfg, leader, cfg.ports.host))
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 1, scorer=opened)
         wanted = ScoredReference if cfg.algorithm.needs_scorer else Teacher
