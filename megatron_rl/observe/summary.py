@@ -287,7 +287,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
         f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",
         f"Logprob gap         {_number(summary['logprob_gap_mean'], 5)} mean |trainer - generator|",
-        f"Weight sync             {_number(summary['weight_sync_s_median'], 2)} s median",
+        f"Weight sync         {_number(summary['weight_sync_s_median'], 2)} s median",
         f"Idle                trainer {_percent(summary['trainer_idle_fraction'])}, "
         f"generators {_percent(summary['generator_idle_fraction'])}",
         f"Ran on              {summary['engine']} {summary['engine_version']}, megatron-core "
