@@ -1,5 +1,5 @@
-"""The trainer's side of a weight sync: who takes part, by which method, and what may fail.
+"""The trainer's side of a weight sync: its members, its methods and its failures.
 
-Used by trainer ranks; by the launcher, which asks `relays.py` who would serve whom. May import
-config, protocol, weights.layout and weights.exchange.
+Used by trainer ranks, and by the launcher, which asks `relays.py` for each generator's source. May
+import config, protocol, weights.layout and weights.exchange.
 """

@@ -1,4 +1,4 @@
-"""What trainer ranks agree on while they sync or save: values, and whether all succeeded.
+"""Agreement of trainer ranks on values, and on whether all ranks succeeded.
 
 Runs on every trainer rank, in its main thread, over one group for host memory.
 """
@@ -31,7 +31,7 @@ def broadcast(frame: bytearray | None, group: dist.ProcessGroup) -> bytearray:
 
 
 class Control:
-    """A small channel over all trainer ranks."""
+    """A channel for small values over all trainer ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """group: of all trainer ranks, for tensors in host memory."""
@@ -40,12 +40,12 @@ class Control:
         self.world_size = dist.get_world_size()
 
     def share(self, value: Any, kind: type[T]) -> T:
-        """Rank 0's value on every rank; what the others give is ignored."""
+        """Return rank 0's value on every rank; values of other ranks are ignored."""
         frame = bytearray(msgspec.msgpack.encode(value)) if self.rank == 0 else None
         return msgspec.msgpack.decode(broadcast(frame, self._group), type=kind)
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
-        """The values of all ranks, in their order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         frame = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(frame)]), group=self._group)
@@ -60,7 +60,7 @@ class Control:
         ]
 
     def all(self, is_good: bool, timeout_s: float = 0.0) -> bool:
-        """Whether it is good on every rank.
+        """Return whether `is_good` holds on every rank.
 
         timeout_s: how long to wait for the other ranks; 0: as long as the group allows. Raises
         RuntimeError (torch's own) when it has passed.

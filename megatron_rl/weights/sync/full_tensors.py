@@ -1,7 +1,7 @@
-"""The methods `broadcast` and `disk`: full tensors by way of trainer rank 0.
+"""The methods `broadcast` and `disk`: trainer rank 0 sends full tensors.
 
-Run on every trainer rank. For engines that take weights only in Hugging Face's form, such as
-quantised ones, which quantise what they load; and to see what slices from shard to shard save. All
+Run on every trainer rank. Engines that load weights only in Hugging Face's form need them, such as
+quantised engines, which quantise at loading. They are also the baseline of `reshard`. All
 generators are paused from the first bucket to the last.
 """
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Buckets = Iterator[list[tuple[str, Tensor]]]
 """Full tensors under HF names, in buckets; empty on ranks other than 0."""
 KEPT_FOLDERS = 2
-"""Versions on the disk: a generator that was dropped may still read the last but one."""
+"""Versions kept on disk: a dropped generator may still read the last but one."""
 
 
 class Broadcast:
@@ -58,9 +58,9 @@ class Broadcast:
         """Bring all members to the version."""
         outcome = Outcome()
         if self._link is None:
-            # Gathering buckets waits for rank 0 as long as sending one may take. Before the first
-            # it may wait expert.weights.deadline_s for each lost generator: the others await its
-            # signal.
+            # The gathering of buckets waits for rank 0 as long as sending one may take. Before the
+            # first bucket rank 0 may wait expert.weights.deadline_s for each lost generator: the other
+            # ranks await its signal.
             self._control.share("", str)
             for _ in self._buckets():
                 pass
@@ -69,7 +69,7 @@ class Broadcast:
             for member in members:
                 self._join(member, paused)
             paused.ask(Pause())
-            # The signal that the others wait for.
+            # The signal that the other ranks wait for.
             self._control.share("", str)
             for bucket in self._buckets():
                 self._send(bucket, version, paused)
@@ -116,18 +116,18 @@ class Broadcast:
                 paused.lose(name, f"{name}: {error}")
 
     def _send_to(self, name: str, message: Bucket, flat: Tensor) -> None:
-        """Broadcast to one engine, ended early by its Failed and late by the deadline."""
+        """Broadcast to one engine; its Failed or the deadline ends the broadcast."""
         assert self._link is not None
         ends_at = time.monotonic() + self._settings.deadline_s
         self._link.tell(name, message)
-        # Asynchronous, because a broadcast that the engine refused would last until its deadline.
+        # Asynchronous: a blocking broadcast that the engine refused would last until its deadline.
         work = dist.broadcast(flat, src=0, group=self._groups[name], async_op=True)
         self._link.wait(name, work.is_completed, ends_at, "a broadcast did not end")
         work.wait(timedelta(seconds=max(POLL_S, ends_at - time.monotonic())))
         self._link.await_ack(name, message, ends_at)
 
     def forget(self, name: str) -> None:
-        """Close the group with a generator that is gone."""
+        """Close the group with a lost generator."""
         group = self._groups.pop(name, None)
         if group is not None:
             close_group(group)
@@ -159,7 +159,7 @@ class Disk:
         """Version of the newest folder."""
 
     def sync(self, members: list[Member], version: int) -> Outcome:
-        """Bring all members to the version; they generate while the folder is written."""
+        """Bring all members to the version; they generate while rank 0 writes the folder."""
         outcome = Outcome()
         target = self._folder / f"version_{version:06d}"
         if version != self._saved:
@@ -178,7 +178,7 @@ class Disk:
         return outcome
 
     def _remove_from(self, target: Path) -> None:
-        """On rank 0: remove this and later versions, which an earlier syncer left."""
+        """On rank 0: remove this and later versions that an earlier syncer left."""
         if self._control.rank == 0:
             for old in self._folder.glob("version_*"):
                 if old.name >= target.name:

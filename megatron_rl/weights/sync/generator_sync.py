@@ -1,11 +1,10 @@
-"""Rank 0's conversation with one generator and with the ranks that send to it.
+"""One weight sync to one generator, as trainer rank 0 conducts it.
 
-A weight sync to a generator is an iterator of single looks, so that one thread leads the
-conversations with all generators at once (`lead`).
+The sync is an iterator of single polls, so that one thread serves all generators at once (`lead`).
 
-The ranks that send are those of a copy of the model, or of another generator's engine that passes
-the version on. Where that goes wrong but the receiving engine is idle again, the generator is
-passed over instead of dropped: the copy serves it in a separate weight sync.
+The senders are the ranks of a model copy, or the engine of another generator that relays the
+version. If a relay fails and the receiving engine is idle again, the generator is passed over
+instead of dropped: its copy serves it in a separate weight sync.
 """
 
 import logging
@@ -34,16 +33,16 @@ from megatron_rl.weights.sync.sync_progress import SyncProgress
 log = logging.getLogger(__name__)
 
 GLANCE_S = 0.004
-"""Between two looks into a store."""
+"""Seconds between two polls of a store."""
 LONGEST_POLL_S = 0.02
 
 
 class RelayFailed(RuntimeError):
-    """A generator did not pass the version on; the one that waited for it is idle."""
+    """A generator did not relay the version; the generator that waited for it is idle."""
 
 
 class GeneratorSync:
-    """What rank 0 keeps for one generator: the store, and the count of calls and transfers."""
+    """State of rank 0 for one generator: the store, and the count of calls and transfers."""
 
     def __init__(
         self,
@@ -54,16 +53,16 @@ class GeneratorSync:
         name: str,
         settings: ExchangeSettings,
     ) -> None:
-        """source: who serves it, see `Relays`. name: of the group."""
+        """source: sends the weights, see `Relays`. name: of the group."""
         self.member, self.name, self._settings = member, name, settings
         self._senders, self._source = plan.senders, source
         self._progress = SyncProgress({}, {})
-        """Of the weight sync that is going on."""
+        """Progress of the current weight sync."""
         self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
         self._attempts = self._calls = 0
         self._old_keys: list[str] = []
         self.has_served = False
-        """Whether it has taken a version: then its group is formed."""
+        """Whether the generator has taken a version: then its group is formed."""
         # Before any Receive names this store: an engine rank reads its plan as soon as it is there.
         for rank in self._engine_ranks:
             self._store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
@@ -73,7 +72,7 @@ class GeneratorSync:
 
     @property
     def port(self) -> int:
-        """Of the store."""
+        """Port of the store."""
         return self._store.port
 
     @property
@@ -89,9 +88,9 @@ class GeneratorSync:
         *,
         turns: int,
     ) -> Generator[None]:
-        """Bring the generator to the version; how that went is added to the outcome.
+        """Bring the generator to the version, and add the result to the outcome.
 
-        turns: how many generators its senders may serve before they have served this one.
+        turns: generators that its senders may serve before this one.
         """
         member, self._progress = self.member, progress
         old, self._old_keys = self._old_keys, []
@@ -100,7 +99,7 @@ class GeneratorSync:
             if self._source:
                 yield from self._ask_source(link, version)
             yield from self._prepared(link, turns)
-            # All senders have read what was called in the last weight sync.
+            # All senders have read the calls of the last weight sync.
             for key in old:
                 self._store.delete_key(key)
             paused_at = time.monotonic()
@@ -123,11 +122,11 @@ class GeneratorSync:
             outcome.failed[member.name] = str(error)
             progress.note_failed(member.name)
             self._fence(link, str(error))
-            # A second time where the senders know already: this sync is used no more.
+            # Senders may know already: a second call does no harm, as this sync is not used again.
             self._call(Call())
 
     def _ask_source(self, link: GeneratorLink, version: int) -> Iterator[None]:
-        """Wait until it is this generator's turn, and have its source send. Raises RelayFailed."""
+        """Wait for this generator's turn, then have its source send. Raises RelayFailed."""
         name, progress = self.member.name, self._progress
         yield from link.waiting(
             name, lambda: progress.is_turn(name), self._last(), f"{self._source} was not done"
@@ -143,13 +142,13 @@ class GeneratorSync:
             kept=progress.groups_of(self._source),
         )
         try:
-            # No wait for its Ack: it obeys in order, so that its Resume comes after this.
+            # No wait for the Ack: a generator obeys in order, so its Resume comes later.
             link.tell(self._source, order)
         except GeneratorLost as error:
             raise RelayFailed(f"{name}: {error}") from error
 
     def _passing_on(self, link: GeneratorLink) -> Iterator[None]:
-        """Wait until the others have the version that this generator passes on."""
+        """Wait until the generators that this one relays to have the version."""
         name, progress = self.member.name, self._progress
         if not progress.served_by(name):
             return
@@ -158,7 +157,7 @@ class GeneratorSync:
         )
 
     def _last(self) -> float:
-        """When every transfer that this one may have to wait for has met its own deadlines."""
+        """Return the time by which every transfer that this one may wait for has ended."""
         each_s = (ATTEMPTS + 1) * (self._settings.deadline_s + ENGINE_MARGIN_S)
         return time.monotonic() + self._progress.size * each_s
 
@@ -172,7 +171,7 @@ class GeneratorSync:
             raise self._failure(faults[0])
 
     def _failure(self, reason: str) -> GeneratorLost | RelayFailed:
-        """Of a transfer that has ended at the generator."""
+        """Return the failure of a transfer that has ended at the generator."""
         reason = f"{self.member.name}: {reason}"
         if self._source:
             return RelayFailed(f"{reason} (passed on by {self._source})")
@@ -181,7 +180,7 @@ class GeneratorSync:
     def _before_sending(
         self, link: GeneratorLink, keys: list[str], ends_at: float, why: str
     ) -> Iterator[None]:
-        """Wait for the keys. Raises GeneratorLost, or RelayFailed when the source is lost."""
+        """Wait for keys. Raises GeneratorLost, or RelayFailed when the source is lost."""
 
         def are_there() -> bool:
             if self._source and self._progress.is_lost(self._source):
@@ -203,9 +202,9 @@ class GeneratorSync:
     def _transfer(
         self, link: GeneratorLink, version: int, outcome: Outcome
     ) -> Generator[None, None, int]:
-        """One transfer; its value is the count of damaged parcels. Raises GeneratorLost."""
+        """Make one transfer; return the count of damaged parcels. Raises GeneratorLost."""
         name, ends_at = self.member.name, self._deadline()
-        # Part of each key of this transfer, so that a late answer to an earlier one does not count.
+        # A part of each key, so that a late answer to an earlier transfer does not count.
         self._attempts += 1
         receive = self._receive(version)
         yield from self._make_ready(link, receive, ends_at)
@@ -213,13 +212,13 @@ class GeneratorSync:
         done, failed = self._keys("done", receive), failed_key(receive.attempt)
 
         def is_over() -> bool:
-            # Where one rank could not send, the reports would not come before the deadline.
+            # If one rank cannot send, the reports do not come before the deadline.
             return self._store.check(done) or self._store.check([failed])
 
         yield from self._looking(link, is_over, ends_at, "no report came")
         if not self._store.check(done):
             raise GeneratorLost(f"{name}: {self._store.get(failed).decode()}")
-        # The engine's call ends after its ranks' reports, and Resume must not come before that.
+        # The engine's call ends after the reports of its ranks, and Resume must follow it.
         yield from link.awaiting_ack(name, receive, ends_at)
         return self._read(done, outcome)
 
@@ -233,7 +232,7 @@ class GeneratorSync:
             link.tell(name, receive)
             yield from self._before_sending(link, ready, ends_at, "it is not ready")
         except (GeneratorLost, RelayFailed):
-            # Ranks of it that are ready wait for `go`, and would do so until their deadline.
+            # Its ready ranks wait for `go`, and would wait until their deadline.
             self._store.set(go, "0")
             raise
         refusals = [text for key in ready if (text := self._store.get(key).decode())]
@@ -242,7 +241,7 @@ class GeneratorSync:
             raise GeneratorLost(f"{name}: {refusals[0]}")
 
     def _read(self, done: Sequence[str], outcome: Outcome) -> int:
-        """Take in the engine ranks' reports; how many parcels are damaged. Raises GeneratorLost."""
+        """Return the count of damaged parcels by the ranks' reports. Raises GeneratorLost."""
         reports = [msgspec.json.decode(self._store.get(key), type=Report) for key in done]
         outcome.transfers_s.append(max(report.seconds for report in reports))
         outcome.wire_bytes += sum(report.payload_bytes for report in reports)
@@ -254,7 +253,7 @@ class GeneratorSync:
     def _looking(
         self, link: GeneratorLink, is_over: Callable[[], bool], ends_at: float, why: str
     ) -> Iterator[None]:
-        """As `GeneratorLink.waiting`, for what a look into the store costs time."""
+        """As `GeneratorLink.waiting`, for conditions in a store, where a poll takes time."""
         look_at = 0.0
 
         def glance() -> bool:
@@ -274,7 +273,7 @@ class GeneratorSync:
         self._calls += 1
 
     def _fence(self, link: GeneratorLink, reason: str) -> None:
-        """Its parameters may be half old and half new; nobody waits for it to obey."""
+        """Fence a generator with half old, half new parameters; do not wait for its Ack."""
         try:
             link.tell(self.member.name, Fence(reason))
         except GeneratorLost as error:
@@ -310,18 +309,18 @@ def lead(
     *,
     grace_s: float | None,
 ) -> Outcome:
-    """The conversations with all generators, at the same time.
+    """Sync all generators at the same time.
 
-    sources: who serves each generator, see `Relays`. grace_s: a generator that has taken a version
-    before, and has not taken this one so long after another one did, is dropped; one that waits for
-    a generator to pass it on, so long and a transfer; None: each has its whole deadline.
+    sources: generator -> its source, see `Relays`. grace_s: seconds after another generator took
+    the version, after which one that has taken a version before is dropped; a generator that waits
+    for a relay has the time of a transfer more. None: each has its whole deadline.
     """
     outcome = Outcome()
     progress = SyncProgress(sources, {sync.member.name: sync.name for sync in syncs})
     turns = 1 if grace_s is not None else len(syncs)
     talks = {d.member.name: d.sync(link, version, outcome, progress, turns=turns) for d in syncs}
     known = {sync.member.name for sync in syncs if sync.has_served}
-    # Looks at many generators take longer than at one.
+    # A poll of many generators takes longer than of one.
     poll_s = min(LONGEST_POLL_S, POLL_S * len(talks))
     waits_until, passes_on = math.inf, any(sources.values())
     while talks:
@@ -332,12 +331,12 @@ def lead(
                     f"{name}: not done {grace_s:g} s after another one (expert.weights.grace_s)"
                 )
                 _give_up(talks[name], reason)
-                # Generators that passed on to it, or waited for it, continue only now.
+                # Generators that relayed to it, or waited for it, continue only now.
                 waits_until = time.monotonic() + grace_s
         for name, talk in list(talks.items()):
             if next(talk, _END) is _END:
                 del talks[name]
-                # Others that end, one after the other, show that the senders are at work.
+                # Generators that end one after the other show that the senders make progress.
                 if grace_s is not None and name not in outcome.failed:
                     longest_s = max(outcome.transfers_s, default=0.0) if passes_on else 0.0
                     waits_until = time.monotonic() + grace_s + longest_s
@@ -345,7 +344,7 @@ def lead(
 
 
 def _give_up(talk: Generator[None], reason: str) -> None:
-    """Have a conversation end as it does when its generator is lost."""
+    """End a sync as if its generator were lost."""
     try:
         talk.throw(GeneratorLost(reason))
     except StopIteration:

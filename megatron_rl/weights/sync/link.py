@@ -1,9 +1,8 @@
-"""Trainer rank 0's conversation with all generators about weights.
+"""Trainer rank 0's messages with all generators about weights.
 
 ROUTER of the weights endpoint: StartRequest, MayStart, Hello, Release, Reclaim, Pause, Receive,
 JoinGroup, Bucket, Load, Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
-What one generator does or fails to do is raised as `GeneratorLost` and concerns that generator
-alone.
+A failure of one generator is raised as `GeneratorLost` and concerns that generator alone.
 """
 
 import logging
@@ -27,8 +26,7 @@ from megatron_rl.weights.sync.members import Member, Outcome
 log = logging.getLogger(__name__)
 
 POLL_S = 0.002
-"""Between two looks at whether a wait is over: what is waited for may be a key in a store, of which
-no message tells."""
+"""Seconds between two polls of a condition: no message announces a key in a store."""
 PING_S = 0.5
 """Sending is what notices a socket that is gone: ROUTER sockets report no lost connection."""
 
@@ -38,23 +36,23 @@ class GeneratorLost(RuntimeError):
 
 
 class GeneratorLink:
-    """Who is there, and requests to them."""
+    """The generators that are present, and requests to them."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self.peers: dict[str, Hello] = {}
         """The last Hello of each generator that has not been dropped."""
         self._sessions: dict[str, int] = {}
-        """Which life of each generator is being served, since `begin`."""
+        """Session of each generator being served, since `begin`."""
         self._acks: dict[str, set[str]] = {}
         self._failures: dict[str, str] = {}
         self.may_start = True
-        """Whether there is room for engines that ask before they start."""
+        """Whether engines that ask before they start have room."""
         self._starting: dict[str, int] = {}
-        """Generators that were told so and have not said Hello yet, with their session."""
+        """Session of each generator that may start and has not said Hello yet."""
 
     def listen(self, wait_s: float = 0.0) -> None:
-        """Take in what has arrived; waits for a first message up to wait_s."""
+        """Handle all messages that have arrived; wait for a first one up to wait_s."""
         while (received := self._receive(wait_s)) is not None:
             wait_s = 0.0
             peer, message = received
@@ -72,13 +70,13 @@ class GeneratorLink:
         try:
             return self._router.receive(wait_s)
         except WireError as error:
-            # What one generator sends must not end training for the others.
+            # A message of one generator must not end training for the others.
             if not error.peer:
                 raise
             return error.peer, Failed("message", str(error))
 
     def _greet(self, peer: str, hello: Hello) -> None:
-        # A generator that nobody serves repeats its Hello: only another session is another life.
+        # A generator that is not served repeats its Hello: only a new session is a restart.
         known = self.peers.get(peer)
         if known is not None and known.session != hello.session:
             self._failures[peer] = "it restarted"
@@ -87,16 +85,16 @@ class GeneratorLink:
 
     def _let_start(self, peer: str, session: int) -> None:
         if self._starting.get(peer, session) != session:
-            # The life that was told so is over.
+            # The incarnation that was told to start has ended.
             del self._starting[peer]
         if self.peers.pop(peer, None) is not None:
             self._failures[peer] = "it restarted"
-        # It asks again and again, so that one that must wait needs no answer.
+        # A generator repeats its request, so one that must wait needs no answer.
         if self.may_start and self._router.send(peer, MayStart()):
             self._starting[peer] = session
 
     def await_starts(self, ends_at: float) -> None:
-        """Wait until no engine is starting any more: ready, gone, or given up at `ends_at`."""
+        """Wait until no engine is starting: each is ready, lost, or given up at `ends_at`."""
         ping_at = time.monotonic()
         while self._starting and time.monotonic() < ends_at:
             if time.monotonic() >= ping_at:
@@ -112,7 +110,7 @@ class GeneratorLink:
     def await_peers(self, number: int, limit_s: float, *, least: int | None = None) -> None:
         """Wait until `number` generators have said Hello, or limit_s has passed.
 
-        least: how many must have by then; None: all. Raises DeadlineExceeded.
+        least: how many must have said Hello by then; None: all. Raises DeadlineExceeded.
         """
         ends_at = time.monotonic() + limit_s
         while len(self.peers) < number and (left_s := ends_at - time.monotonic()) > 0:
@@ -127,10 +125,10 @@ class GeneratorLink:
             log.warning("training begins without the others: %s", text)
 
     def begin(self, peer: str, session: int) -> None:
-        """Serve a generator anew: what it answered to earlier requests no longer counts.
+        """Start to serve a generator: its answers to earlier requests no longer count.
 
-        session: of the Hello that what it is sent was made for. From here on nothing is sent to
-        another life of it, also if its Hello came while another generator was served.
+        session: of the Hello for which the messages are made. No later message goes to another
+        incarnation, even if its Hello came while another generator was served.
         """
         self._forget_answers(peer)
         self._sessions[peer] = session
@@ -140,12 +138,12 @@ class GeneratorLink:
         self._failures.pop(peer, None)
 
     def _has_restarted(self, peer: str) -> bool:
-        """Whether the generator said Hello again as another life than the one being served."""
+        """Whether the generator has said Hello with another session than the one being served."""
         hello = self.peers.get(peer)
         return hello is not None and self._sessions.get(peer, hello.session) != hello.session
 
     def ask(self, peer: str, message: AnyMessage, ends_at: float) -> None:
-        """Send a message and wait until it is obeyed. Raises GeneratorLost."""
+        """Send a message and wait for its Ack. Raises GeneratorLost."""
         self.tell(peer, message)
         self.await_ack(peer, message, ends_at)
 
@@ -159,12 +157,12 @@ class GeneratorLink:
             raise GeneratorLost(f"{peer} is gone: cannot send {type(message).__name__}")
 
     def await_ack(self, peer: str, message: AnyMessage, ends_at: float) -> None:
-        """Wait until a message that was sent is obeyed. Raises GeneratorLost."""
+        """Wait for the Ack of a message that was sent. Raises GeneratorLost."""
         for _ in self.awaiting_ack(peer, message, ends_at):
             self.listen(POLL_S)
 
     def awaiting_ack(self, peer: str, message: AnyMessage, ends_at: float) -> Iterator[None]:
-        """As `await_ack`, but by whoever iterates; see `waiting`."""
+        """As `await_ack`, as an iterator; see `waiting`."""
         name = type(message).__name__
         return self.waiting(
             peer, lambda: name in self._acks.get(peer, ()), ends_at, f"it did not answer {name}"
@@ -176,15 +174,15 @@ class GeneratorLink:
         ends_at: monotonic time.
         """
         for _ in self.waiting(peer, is_over, ends_at, why):
-            # Messages of all generators: what the others say meanwhile is kept for their turn.
+            # Messages of all generators: those of other generators are kept for their turn.
             self.listen(POLL_S)
 
     def waiting(
         self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str
     ) -> Iterator[None]:
-        """One look at an iteration, until it is over; whoever iterates listens in between.
+        """Poll once per iteration until it is over; the caller listens between two iterations.
 
-        So several generators can be waited for at once. Raises GeneratorLost as `wait` does.
+        So one thread waits for several generators. Raises GeneratorLost as `wait` does.
         """
         ping_at = time.monotonic() + PING_S
         while not is_over():
@@ -202,7 +200,7 @@ class GeneratorLink:
             yield
 
     def drop(self, peer: str) -> None:
-        """Forget a generator; it comes back with its next Hello, which may be here already."""
+        """Forget a generator; its next Hello, which may have arrived already, brings it back."""
         if not self._has_restarted(peer):
             self.peers.pop(peer, None)
         self._sessions.pop(peer, None)
@@ -210,12 +208,12 @@ class GeneratorLink:
 
 
 class Conversation:
-    """With the generators of a weight sync, lost one by one."""
+    """Requests to all generators of a weight sync; a lost generator is left out from then on."""
 
     def __init__(
         self, link: GeneratorLink, members: Sequence[Member], outcome: Outcome, deadline_s: float
     ) -> None:
-        """outcome: those that are lost are added to it."""
+        """outcome: lost generators are added to it."""
         self._link, self._outcome = link, outcome
         self._deadline_s = deadline_s
         self._started = time.monotonic()
@@ -224,9 +222,9 @@ class Conversation:
             link.begin(member.name, member.hello.session)
 
     def ask(self, message: AnyMessage) -> None:
-        """Have all that are left obey, at the same time and within one deadline."""
+        """Send to all remaining generators, and wait for all Acks within one deadline."""
         ends_at = time.monotonic() + self._deadline_s
-        # First all are told, then all are waited for: they work at the same time.
+        # All are told before the first wait: they work at the same time.
         self._each(lambda name: self._link.tell(name, message))
         self._each(lambda name: self._link.await_ack(name, message, ends_at))
 

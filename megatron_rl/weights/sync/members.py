@@ -1,4 +1,4 @@
-"""Who takes part in a weight sync, how the ranks exchange, and how it went.
+"""Members, settings and outcome of a weight sync.
 
 Used by every trainer rank.
 """
@@ -12,32 +12,31 @@ from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
 
 ATTEMPTS = 2
-"""Transfers of one weight sync to one generator; the second if parcels arrived damaged."""
+"""Transfers of one weight sync to one generator; the second follows damaged parcels."""
 
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How to exchange."""
+    """Settings of the exchange."""
 
     host: str
-    """Where the stores of the groups listen."""
+    """Address on which the stores of the groups listen."""
     backend: str
-    """Collectives of the groups; or IPC: no groups, but memory that ranks on one node share; or
-    HOST: gloo, by way of host memory."""
+    """Collective backend of the groups; or IPC: memory that ranks on one node share, no groups; or
+    HOST: gloo through host memory."""
     dtype: torch.dtype
-    """Of elements on the wire."""
+    """Type of elements on the wire."""
     bucket_bytes: int
     deadline_s: float
     name: str
-    """Prefix of the groups' names, the same on every rank and of no other syncer."""
+    """Prefix of the groups' names: equal on every rank, unique to this syncer."""
     grace_s: float = 30.0
-    """How long all others wait for a generator that has taken a version before."""
+    """Seconds that all others wait for a generator that has taken a version before."""
     is_concurrent: bool = True
-    """Whether a trainer rank serves all its generators at once. Not where collectives are kernels:
-    those of two groups on one device, started in different orders on different ranks, may wait for
-    each other for ever."""
+    """Whether a trainer rank serves all its generators at once. False where collectives are
+    kernels: those of two groups on one device deadlock if ranks start them in different orders."""
     relays: bool = False
-    """Whether generators pass weights on to each other."""
+    """Whether generators relay weights to each other."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -48,25 +47,25 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Backoff:
-    """Which generators the next weight syncs pass by, as they failed several in a row. Pure.
+    """Generators that the next weight syncs leave out, because they failed several in a row. Pure.
 
-    A weight sync waits for a generator that does not answer until its deadline. All others would
-    wait at each weight sync, where one fails each time.
+    A weight sync waits until its deadline for a generator that does not answer. Without back-off
+    all other generators would wait for it at each weight sync.
     """
 
     def __init__(self) -> None:
         self._weight_syncs = 0
         self._failures: dict[tuple[str, int], int] = {}
-        """Of each life of a generator, since it was served last."""
+        """Failures of each session of a generator since it was last served."""
         self._due_at: dict[tuple[str, int], int] = {}
-        """Number of the weight sync that includes it again."""
+        """Number of the next weight sync that includes the session."""
 
     def begin_sync(self) -> None:
-        """Another version is synced."""
+        """Count a weight sync."""
         self._weight_syncs += 1
 
     def note_failed(self, name: str, session: int) -> int:
-        """How many weight syncs pass it by: none after its first failure, then 2, 4, at most 8."""
+        """Return how many weight syncs leave it out: 0 at first, then 2, 4, at most 8."""
         life = name, session
         self._failures[life] = failures = self._failures.get(life, 0) + 1
         passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
@@ -74,32 +73,32 @@ class Backoff:
         return passed_by
 
     def note_served(self, name: str, session: int) -> None:
-        """It took a version."""
+        """Note that it took a version."""
         self._failures.pop((name, session), None)
         self._due_at.pop((name, session), None)
 
     def is_due(self, name: str, session: int) -> bool:
-        """Whether it takes part now. A restarted one does: its session is another one."""
+        """Whether it takes part now. A restarted generator does: it has a new session."""
         return self._weight_syncs >= self._due_at.get((name, session), 0)
 
 
 @dataclass
 class Outcome:
-    """How one weight sync went, as rank 0 knows; elsewhere `failed` and `passed_over` alone."""
+    """Result of one weight sync on rank 0; other ranks know only `failed` and `passed_over`."""
 
     failed: dict[str, str] = field(default_factory=dict)
-    """Generators that were dropped, with the reason."""
+    """Dropped generator -> reason."""
     pauses_s: list[float] = field(default_factory=list)
-    """How long each generator was paused."""
+    """Seconds for which each generator was paused."""
     wire_bytes: int = 0
     peak_bytes: int = 0
-    """Most memory of buffers on an engine rank."""
+    """Peak memory of buffers on an engine rank."""
     damaged: int = 0
-    """Parcels whose digest was not that of their content."""
+    """Parcels whose digest did not match their content."""
     transfers_s: list[float] = field(default_factory=list)
-    """How long the slowest rank of each generator took parcels, if the method says so."""
+    """Seconds in which the slowest rank of each generator received, if the method reports them."""
     passed_over: dict[str, str] = field(default_factory=dict)
-    """Generators to which another one did not pass the version on, with the reason: the method
-    serves them otherwise when it is asked again. On every rank."""
+    """Generator whose relay failed -> reason. The method serves it otherwise at the next request.
+    On every rank."""
     relayed: int = 0
-    """Generators to which another one did."""
+    """Generators that got the version from a relay."""

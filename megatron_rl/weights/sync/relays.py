@@ -1,7 +1,7 @@
-"""Who serves each generator: a copy of the model, or another generator that passes weights on.
+"""The source of each generator's weights: a copy of the model, or another generator that relays.
 
-Pure; every trainer rank finds the same. The generators of each copy stand in a tree, whose root is
-the copy: see `layout/copies.py`.
+Pure; every trainer rank finds the same. The generators of each copy form a tree, whose root is the
+copy: see `layout/copies.py`.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -10,19 +10,19 @@ from megatron_rl.weights.layout.copies import source_of
 
 
 class Bindings:
-    """Generators, spread evenly over the copies; a binding lasts as long as that holds."""
+    """Assignment of generators to copies, evenly; a binding lasts as long as it is even."""
 
     def __init__(self, copies: int) -> None:
-        """copies: how many there are."""
+        """copies: number of model copies."""
         self._copies = copies
         self.of: dict[str, int] = {}
         """Generator -> number of its copy."""
 
     def bind(self, names: Sequence[str]) -> list[str]:
-        """Bind those that have no copy; who of the others must change to another one.
+        """Bind generators without a copy; return those that must move to another copy.
 
-        names: who is served now, in the same order on every rank. Nobody else is moved, and they
-        only where a copy has two generators more than another: each move forms a group anew.
+        names: generators served now, in the same order on every rank. Only they move, and only from
+        a copy with at least two generators more than another: each move forms a new group.
         """
         counts = [0] * self._copies
         for copy in self.of.values():
@@ -31,7 +31,7 @@ class Bindings:
             if name not in self.of:
                 self._put(name, counts.index(min(counts)), counts)
         moved = []
-        # From the end: who came last moves first.
+        # From the end: the latest generator moves first.
         for name in reversed(names):
             copy, emptiest = self.of[name], counts.index(min(counts))
             if counts[copy] >= counts[emptiest] + 2:
@@ -45,16 +45,16 @@ class Bindings:
         counts[copy] += 1
 
     def forget(self, name: str) -> None:
-        """A generator is gone."""
+        """Remove a generator."""
         self.of.pop(name, None)
 
 
 COPY = ""
-"""In place of a generator's name: the copy of the model to which it is bound."""
+"""Source that is no generator: the model copy to which the generator is bound."""
 
 
 class Relays:
-    """Places in the trees, which a generator keeps as long as it is there."""
+    """Places in the trees; a generator keeps its place until it is forgotten."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[int, int]] = {}
@@ -62,7 +62,7 @@ class Relays:
         self._direct: set[str] = set()
 
     def order(self, names: Sequence[str], copy_of: Mapping[str, int]) -> list[str]:
-        """The names as their sources serve them; those that are new get the first free places."""
+        """Return the names in the order of service; new generators get the first free places."""
         for name in names:
             if self._places.get(name, (-1, 0))[0] != copy_of[name]:
                 self._places.pop(name, None)
@@ -74,10 +74,10 @@ class Relays:
         return next(n for n in range(1, len(taken) + 2) if n not in taken)
 
     def sources(self, kinds: Mapping[str, Hashable]) -> dict[str, str]:
-        """Who serves each of those that are served now: a generator, or COPY.
+        """Return the source of each generator that is served now: a generator, or COPY.
 
-        kinds: of all that are served, which `order` has seen. Above an empty place, one that is not
-        served now or holds another kind of slices, whoever serves that one is the source.
+        kinds: of all generators served now, which `order` has seen. A parent that is missing, not
+        served now or of another kind of slices is skipped: its own source takes its place.
         """
         at = {self._places[name]: name for name in kinds}
         found = {}
@@ -91,7 +91,7 @@ class Relays:
         return found
 
     def serve_directly(self, name: str) -> None:
-        """From now on by its copy."""
+        """Serve a generator from its copy from now on."""
         self._direct.add(name)
 
     def forget(self, name: str) -> None:

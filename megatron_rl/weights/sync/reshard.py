@@ -1,23 +1,22 @@
 """The method `reshard`: slices go from trainer shards straight into engine shards.
 
-Runs on every trainer rank. Each generator is bound to one copy of the model (`relays.py`): its
-process group holds the ranks of that copy and the engine's, so that copies serve their generators
-at the same time, and a generator that fails harms no other's. A weight sync has these threads:
+Runs on every trainer rank. Each generator is bound to one copy of the model (`relays.py`). Its
+process group holds the ranks of that copy and the ranks of its engine. So copies serve their
+generators at the same time, and a failing generator affects no other. Threads of a weight sync:
 
 | thread | on | does | waits for |
 |---|---|---|---|
-| the caller's | every rank | binds, begins, joins the others | rank 0's outcome |
-| `generator_sync.py` | rank 0 | talks to generators, calls their senders | reports, acks |
-| preparation | every rank of a copy | digests what all receivers get | - |
+| caller | every rank | binds, begins, joins the other threads | rank 0's outcome |
+| `generator_sync.py` | rank 0 | messages generators, calls their senders | reports, acks |
+| preparation | every rank of a copy | computes the digests of all slices | - |
 | sender (`sender.py`), one a generator | every rank of its copy | sends | calls in a store |
 
-Over NCCL one thread is the sender for all generators of a rank, in turn. With
-`expert.weights.relay` a copy serves a few generators, whose engines' ranks are the senders for
-others (`relays.py`).
+Over NCCL one thread of a rank serves all generators in turn. With `expert.weights.relay` a copy
+serves a few generators, and the ranks of their engines send to the others (`relays.py`).
 
-They share no group, store or socket. A transfer:
+Threads share no group, store or socket. A transfer:
 
-| conversation | senders | the engine's ranks |
+| rank 0 | senders | the engine's ranks |
 |---|---|---|
 | waits until all are prepared | say prepared | |
 | Pause, then Receive | wait for a call | read the plan, check their parameters, say ready |
@@ -25,9 +24,9 @@ They share no group, store or socket. A transfer:
 | | open the group, send | open the group, receive, compare digests |
 | reads all `done`; once more, or over and Resume | | |
 
-Nothing is sent before every receiver is ready, and a receiver that fails closes its connections:
-senders then fail at once. One that hangs is dropped at its deadline, or expert.weights.grace_s
-after the others; over gloo nobody waits for its senders, which end at the deadline.
+Senders start when every receiver is ready. A receiver that fails closes its connections, so its
+senders fail at once. A receiver that hangs is dropped at its deadline, or expert.weights.grace_s
+after the others. Over gloo no thread waits for its senders, which end at the deadline.
 """
 
 import logging
@@ -61,16 +60,16 @@ log = logging.getLogger(__name__)
 
 _Reasons = dict[str, str]
 Kind = tuple[str, int, int, int]
-"""Engines of a kind need the same slices: what a Hello says of them."""
+"""Engines of one kind need the same slices. Fields of their Hello."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What this rank sends to all receivers of a kind."""
+    """What this rank sends to all receivers of one kind."""
 
     ends: Ends
     fault: str = ""
-    """Why it cannot send."""
+    """Why this rank cannot send; "": it can."""
 
 
 @dataclass
@@ -84,7 +83,7 @@ class _Running:
 
 
 class Reshard:
-    """Exchanges with all generators."""
+    """The exchanges with all generators."""
 
     def __init__(
         self,
@@ -99,31 +98,31 @@ class Reshard:
         """parameters: this rank's, by local name."""
         self._parameters = parameters
         self._plain = PlainParameters(parameters)
-        """Of the weight sync that is going on."""
+        """Parameters of the current weight sync."""
         self._copies, self._shape = copies, shape
         self._control, self._link, self._settings = control, link, settings
         self._bindings = Bindings(len(copies.ranks))
         self._copy = next(n for n, ranks in enumerate(copies.ranks) if control.rank in ranks)
-        """Number of the one that this rank belongs to."""
+        """Number of the copy that this rank belongs to."""
         self._place = copies.ranks[self._copy].index(control.rank)
-        """Among the ranks of its copy."""
+        """Position of this rank in its copy."""
         self._device = next(iter(parameters.values())).device
         self._streams = SideStreams(self._device)
         self._relays = Relays()
         self._plans: dict[tuple[Kind, Kind | None], Plan] = {}
-        """By kind of the receivers, and of the senders where these are engine ranks."""
+        """By kind of the receivers, and kind of the senders where these are engine ranks."""
         self._opened: dict[str, str] = {}
-        """Generators with an exchange, and who serves them."""
+        """Generator with an exchange -> its source."""
         self._syncs: dict[str, GeneratorSync] = {}
         self._senders: dict[str, Sender] = {}
         self._groups_made = 0
         self._buffers = Buffers()
-        """Of all senders, where they work in turn."""
+        """Buffers of all senders, where they work in turn."""
         self._running = _Running()
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory of buffers that this rank has needed."""
+        """Peak memory of buffers on this rank."""
         peaks = [sender.peak_bytes for sender in self._senders.values()]
         return sum(peaks) if self._settings.is_concurrent else max(peaks, default=0)
 
@@ -138,17 +137,17 @@ class Reshard:
     def begin(
         self, members: list[Member], version: int, then: Callable[[], None] | None = None
     ) -> None:
-        """Start to serve all members. Until `end` the parameters must not change, and nobody else
+        """Start to serve all members. Until `end` the parameters must not change, and no other code
         uses the link. then: see `OverlappingMethod`."""
         sources = self._bind(members)
         by_name = {member.name: member for member in members}
-        # In the order in which they are served, which is the same on all ranks.
+        # In the order of service, which is the same on all ranks.
         members = [by_name[name] for name in sources]
         self._plain = PlainParameters(self._parameters)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
-        # One for each weight sync: threads that wait for a generator that hangs may be left over.
-        # They are no daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
+        # A pool per weight sync: threads that wait for a hanging generator may be left over.
+        # No daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
         pool = ThreadPoolExecutor(
             1 + len(kinds) + len(mine),
             thread_name_prefix="sync",
@@ -177,21 +176,21 @@ class Reshard:
                 self._settings.dtype,
                 stages_all=stages_all(self._settings.backend),
             )
-            # Senders read what is dequantised and digested here, each in a separate stream.
+            # Senders read the tensors dequantised and digested here, each in a separate stream.
             synchronize(self._device)
         except RuntimeError as error:
-            # torch's, of a device without room for what is dequantised.
+            # torch's error of a device without room for the dequantised tensors.
             return _Prepared([], f"a trainer rank could not prepare its slices: {error}")
         return _Prepared(ends)
 
     def is_over(self) -> bool:
-        """On rank 0: whether all conversations are."""
+        """On rank 0: whether all generators have ended."""
         return self._running.outcome is not None and self._running.outcome.done()
 
     def end(self) -> Outcome:
         """Wait until all members hold the version or have failed; the parameters may change then.
 
-        Collective. Where a generator hangs its senders may read on: what they send is never used.
+        Collective. Senders to a hanging generator may still read: what they send is never used.
         """
         running, self._running = self._running, _Running()
         outcome = running.outcome.result() if running.outcome is not None else Outcome()
@@ -199,10 +198,10 @@ class Reshard:
         outcome.failed, outcome.passed_over = self._control.share(known, tuple[_Reasons, _Reasons])
         for name in outcome.passed_over:
             self._relays.serve_directly(name)
-        # Senders that read on keep theirs.
+        # Senders that still read keep their buffers.
         self._plain = PlainParameters(self._parameters)
         for name, sender in running.senders.items():
-            # Over NCCL no kernel may stay behind on the device; this lasts until its deadline.
+            # Over NCCL no kernel may stay on the device; the wait lasts until its deadline.
             if name not in outcome.failed or not self._settings.is_concurrent or sender.done():
                 sender.result()
         return outcome
@@ -210,9 +209,9 @@ class Reshard:
     # --- who is there ---------------------------------------------------------------------------
 
     def _bind(self, members: Sequence[Member]) -> dict[str, str]:
-        """Find who serves each member, and open an exchange for those that have none with it.
+        """Find each member's source, and open an exchange for members that have none with it.
 
-        The sources, in the order in which each serves its own; see `Relays`.
+        Return the sources in the order of service; see `Relays`.
         """
         for name in self._bindings.bind([member.name for member in members]):
             log.info("%s changes to copy %d of the model", name, self._bindings.of[name])
@@ -222,7 +221,7 @@ class Reshard:
             if self._opened.get(name, source) != source:
                 self._leave(name)
         new = [member for member in members if member.name not in self._opened]
-        # First, as what is impossible is so on every rank.
+        # First: an impossible plan is impossible on every rank.
         hellos = {member.name: member.hello for member in members}
         plans = [self.plan(member.hello, hellos.get(sources[member.name])) for member in new]
         ports = []
@@ -259,20 +258,20 @@ class Reshard:
         )
 
     def _open_sync(self, member: Member, plan: Plan, source: str) -> int:
-        """On rank 0: open the exchange's store; the store's port."""
+        """On rank 0: open the exchange's store; return its port."""
         self._groups_made += 1
         sync = self._syncs[member.name] = GeneratorSync(
             member,
             plan,
             source=source,
-            # Unique also among runs: another syncer's group is another one.
+            # Unique among runs too: each syncer has separate groups.
             name=f"{self._settings.name}-{self._groups_made}",
             settings=self._settings,
         )
         return sync.port
 
     def plan(self, hello: Hello, source: Hello | None = None) -> Plan:
-        """The exchange of an engine with any copy, or with the engine of `source`.
+        """Return the plan of an engine with any copy, or with the engine of `source`.
 
         Raises InputError.
         """
@@ -304,11 +303,11 @@ class Reshard:
             raise InputError(f"no exchange with a generator of {hello}: {error}") from error
 
     def forget(self, name: str) -> None:
-        """Close the group with a generator that is gone."""
+        """Close the group with a lost generator."""
         self._bindings.forget(name)
         self._relays.forget(name)
         self._leave(name)
-        # Their groups hold connections to its engine.
+        # The groups of generators that it relayed to hold connections to its engine.
         for other, source in list(self._opened.items()):
             if source == name:
                 self._leave(other)
@@ -322,7 +321,7 @@ class Reshard:
 
     def close(self) -> None:
         """Leave all groups."""
-        # After an error a weight sync may still run: its conversation uses the link.
+        # After an error a weight sync may still run, and it uses the link.
         is_free = self._running.outcome is None or self._running.outcome.done()
         for name in list(self._opened):
             if self._link is not None and is_free:
@@ -348,7 +347,7 @@ def _serve(tasks: list[tuple[Sender, Future[_Prepared]]]) -> None:
 
 
 def kind_of(hello: Hello) -> Kind:
-    """What a generator's slices depend on."""
+    """Return the fields on which a generator's slices depend."""
     return hello.engine, hello.world_size, hello.ffn_multiple, hello.expert_parallel
 
 

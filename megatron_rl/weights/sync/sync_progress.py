@@ -1,6 +1,6 @@
-"""How far the generators of one weight sync have come, for those that wait for each other.
+"""Progress of the generators of one weight sync, for generators that wait for each other.
 
-Read and written by rank 0's conversations (`generator_sync.py`), all in one thread.
+Read and written by `generator_sync.py` on rank 0, in one thread.
 """
 
 from collections.abc import Mapping, Set
@@ -9,10 +9,10 @@ from megatron_rl.weights.sync.relays import COPY
 
 
 class SyncProgress:
-    """One weight sync."""
+    """The generators of one weight sync."""
 
     def __init__(self, sources: Mapping[str, str], groups: Mapping[str, str]) -> None:
-        """sources: who serves each generator, in the order in which a source serves its own.
+        """sources: generator -> its source, in the order of service.
 
         groups: name of each generator's group.
         """
@@ -23,7 +23,7 @@ class SyncProgress:
 
     @property
     def size(self) -> int:
-        """Generators."""
+        """Number of generators."""
         return len(self._sources)
 
     def served_by(self, name: str) -> list[str]:
@@ -35,7 +35,7 @@ class SyncProgress:
         return [self._groups[each] for each in self.served_by(name)]
 
     def is_turn(self, name: str) -> bool:
-        """Whether its source has done with its own transfer and those before this one."""
+        """Whether its source has ended its own transfer and those before this one."""
         source = self._sources[name]
         if source == COPY:
             return True
@@ -43,11 +43,11 @@ class SyncProgress:
         return {source, *others[: others.index(name)]} <= self._served
 
     def has_passed_on(self, name: str) -> bool:
-        """Whether those that get their weights from it have them, or have failed."""
+        """Whether the generators it relays to have the version, or have failed."""
         return set(self.served_by(name)) <= self._served
 
     def are_late(self, names: Set[str]) -> list[str]:
-        """Those that nobody keeps waiting: neither its source, nor those that it serves."""
+        """Generators that wait neither for their source nor for generators they relay to."""
         return [
             name
             for name in sorted(names)
@@ -55,7 +55,7 @@ class SyncProgress:
         ]
 
     def holds(self, name: str) -> bool:
-        """Whether it holds the version and can still pass it on."""
+        """Whether it holds the version and can still relay it."""
         return name in self._holds - self._lost
 
     def is_lost(self, name: str) -> bool:
@@ -63,11 +63,11 @@ class SyncProgress:
         return name in self._lost
 
     def note_held(self, name: str) -> None:
-        """It has taken the version."""
+        """Note that it has taken the version."""
         self._holds.add(name)
         self._served.add(name)
 
     def note_failed(self, name: str) -> None:
-        """It has not, or has gone since."""
+        """Note that it has not taken the version, or has been lost since."""
         self._lost.add(name)
         self._served.add(name)

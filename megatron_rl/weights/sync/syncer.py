@@ -1,11 +1,11 @@
-"""Syncing weights to the generators, which come, fail and go as they like.
+"""Weight syncs to the generators, which may join, fail and leave at any time.
 
-Runs on every trainer rank. A weight sync is waited for (`sync`), or its weights travel while the
-next batch is trained on, up to the optimizer step (`start`, `join`). Rank 0 knows the generators
-(`link.py`) and says who takes part; a `Method` moves the weights. A generator that fails or passes
-the deadline is dropped, the others continue; it gets a whole weight sync once it says Hello again,
-at the next version or while the trainer waits for a batch. Engines on the trainer's GPUs may give
-their memory back in between (`turns.py`).
+Runs on every trainer rank. The trainer waits for a weight sync (`sync`), or trains on the next
+batch meanwhile, up to the optimizer step (`start`, `join`). Rank 0 knows the generators (`link.py`) and
+chooses the members; a `Method` moves the weights. A generator that fails or passes the deadline is
+dropped, and the others continue. After its next Hello it gets a whole weight sync, at the next
+version or while the trainer waits for a batch. Engines on the trainer's GPUs may release their
+memory between two weight syncs (`turns.py`).
 """
 
 import logging
@@ -25,17 +25,17 @@ from megatron_rl.weights.sync.turns import MemoryTurns
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Pause before another weight sync, when no generator took one."""
+"""Seconds before another weight sync, when no generator took one."""
 
 
 class Method(Protocol):
     """A way to move the weights. All methods are collective over the trainer ranks."""
 
     def sync(self, members: list[Member], version: int) -> Outcome:
-        """Bring the members to `version`; those that fail are in the outcome, not raised."""
+        """Bring the members to `version`; failures are in the outcome, not raised."""
 
     def forget(self, name: str) -> None:
-        """Free what is kept for a generator that is gone."""
+        """Free the resources of a lost generator."""
 
     def close(self) -> None:
         """Free everything, and tell the generators."""
@@ -49,19 +49,19 @@ class OverlappingMethod(Method, Protocol):
     ) -> None:
         """Start; the parameters must not change until `end`.
 
-        then: called on rank 0, by another thread, once a member holds the version and none is left
-        that may.
+        then: called on rank 0, by another thread, once every member has taken the version or
+        failed, and at least one has taken it.
         """
 
     def is_over(self) -> bool:
-        """Whether `end` would not wait long."""
+        """Whether `end` would return at once."""
 
     def end(self) -> Outcome:
-        """Wait for what `begin` started."""
+        """Wait for the transfers that `begin` started."""
 
 
 class WeightSyncer(Closing):
-    """Owns the syncing of a training phase."""
+    """All weight syncs of a training phase."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class WeightSyncer(Closing):
         overlapping: OverlappingMethod | None = None,
         turns: MemoryTurns | None = None,
     ) -> None:
-        """link: on rank 0 only. replicas: generators that are waited for at the beginning.
+        """link: on rank 0 only. replicas: generators to wait for at the beginning.
 
-        min_replicas: of them, those without which training does not begin; None: all.
-        overlapping: the method, if weight syncs may overlap with training. turns: if engines give
-        their memory back meanwhile, which excludes the former.
+        min_replicas: generators that training needs to begin; None: all. overlapping: the method,
+        if weight syncs may overlap with training. turns: if engines release their memory while the
+        trainer computes; excludes overlapping.
         """
         assert turns is None or overlapping is None
         self._turns = turns
@@ -87,10 +87,10 @@ class WeightSyncer(Closing):
         """Whether engines are without their weights: from `release` to the next weight sync."""
         self._overlapping = overlapping
         self._flight: list[Member] | None = None
-        """Members of the weight sync that was started and not joined yet."""
+        """Members of a weight sync that was started and not joined."""
         self._then: Callable[[], None] | None = None
         self._waited_s = 0.0
-        """By the trainer, since the metrics of the last weight sync."""
+        """Seconds that the trainer waited since the metrics of the last weight sync."""
         self._method, self._control, self._link = method, control, link
         self._replicas, self._join_timeout_s = replicas, join_timeout_s
         self._min_replicas = min_replicas or replicas
@@ -100,21 +100,21 @@ class WeightSyncer(Closing):
         """Version that each generator of the last weight sync holds."""
         self._version = -1
         self._outcome = Outcome()
-        """Since the metrics of the last weight sync."""
+        """Outcome since the metrics of the last weight sync."""
         self._dropped = 0
         self.metrics: list[Metric] = []
-        """Of the last weight sync and the late ones before it."""
+        """Of the last weight sync and the late syncs before it."""
 
     @property
     def engines(self) -> list[Hello]:
-        """What each generator said of itself; [] on ranks other than 0."""
+        """The Hello of each generator; [] on ranks other than 0."""
         return list(self._link.peers.values()) if self._link is not None else []
 
     def await_generators(self) -> None:
         """Wait until all generators have said hello, at most expert.weights.join_timeout_s.
 
         Every rank calls it. Raises DeadlineExceeded with fewer than min_replicas by then.
-        With `turns` they start their engines only now.
+        With `turns` generators start their engines only now.
         """
         if self._turns is not None:
             self._turns.begin_engines_turn()
@@ -124,7 +124,7 @@ class WeightSyncer(Closing):
     def sync(self, version: int) -> None:
         """Bring all generators to `version`. Every rank calls it.
 
-        With no generator left it waits for one; DeadlineExceeded after
+        Without any generator it waits for one; raises DeadlineExceeded after
         expert.weights.join_timeout_s.
         """
         self.join()
@@ -141,15 +141,14 @@ class WeightSyncer(Closing):
         self._note()
 
     def release(self) -> None:
-        """Have all generators give their memory back, up to the next weight sync. Every rank calls
-        it.
+        """Have all generators release their memory until the next weight sync.
 
-        Without `turns` they keep it.
+        Every rank calls it. Without `turns` generators keep their memory.
         """
         if self._turns is None:
             return
         self._turns.end_engines_turn()
-        # Those that a weight sync passed by hold memory too.
+        # Generators that a weight sync left out hold memory too.
         members = self._members(late_only=False, passes_by=False)
         for name, reason in self._turns.release(members).items():
             self._drop(name, reason)
@@ -159,20 +158,20 @@ class WeightSyncer(Closing):
 
     @property
     def overlaps(self) -> bool:
-        """Whether `start` is possible."""
+        """Whether `start` may be called."""
         return self._overlapping is not None
 
     def start(self, version: int, then: Callable[[], None]) -> None:
-        """As `sync`, but returns while the weights travel. Every rank calls it.
+        """As `sync`, but returns while the transfers run. Every rank calls it.
 
         The parameters must not change before `join`. then: called on rank 0 when the generators
-        hold the version, by another thread, here or in `join`. Where a generator has not taken the
-        version before, all are waited for: memory that its transfers keep is taken in the first
-        one, not while a pass computes.
+        hold the version, by another thread, here or in `join`. With a generator that has never
+        taken a version it waits for all: a first transfer allocates memory, which must not happen
+        during a forward pass.
         """
         assert self._overlapping is not None
         self.join()
-        # What is known of the weight sync before: this one's figures come with the next.
+        # Figures of the weight sync before: those of this one come with the next.
         self._note()
         started = time.monotonic()
         self._version = version
@@ -186,9 +185,9 @@ class WeightSyncer(Closing):
             self.join()
 
     def join(self) -> None:
-        """Wait for what `start` began, if anything: then the parameters may change.
+        """Wait for the transfers of `start`, if there are any; then the parameters may change.
 
-        Every rank calls it. With no generator left it waits for one, as `sync` does.
+        Every rank calls it. Without any generator it waits for one, as `sync` does.
         """
         if self._flight is None or self._overlapping is None:
             return
@@ -212,10 +211,10 @@ class WeightSyncer(Closing):
             self._sync_to(self._members(late_only=False))
 
     def _await_return(self, ends_at: float) -> None:
-        """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
+        """On rank 0: wait until a generator is present. Raises DeadlineExceeded."""
         if self._link is None:
             return
-        # A generator that fails at once also comes back at once: do not sync without a break.
+        # A generator that fails at once also returns at once: pause between two syncs.
         time.sleep(RETRY_S)
         while not self._link.peers and time.monotonic() < ends_at:
             self._link.listen(ends_at - time.monotonic())
@@ -227,11 +226,11 @@ class WeightSyncer(Closing):
             )
 
     def admit(self) -> None:
-        """Bring generators that came back to the current version. Every rank calls it."""
-        # They would take the memory in which the trainer computes.
+        """Bring returned generators to the current version. Every rank calls it."""
+        # Engines would take the memory in which the trainer computes.
         assert not self._has_released
         if self._flight is not None and self._overlapping is not None:
-            # Rank 0's conversation still uses the link, until it is over.
+            # The running weight sync still uses the link.
             if not self._control.share(self._overlapping.is_over(), bool):
                 return
             self.join()
@@ -241,24 +240,24 @@ class WeightSyncer(Closing):
             self._sync_to(late)
 
     def _members(self, *, late_only: bool, passes_by: bool = True) -> list[Member]:
-        """Who takes part, the same on every rank.
+        """Return the members, the same on every rank.
 
-        passes_by: without those that failed several weight syncs in a row, see `Backoff`.
+        passes_by: leave out generators that failed several weight syncs in a row, see `Backoff`.
         """
         members: list[Member] = []
         if self._link is not None:
             self._link.listen()
-            # A held one evaluates its version; once it lets go it is late.
+            # A held generator evaluates its version; after that it is late.
             members = [
                 Member(name, hello)
                 for name, hello in sorted(self._link.peers.items())
                 if not hello.is_held
             ]
-            # Late are those that came back since the last weight sync, or came for the first time.
+            # Late generators returned, or came for the first time, since the last weight sync.
             if late_only:
                 members = [member for member in members if not self._is_current(member)]
             due = [m for m in members if self._backoff.is_due(m.name, m.hello.session)]
-            # With nobody else, each gets its chance.
+            # Without other generators, each gets its chance.
             if passes_by and (due or self._held):
                 members = due
         members = self._control.share(members, list[Member])
@@ -280,14 +279,14 @@ class WeightSyncer(Closing):
             members = self._take(members, self._method.sync(members, self._version))
 
     def _reclaim(self, turns: MemoryTurns, members: list[Member]) -> list[Member]:
-        """Have the members take their memory again; those that did."""
+        """Have the members take their memory again; return those that did."""
         failed = turns.reclaim(members)
         for name, reason in failed.items():
             self._drop(name, reason)
         return [member for member in members if member.name not in failed]
 
     def _take(self, members: list[Member], found: Outcome) -> list[Member]:
-        """Take in how a sync to these members went; those that are to be served once more."""
+        """Record the outcome of a sync to these members; return members to serve once more."""
         outcome, again = self._outcome, []
         for member in members:
             if member.name in found.passed_over:
@@ -300,7 +299,7 @@ class WeightSyncer(Closing):
                 self._backoff.note_served(member.name, member.hello.session)
                 continue
             self._drop(member.name, reason)
-        # A late weight sync has no row of metrics: it counts in the row of the next one.
+        # A late weight sync has no row of metrics: it counts in the row of the next sync.
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s
         outcome.wire_bytes += found.wire_bytes
@@ -312,7 +311,7 @@ class WeightSyncer(Closing):
 
     def _drop(self, name: str, reason: str) -> None:
         """Continue without a generator."""
-        # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
+        # All its state goes: after a new Hello it is served like a new generator.
         self._dropped += 1
         passed_by = self._backoff.note_failed(name, self._sessions[name])
         again = f"; the next {passed_by} weight syncs pass it by" if passed_by else ""
@@ -324,7 +323,7 @@ class WeightSyncer(Closing):
             self._link.drop(name)
 
     def _note(self) -> None:
-        """Metrics of what there was since the last ones."""
+        """Write the metrics since the last call."""
         outcome, self._outcome = self._outcome, Outcome()
         seconds, self._waited_s = self._waited_s, 0.0
         self.metrics = [Metric("weight_sync/s", seconds, "max")]
@@ -349,5 +348,5 @@ class WeightSyncer(Closing):
             self.metrics.append(Metric("weight_sync/transfer_s", max(outcome.transfers_s), "max"))
 
     def close(self) -> None:
-        """Let the generators leave."""
+        """Release the generators."""
         self._method.close()

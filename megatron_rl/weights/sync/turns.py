@@ -1,8 +1,8 @@
-"""Engines on the trainer's GPUs give their memory back while the trainer computes.
+"""Engines on the trainer's GPUs release their memory while the trainer computes.
 
-Runs on every trainer rank; rank 0 speaks with the generators (Release, Reclaim; StartRequest and
-MayStart of those whose engines are about to take memory). The engines' turn lasts from the
-beginning of a weight sync until the trainer has its next batch.
+Runs on every trainer rank; rank 0 sends the messages (Release, Reclaim; StartRequest and MayStart
+for engines that start). The engines' turn lasts from the beginning of a weight sync until the
+trainer has its next batch.
 """
 
 import time
@@ -26,41 +26,41 @@ class MemoryTurns:
         start_timeout_s: float,
         free_cache: Callable[[], None],
     ) -> None:
-        """link: on rank 0 only. start_timeout_s: that an engine's start may take.
+        """link: on rank 0 only. start_timeout_s: limit of an engine's start.
 
-        free_cache: gives back what this rank keeps of the memory that it has freed.
+        free_cache: returns this rank's cached free memory to the device.
         """
         self._control, self._link = control, link
         self._deadline_s, self._start_timeout_s = deadline_s, start_timeout_s
         self._free_cache = free_cache
         self.release_s = 0.0
         self.reclaim_s = 0.0
-        """Seconds that the ranks waited for either, since `pop_seconds`."""
+        """Seconds that the ranks waited for releases and reclaims, since `pop_seconds`."""
 
     def pop_seconds(self) -> tuple[float, float]:
-        """Those of `release` and `reclaim` since the last call."""
+        """Return the seconds of `release` and `reclaim` since the last call."""
         found = self.release_s, self.reclaim_s
         self.release_s = self.reclaim_s = 0.0
         return found
 
     def end_engines_turn(self) -> None:
-        """On rank 0: let no engine start from now on, and wait for those that are starting."""
+        """On rank 0: forbid engine starts, and wait for engines that are starting."""
         if self._link is not None:
             self._link.may_start = False
             self._link.await_starts(time.monotonic() + self._start_timeout_s)
 
     def begin_engines_turn(self) -> None:
-        """Make room for engines, those that start too. Collective."""
+        """Make room for engines, starting ones included. Collective."""
         self._free_cache()
-        # Every rank has, before an engine needs it.
+        # Every rank frees its cache before an engine needs the memory.
         self._control.all(True)
         if self._link is not None:
             self._link.may_start = True
 
     def release(self, members: Sequence[Member]) -> dict[str, str]:
-        """Have the engines give their memory back; those that failed, with the reason. Collective.
+        """Have the engines release their memory; return failed generators with the reason.
 
-        They put their requests back, and continue them after the next weight sync.
+        Collective. Engines suspend their requests, and continue them after the next weight sync.
         """
         started = time.monotonic()
         failed = self._have_all(Release(), members)
@@ -68,9 +68,9 @@ class MemoryTurns:
         return failed
 
     def reclaim(self, members: Sequence[Member]) -> dict[str, str]:
-        """Have them take it again, without its content; those that failed. Collective.
+        """Have the engines take their memory again, without its content; return failed generators.
 
-        One that has given nothing back, as its start or the trainer's is new, does nothing.
+        Collective. An engine that has released nothing does nothing.
         """
         started = time.monotonic()
         failed = self._have_all(Reclaim(), members)
