@@ -1,9 +1,9 @@
 """Weight syncs to the generators, which may join, fail and leave at any time.
 
 Runs on every trainer rank. The trainer waits for a weight sync (`sync`), or trains on the next
-batch meanwhile, up to the optimizer step (`start`, `join`). Rank 0 knows the generators (`link.py`) and
-chooses the members; a `Method` moves the weights. A generator that fails or passes the deadline is
-dropped, and the others continue. After its next Hello it gets a whole weight sync, at the next
+batch meanwhile, up to the optimizer step (`start`, `join`). Rank 0 knows the generators (`link.py`)
+and chooses the members; a `Method` moves the weights. A generator that fails or passes the deadline
+is dropped, and the others continue. After its next Hello it gets a whole weight sync, at the next
 version or while the trainer waits for a batch. Engines on the trainer's GPUs may release their
 memory between two weight syncs (`turns.py`).
 """
