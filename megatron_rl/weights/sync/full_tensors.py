@@ -59,7 +59,7 @@ class Broadcast:
         outcome = Outcome()
         if self._link is None:
             # The gathering of buckets waits for rank 0 as long as sending one may take. Before the
-            # first bucket rank 0 may wait expert.weights.deadline_s for each lost generator, and the
+            # first bucket rank 0 may wait expert.weights.deadline_s for each lost generator; the
             # other ranks await its signal.
             self._control.share("", str)
             for _ in self._buckets():
