@@ -20,7 +20,7 @@ from megatron_rl.cli.command_line.parameters import (
     complete_override,
 )
 from megatron_rl.cli.command_line.printing import say
-from megatron_rl.config.aliases import nearest
+from megatron_rl.config.aliases import meant, nearest
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import read_layers, resolve
@@ -66,14 +66,20 @@ class ExplainOptions:
     key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
 
 
-@command(app, "explain", "Say what a key, or the keys of a section, mean.")
+@command(
+    app, "explain", "Say what a key, or the keys of a section, mean; names of verl or TRL work too."
+)
 def explain_key(options: ExplainOptions, console: Console) -> int:
     """Exit code: 0, 2 (no such key)."""
     found = find_entries(options.key)
     if not found:
         known = [entry.key for table in tables() for entry in table.entries]
-        known += [table.key for table in tables()]
-        near = nearest(options.key, known, 3)
+        found = [entry for key in meant(options.key, known) for entry in find_entries(key)]
+        if found:
+            keys = ", ".join(entry.key for entry in found)
+            console.print(Text(f"{options.key} is here {keys}"), soft_wrap=True)
+    if not found:
+        near = nearest(options.key, [*known, *(table.key for table in tables())], 3)
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise InputError(f"{options.key!r} is neither a key nor a section{hint}")
     for entry in found:

@@ -98,6 +98,16 @@ def nearest(given: str, known: Sequence[str], count: int = 1) -> list[str]:
     return list(dict.fromkeys(key for key in found if key in known))[:count]
 
 
+def meant(given: str, known: Sequence[str]) -> list[str]:
+    """Keys that a name stands for: a name of another system, or the last part of a key.
+
+    known: all keys. Misspelt names stand for nothing, see `nearest`.
+    """
+    plain = given.lower()
+    same_end = [key for key in known if key.rpartition(".")[2] == plain]
+    return [key for key in dict.fromkeys([*_aliased(plain), *same_end]) if key in known]
+
+
 def _aliased(plain: str) -> list[str]:
     """Keys of which a name of another system is the end of what was given, the longest first."""
     parts = plain.replace("-", "_").split(".")

@@ -42,9 +42,10 @@ def test_explain_names_default_and_presets(
     # Names of verl, TRL, slime and prime-rl.
     for name, key in (("lr", "optimizer.lr"), ("rollout.n", "train.group_size"),
                       ("beta", "algorithm.kl.coefficient"), ("tp", "parallel.tensor")):  # fmt: skip
-        caplog.clear()
-        assert call(monkeypatch, "explain", name)[0] == 2
-        assert f"near it: {key}" in caplog.text
+        code, text = call(monkeypatch, "explain", name)
+        assert code == 0 and f"{name} is here {key}" in text and "default: " in text
+    code, text = call(monkeypatch, "explain", "eps_high")
+    assert code == 0 and "eps_high is here algorithm.policy_loss.eps_high" in text
 
 
 def test_show_tells_origins_of_several_layers(
