@@ -19,7 +19,7 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _END_S = 30.0
-"""Of a killed process: one that holds a GPU gives its memory back first, which takes seconds."""
+"""Seconds for the end of a killed process: releasing the memory of a GPU takes seconds."""
 
 
 class ServerChild:
@@ -50,15 +50,15 @@ class ServerChild:
         return self._process is None or self._process.returncode is not None
 
     async def exited(self) -> str:
-        """Wait until the server ends; says how, with the end of its log."""
+        """Wait until the server ends; return how, with the end of its log."""
         assert self._process is not None
         code = await self._process.wait()
         return f"the server ended with exit code {code}; {self.log_tail()}"
 
     async def lost(self, title: str) -> str:
-        """Wait until the server ends, or a process of it whose title begins so; says how.
+        """Wait until the server, or its process with a title of this prefix, ends; return how.
 
-        A server may outlive by seconds the process that does its work, and answers until then.
+        A server may outlive its worker process by seconds, and answers until then.
         """
         assert self._process is not None
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -123,7 +123,7 @@ def _descendants(pid: int) -> list[_Part]:
 def give_way(nice: int) -> None:
     """Lower this session's CPU priority, by as much as `nice` does for a process."""
     os.nice(nice)
-    # Where Linux groups processes by session, niceness counts inside the session only.
+    # If Linux groups processes by session, niceness counts inside the session only.
     autogroup = Path("/proc/self/autogroup")
     if nice and autogroup.exists():
         autogroup.write_text(str(nice))

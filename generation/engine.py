@@ -1,7 +1,7 @@
-"""What a generator expects of an engine, and the table of engines.
+"""The contract between a generator and its engine, and the table of engines.
 
-Used by the generator process. An engine samples completions of the weights it holds and takes new
-weights between two tokens, with requests and KV cache kept.
+Used by the generator process. An engine samples completions with its current weights and takes new
+weights between two tokens; requests and KV cache stay.
 """
 
 import importlib
@@ -23,7 +23,7 @@ ENGINES = {
 
 
 class EngineError(RuntimeError):
-    """The engine could not do what it was asked; the text says why, in the engine's own words."""
+    """The engine failed at a request; the text is the engine's."""
 
 
 class EngineTimeout(EngineError):
@@ -32,7 +32,7 @@ class EngineTimeout(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine is started with."""
+    """Settings with which an engine starts."""
 
     model: Path
     dtype: str
@@ -49,48 +49,48 @@ class EngineSetup:
     """Deadline of each step of a weight sync."""
     host: str
     port: int
-    """Where an engine's server listens; loopback only. Its ranks meet at the next port."""
+    """Port of an engine's server, on loopback. The next port is the rendezvous of its ranks."""
     seed: int
     version: int
-    """Policy version of the folder's own weights; -1 when they are to be replaced first."""
+    """Policy version of the folder's weights; -1: a weight sync must replace them first."""
     log_path: Path
     takes_all_memory: bool = False
-    """Whether on a GPU the KV cache holds what its memory has room for, not kv_tokens."""
+    """Whether the KV cache of a GPU takes all free memory instead of kv_tokens."""
     expert_parallel: int = 1
     """Number of its ranks among which whole experts are divided."""
     nodes: int = 1
-    """Hosts among which the engine's ranks are divided."""
+    """Nodes that share the engine's ranks."""
     node_rank: int = 0
     meets_at: str = ""
-    """Where the ranks of several nodes meet, as address:port."""
+    """Rendezvous of the ranks of several nodes, as address:port."""
     orders: Path | None = None
-    """The file of orders to the ranks; None: next to the log."""
+    """File of orders to the ranks; None: next to the log."""
     recomputes_kv_cache: bool = False
-    """Whether a weight sync drops the keys and values of older weights."""
+    """Whether a weight sync drops the KV cache of older weights."""
     overlaps_schedule: bool = False
-    """Whether SGLang prepares the next token while one is computed. Only where a weight sync drops
-    keys and values: a pause that keeps them leaves a token of the older weights in flight, which
-    SGLang then counts to the newer ones."""
+    """Whether SGLang prepares the next token while it computes one. Only where a weight sync drops
+    the KV cache: a pause that keeps it leaves a token of the older weights in flight, which SGLang
+    assigns to the newer version."""
     quantization: str = ""
-    """How the engine keeps its weights; "" as they come."""
+    """Quantisation of the engine's weights; "": none."""
     has_wide_head: bool = False
-    """Whether logits are float32 though the weights are not."""
+    """Whether logits are float32 although the weights are not."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
     colocate: bool = False
-    """Whether the trainer computes on its GPUs."""
+    """Whether the trainer shares its GPUs."""
     releases_memory: bool = False
-    """Whether it is asked to give the memory of weights and KV cache back for a while."""
+    """Whether it must release the memory of weights and KV cache for a time."""
     watchdog_timeout_s: float = 300.0
-    """SGLang ends a server that has completions and makes no pass for so long; a pause counts."""
+    """Seconds without a pass after which SGLang ends a server with completions; pauses count."""
     may_exceed_model: bool = False
-    """Whether context_tokens may be more than config.json says that the model was made for."""
+    """Whether context_tokens may exceed the positions in config.json."""
     stops_at_text: bool = False
     """Whether requests may name strings that end a completion."""
     extra_args: Mapping[str, Argument | list[Argument]] = field(default_factory=dict)
-    """Further arguments of a server's command line, by their names."""
+    """More arguments of a server's command line, by name."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Further variables of a server's environment."""
+    """More variables of a server's environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +102,14 @@ class Completion:
     token_ids: list[int]
     """The end-of-sequence token is included when it was sampled."""
     logprobs: list[float]
-    """Of each sampled token, under softmax(logits / temperature), or softmax(logits) if greedy."""
+    """One a token, under softmax(logits / temperature), or softmax(logits) if greedy."""
     spans: list[VersionSpan]
     finish_reason: str
     """"stop" or "length"."""
     expert_choices: bytes = b""
     """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for."""
     first_token_at: float = -1.0
-    """When the first token was sampled, by this host's time.monotonic(); -1: not known."""
+    """Time of the first token by this node's time.monotonic(); -1: not known."""
 
 
 class Engine(Protocol):
@@ -118,9 +118,9 @@ class Engine(Protocol):
     name: str
     engine_version: str
     world_size: int
-    """Its ranks."""
+    """Number of its ranks."""
     ffn_multiple: int
-    """To what it pads the MLP units of a rank."""
+    """Multiple to which it pads the MLP units of a rank."""
     expert_parallel: int
     """Number of its ranks among which whole experts are divided."""
     version: int
@@ -129,19 +129,19 @@ class Engine(Protocol):
     def __init__(self, setup: EngineSetup) -> None: ...
 
     async def start(self) -> None:
-        """Load the model and become ready. Raises EngineError, with the reason."""
+        """Load the model and become ready. Raises EngineError with the reason."""
 
     def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """Yield one completion for each index, each as soon as it is finished.
+        """Yield one completion for each index, as each finishes.
 
-        Closing the iterator early stops the unfinished ones in the engine. Raises EngineError, at
-        the latest after the setup's request_timeout_s.
+        Closing the iterator early stops unfinished completions in the engine. Raises EngineError,
+        at the latest after the setup's request_timeout_s.
         """
 
     async def pause(self) -> None:
-        """Stop between two tokens; keep requests, start no new ones. Again: nothing.
+        """Stop between two tokens; keep requests, start no new ones. A second call does nothing.
 
         Raises EngineError, as do the methods below.
         """
@@ -149,11 +149,11 @@ class Engine(Protocol):
     async def receive(self, order: Receive) -> None:
         """Take slices from the trainer ranks. Only while paused.
 
-        Each rank reports to the trainer whether they arrived: `weights/exchange/engine_rank.py`.
+        Each rank reports their arrival to the trainer: `weights/exchange/engine_rank.py`.
         """
 
     async def pass_on(self, order: PassOn) -> None:
-        """Send another engine what `receive` has taken. Only while paused."""
+        """Relay the received slices to another engine. Only while paused."""
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder. Only while paused."""
@@ -168,10 +168,10 @@ class Engine(Protocol):
         """Continue; later tokens carry `version`."""
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
+        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
 
     async def failed(self) -> str:
-        """Return, with the reason, when the engine has died; wait for ever while it lives."""
+        """Wait until the engine has died; return the reason."""
 
     async def close(self) -> None:
         """End the engine and everything it started."""
@@ -179,16 +179,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReleasingEngine(Protocol):
-    """An engine that can give memory back; it has these methods too."""
+    """An engine that can release its memory."""
 
     async def release(self) -> None:
-        """Stop as `pause` does, and give the memory of weights and KV cache back. Again: nothing.
+        """Pause, and release the memory of weights and KV cache. A second call does nothing.
 
-        Requests wait. Weights are lost: nothing is served before a whole weight sync.
+        Requests wait. Weights are lost: the engine serves again only after a whole weight sync.
         """
 
     async def reclaim(self) -> None:
-        """Take that memory again, if it was given back; still stopped."""
+        """Take released memory again; the engine stays paused."""
 
 
 def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> EngineSetup:
@@ -208,7 +208,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
         weights_timeout_s=config.weights.deadline_s,
-        # Only this process speaks with its server, wherever the run's other nodes are.
+        # Only this process connects to its server, wherever the other nodes of the run are.
         host=LOOPBACK[0],
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,
@@ -229,11 +229,11 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
 
 
 def longest_pause_s(config: Config) -> float:
-    """Longest that an engine in good order may stay paused with completions in it.
+    """Longest pause, in seconds, of a healthy engine with completions.
 
-    A generator that a weight sync has lost stays paused until it is served again. Meanwhile the
-    trainer serves the others, writes a checkpoint and waits for a batch, once for each weight sync
-    that passes the generator by.
+    A generator that a weight sync has lost stays paused until it is served again. Meanwhile, for
+    each weight sync that leaves it out, the trainer serves the others, writes a checkpoint and
+    waits for a batch.
     """
     return (1 + MOST_PASSED_BY) * config.longest_step_s
 

@@ -1,9 +1,9 @@
-"""One node's part of an engine that lies across nodes: the server of its ranks.
+"""One node's part of an engine on several nodes: the server of its ranks.
 
 Entry: `python -m generation.follower --config RUN_DIR/config.toml --index 3 --node 1 --nodes 2`. It
 answers the calls of the engine's leader (`meeting.py`), a generator on another node, and runs a
-server child for each life of the engine, until the leader says that the run is over. The weights
-reach its ranks directly; everything else goes through the leader. One event loop.
+server child for each incarnation of the engine, until the leader ends the run. Weights reach its
+ranks directly; everything else goes through the leader. One event loop.
 """
 
 import argparse
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
-    """Run this node's part of one life of the engine after the other. Raises DeadlineExceeded."""
+    """Run this node's part of every incarnation of the engine. Raises DeadlineExceeded."""
     known = ""
     while True:
         try:
@@ -43,8 +43,10 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
                 f"s (expert.generator.start_timeout_s): no {call} that leads to it"
             ) from error
         note_ready()
-        known = found.life
-        mine = node_setup(setup, node, nodes, meets_at=found.meets_at, life=found.life)
+        known = found.incarnation
+        mine = node_setup(
+            setup, node, nodes, meets_at=found.meets_at, incarnation=found.incarnation
+        )
         child = ServerChild(mine.log_path)
         waiting = asyncio.ensure_future(listener.wait())
         try:
@@ -58,10 +60,10 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
             died.cancel()
             if waiting.done() and waiting.result():
                 return
-            log.warning("this life of the engine is over; the next call is awaited")
+            log.warning("this incarnation of the engine is over; waiting for the next call")
         finally:
             waiting.cancel()
-            # The server first: the leader starts the next life when it sees the connection end.
+            # The server first: the leader starts the next incarnation when the connection ends.
             await child.close()
             listener.close()
 

@@ -1,7 +1,7 @@
-"""The reference answer put where a completion gave its own, in tokens. Used by generators.
+"""Puts the reference answer in place of a completion's answer, in tokens. Used by generators.
 
 Objectives that learn from reference answers (JEPO) train on the thoughts of a completion followed
-by the reference answer. Both have to be tokens that the tokenizer would make of their text.
+by the reference answer. Both must be the tokens that the tokenizer makes of their text.
 """
 
 from bisect import bisect_left
@@ -17,12 +17,12 @@ NO_PLACE = "gold_no_place"
 NO_ANSWER = "gold_no_answer"
 """The prompt has no reference answer."""
 RETOKENIZED = "gold_retokenized"
-"""With the reference answer behind them, the thoughts would be other tokens."""
+"""Followed by the reference answer, the thoughts tokenize differently."""
 TOO_LONG = "gold_too_long"
 """Prompt, thoughts and reference answer together exceed generator.context_tokens."""
 _SHORTEST, _LONGEST = 8, 32
-"""Thought tokens before the answer whose tokens are compared. Tokenizers look no further, and a
-policy samples a rare other spelling somewhere in long thoughts, which does not matter there."""
+"""Number of thought tokens before the answer that are compared. Tokenizers look no further back,
+and a rare non-canonical token earlier in long thoughts does not matter."""
 
 
 def find_gold(
@@ -34,9 +34,9 @@ def find_gold(
     renderer: Renderer,
     room_tokens: int,
 ) -> GoldAnswer:
-    """Where the reference answer goes in a completion, and its tokens.
+    """Find the place of the reference answer in a completion, and its tokens.
 
-    text: of the completion, decoded. room_tokens: how long thoughts and answer may be.
+    text: the decoded completion. room_tokens: longest thoughts and answer together.
     """
     if not answer:
         return _none(NO_ANSWER)
@@ -60,13 +60,13 @@ def _none(fault: str) -> GoldAnswer:
 
 
 def _place(token_ids: list[int], text: str, *, opening: str, renderer: Renderer) -> int | None:
-    """How many tokens make the text up to the last opening; 0: none make just that. None: it has
-    no opening."""
+    """Number of tokens up to the last opening; 0: no number of tokens ends there. None: no
+    opening."""
     start = text.rfind(opening)
     if start < 0:
         return None
     behind = text[start + len(opening) :]
-    # The text of a suffix gets shorter with every token that is left out.
+    # Each token left out makes the text of the suffix shorter.
     place = bisect_left(
         range(len(token_ids)),
         -len(behind),
@@ -76,12 +76,12 @@ def _place(token_ids: list[int], text: str, *, opening: str, renderer: Renderer)
 
 
 def _answer_ids(thought_ids: list[int], text: str, renderer: Renderer) -> list[int] | None:
-    """Tokens of a text behind thoughts whose own tokens stay as they are; None: they change."""
+    """Tokens of a text behind thoughts; None: the tokens of the thoughts would change."""
     for length in range(min(_SHORTEST, len(thought_ids)), min(_LONGEST, len(thought_ids)) + 1):
         window = thought_ids[-length:]
         own_text = renderer.decode(window)
         if renderer.encode(own_text) != window:
-            # It begins inside of something that is one token.
+            # The text begins inside a token.
             continue
         ids = renderer.encode(own_text + text)
         return ids[length:] if ids[:length] == window else None

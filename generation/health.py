@@ -1,7 +1,7 @@
-"""How long a generator had work, for its heartbeat, and whether its engine makes progress with it.
+"""Work of a generator for its heartbeat, and a check that its engine makes progress.
 
-Used by the generator process. An engine that hangs keeps its server's sockets open, so only its
-work shows it.
+Used by the generator process. A hanging engine keeps its server's sockets open, so only missing
+progress shows it.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ class Activity:
         self._tokens = 0
 
     def start(self, now: float) -> None:
-        """Begin to count: from here on the engine could serve."""
+        """Begin to count: the engine can serve from now on."""
         if self._since is None:
             self._since = now
 
     def change(self, now: float, completions: int, tokens: int = 0) -> None:
-        """Note that `completions` more (or fewer) are in flight, and tokens that were finished."""
+        """Change the number of completions in flight, and add finished tokens."""
         self._add_elapsed(now)
         self.running += completions
         self._tokens += tokens
 
     def report(self, now: float) -> EngineActivity:
-        """All figures until now."""
+        """Return all figures so far."""
         self._add_elapsed(now)
         return EngineActivity(self._idle_s, self._busy_s, self._tokens, self.running)
 
@@ -51,20 +51,19 @@ class Activity:
 
 LOOK_S = 2.0
 STALL_SHARE = 0.25
-"""Of expert.generator.request_timeout_s: an engine whose passes are counted and that makes none
-hangs."""
+"""Share of expert.generator.request_timeout_s without a pass, after which an engine hangs."""
 UNCOUNTED_SHARE = 1.25
-"""The same for an engine that tells only completions: each may take the whole time."""
+"""The same for an engine without a count of passes: a completion may take the whole time."""
 LONGEST_LOOK_S = 10.0
-"""A longer time between two looks is this process's own standstill: it counts as so long."""
+"""A longer time between two looks is a standstill of this process: it counts as this long."""
 
 
 @runtime_checkable
 class CountingEngine(Protocol):
-    """An engine that can say whether it computes."""
+    """An engine that counts its passes."""
 
     async def count_passes(self) -> float | None:
-        """A number that changes with each pass over the completions; None: it did not answer."""
+        """Return a number that changes with each pass over the completions; None: no answer."""
 
 
 class EngineHealth:
@@ -79,21 +78,21 @@ class EngineHealth:
 
     @classmethod
     def of(cls, engine: Engine, request_timeout_s: float) -> Self:
-        """For an engine, by whether it counts its passes."""
+        """Health of an engine, with the limit for its kind."""
         return cls(request_timeout_s, counts_passes=isinstance(engine, CountingEngine))
 
     def note_progress(self) -> None:
-        """The engine has finished a completion."""
+        """Note that the engine has finished a completion."""
         self._stalled_s = 0.0
 
     def note_count(self, count: float | None) -> None:
-        """What the engine answered."""
+        """Note the engine's count of passes."""
         if count is not None and count != self._counted:
             self._counted = count
             self.note_progress()
 
     def look(self, now: float, *, running: int, is_paused: bool) -> str:
-        """Why the engine is given up; "" while it is not. Call it every few seconds."""
+        """Return why the engine is given up; "": it is not. Call it every few seconds."""
         elapsed_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if not running or is_paused:
@@ -116,7 +115,7 @@ class MayPause(Protocol):
 async def watch_work(
     engine: Engine, health: EngineHealth, work: Activity, weights: MayPause
 ) -> None:
-    """Look at an engine for ever. Raises EngineError when it hangs."""
+    """Watch an engine. Raises EngineError when it hangs."""
     while True:
         await asyncio.sleep(LOOK_S)
         if isinstance(engine, CountingEngine) and work.running:

@@ -11,8 +11,8 @@ Concurrency:
 | transformers' thread | requests; the end of a pause        | `add_request`      | `close`    |
 | one worker thread    | a pause, a collective               | the weight methods | `close`    |
 
-Results reach the event loop in the order in which transformers' thread sampled them, so what is
-noted in `pause` comes after every result of the older weights.
+Results reach the event loop in the order of sampling, so notes taken in `pause` come after every
+result of the older weights.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS = 512
-"""Least tokens that one forward pass may process."""
+"""Fewest tokens that one forward pass may process."""
 GREEDY_TEMPERATURE = 1e-8
 """The manager samples all requests; at this temperature the argmax always wins."""
 NOT_ONE = 2.0
@@ -201,7 +201,7 @@ class HFEngine:
             max_new_tokens=sampling.max_new_tokens,
             temperature=float(sampling.temperature or GREEDY_TEMPERATURE),
             record_timestamps=True,
-            # Each token is a result, among which the strings are looked for.
+            # Each token is a result, which is searched for stop strings.
             streaming=bool(sampling.stop),
         )
         if accepted is None:
@@ -248,7 +248,7 @@ class HFEngine:
         await self._in_thread(lambda: rank.obey(order), order.deadline_s + CLOSE_S)
 
     async def pass_on(self, order: PassOn) -> None:
-        """Send what was taken."""
+        """Relay the received slices."""
         rank = self._rank
         if self._pause is None or rank is None:
             raise EngineError("nothing was received in this weight sync that could be passed on")
@@ -264,13 +264,13 @@ class HFEngine:
 
     @torch.no_grad()
     def _copy(self, folder: Path) -> None:
-        """Raises KeyError or ValueError where the folder's tensors are not the parameters."""
+        """Copy tensors. Raises KeyError or ValueError if they do not match the parameters."""
         loaded = set()
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
                 self._parameters[name].copy_(tensor)
                 loaded.add(self._parameters[name].data_ptr())
-        # Tied parameters share memory, and files have one of them.
+        # Tied parameters share memory, and files hold one of them.
         missing = [n for n, tensor in self._parameters.items() if tensor.data_ptr() not in loaded]
         if missing:
             raise ValueError(f"its files lack {len(missing)} parameters, such as {missing[:3]}")
@@ -298,13 +298,13 @@ class HFEngine:
         self._note_progress()
 
     def _note_progress(self) -> None:
-        """Record how many tokens each request has of the weights that are about to go."""
+        """Record how many tokens each request has from the weights to be replaced."""
         scheduler = self._running.batch_processor.scheduler
         for state in [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]:
             request = self._requests.get(state.request_id)
             if request is None:
                 continue
-            # Logprobs, because these alone survive when transformers evicts a request.
+            # Logprobs, because only they survive when transformers evicts a request.
             if state.logprobs:
                 request.cuts.append((self.version, len(state.logprobs)))
             elif state.position_offset > 0:
@@ -347,7 +347,7 @@ class HFEngine:
         await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
+        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         if self._rank is not None:
             self._rank.leave()
         if self._group is not None:
@@ -373,7 +373,7 @@ class HFEngine:
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Result of blocking work on the one worker thread; EngineError when it takes longer."""
+        """Result of blocking work on the worker thread; EngineError when it takes longer."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.wait_for(future, timeout_s)

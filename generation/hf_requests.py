@@ -1,5 +1,4 @@
-"""One completion in flight in the hf engine: its weight syncs, its end by a string, its first
-token.
+"""One completion in flight in the hf engine: weight syncs, stop strings, first token.
 
 Used by `hf_engine.py`.
 """
@@ -12,7 +11,7 @@ from typing import Any
 
 Decode = Callable[[list[int]], str]
 _SPECIAL_TOKENS = 4
-"""Tokens without a text that may stand among those of a string."""
+"""Tokens without text that may be among the tokens of a stop string."""
 
 
 @dataclass(slots=True)
@@ -29,11 +28,11 @@ class Request:
     """A weight sync came between the beginning and the end of its prompt."""
 
     def ends_at_text(self, token_ids: list[int], decode: Decode | None) -> bool:
-        """Whether the last token completes one of the strings."""
+        """Whether the last token completes a stop string."""
         if not self.stop or not token_ids:
             return False
         assert decode is not None, "generate() has refused the request"
-        # A token with a text stands for a byte at least.
+        # A token with text has at least one byte.
         tail = max(len(text.encode()) for text in self.stop) + _SPECIAL_TOKENS
         text = decode(token_ids[-tail:])
         return any(stop in text for stop in self.stop)
@@ -42,8 +41,8 @@ class Request:
 def first_token_at(timestamps: list[float] | None, tokens: int) -> float:
     """Time of the first token by time.monotonic(); -1 when transformers forgot it.
 
-    timestamps: of the tokens by time.perf_counter(). A request that is evicted and begun anew has
-    those of its later tokens alone.
+    timestamps: of the tokens by time.perf_counter(). An evicted and restarted request has only
+    those of its later tokens.
     """
     if timestamps is None or len(timestamps) != tokens:
         return -1.0

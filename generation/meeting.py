@@ -1,11 +1,11 @@
-"""How the parts of an engine that lies across nodes find each other, and notice an end.
+"""Connection between the nodes of one engine: they find each other, and notice when one ends.
 
 Used by the generator process that leads the engine and by the followers on its other nodes. The
-leader writes a *call* into the run's folder, which all nodes share: where it listens, and the name
-of this life of the engine, which nobody else knows. A follower connects, names the life, and starts
-its part of the server. From then on both say something every BEAT_S; whoever hears nothing for
-SILENT_S, or sees the connection close, ends its part. An engine is restarted whole: the leader
-calls anew, and the followers answer the new call.
+leader writes a *call* into the run's folder, which all nodes share: its address, and a secret name
+of this incarnation of the engine. A follower connects, sends the name, and starts its part of the
+server. From then on both send a line every BEAT_S. A side that receives nothing for SILENT_S, or
+sees the connection close, ends its part. An engine is restarted whole: the leader writes a new
+call, and the followers answer it.
 
 | task            | waits for                        | ends                            |
 |-----------------|----------------------------------|---------------------------------|
@@ -28,18 +28,18 @@ BEAT_S = 5.0
 SILENT_S = 30.0
 CONNECT_S = 10.0
 LOOK_S = 0.5
-"""Between two looks at the folder."""
+"""Seconds between two looks at the folder."""
 _BEAT, _END = b"\n", b"end\n"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Where the leader of an engine listens, in one life of the engine."""
+    """Address of the leader, for one incarnation of the engine."""
 
     address: str
     port: int
-    life: str
+    incarnation: str
     meets_at: str
-    """Where the ranks of all nodes meet, as address:port."""
+    """Rendezvous of the ranks of all nodes, as address:port."""
 
 
 def call_path(run_dir: Path, index: int) -> Path:
@@ -48,20 +48,20 @@ def call_path(run_dir: Path, index: int) -> Path:
 
 
 def read_call(path: Path, *, known: str = "") -> Call | None:
-    """The call, unless it is of the life `known`, or there is none."""
+    """Read the call; None: there is none, or it is that of the incarnation `known`."""
     try:
         call = msgspec.json.decode(path.read_bytes(), type=Call)
     except FileNotFoundError:
         return None
-    return None if call.life == known else call
+    return None if call.incarnation == known else call
 
 
 class Meeting:
-    """The leader's side, for one life of the engine."""
+    """The leader's side of one incarnation of the engine."""
 
     def __init__(self, path: Path, address: str, followers: int, meets_at: str) -> None:
-        """address: this node's, where the followers reach it."""
-        self.life = secrets.token_hex(16)
+        """address: of this node, for the followers."""
+        self.incarnation = secrets.token_hex(16)
         self._path, self._address, self._followers = path, address, followers
         self._meets_at = meets_at
         self._server: asyncio.Server | None = None
@@ -70,18 +70,18 @@ class Meeting:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
-        """Listen, and call."""
+        """Listen, and write the call."""
         self._server = await asyncio.start_server(self._serve, self._address, 0)
         port = self._server.sockets[0].getsockname()[1]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         staging = self._path.with_suffix(".partial")
-        call = Call(self._address, port, self.life, self._meets_at)
+        call = Call(self._address, port, self.incarnation, self._meets_at)
         staging.write_bytes(msgspec.json.encode(call))
         os.replace(staging, self._path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection; strangers are sent away."""
-        rank = await _rank_of(reader, self.life)
+        """Serve one connection; close it if it does not know the name."""
+        rank = await _rank_of(reader, self.incarnation)
         if self._is_closed or not 0 < rank <= self._followers or rank in self._writers:
             writer.close()
             return
@@ -100,11 +100,11 @@ class Meeting:
                 )
 
     async def lost(self) -> str:
-        """Wait until a follower is gone; the reason."""
+        """Wait until a follower is lost; return the reason."""
         return await asyncio.shield(self._lost)
 
     async def close(self, *, is_over: bool) -> None:
-        """Let the followers go: for good, or until the next call."""
+        """Release the followers: for good, or until the next call."""
         self._is_closed = True
         for writer in self._writers.values():
             with suppress(ConnectionError):
@@ -114,7 +114,7 @@ class Meeting:
             writer.close()
         if self._server is not None:
             self._server.close()
-        if (call := read_call(self._path)) is not None and call.life == self.life:
+        if (call := read_call(self._path)) is not None and call.incarnation == self.incarnation:
             self._path.unlink()
 
 
@@ -126,7 +126,7 @@ class Listener:
     writer: asyncio.StreamWriter
 
     async def wait(self) -> bool:
-        """Until the leader is gone; whether it said that the run is over."""
+        """Wait until the leader is gone; return whether it said that the run has ended."""
         beat = asyncio.ensure_future(_beat(self.writer))
         try:
             while line := await _next_line(self.reader):
@@ -137,42 +137,42 @@ class Listener:
             beat.cancel()
 
     def close(self) -> None:
-        """Leave; the leader notices."""
+        """Leave the leader, which notices it."""
         self.writer.close()
 
 
 async def answer(path: Path, rank: int, *, known: str, patience_s: float) -> tuple[Call, Listener]:
-    """Connect to the leader of a life that is not `known`, as part `rank` of the engine.
+    """Connect to the leader of another incarnation than `known`, as part `rank` of the engine.
 
-    Raises TimeoutError when none calls, or none can be reached, within patience_s.
+    Raises TimeoutError without a reachable leader within patience_s.
     """
     async with asyncio.timeout(patience_s):
         while True:
             call = read_call(path, known=known)
             if call is not None:
-                # A call of a job that has ended leads nowhere: the next one replaces it.
+                # A call of an ended job leads nowhere; the next call replaces it.
                 with suppress(OSError, TimeoutError):
                     connecting = asyncio.open_connection(call.address, call.port)
                     reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
-                    writer.write(f"{call.life} {rank}\n".encode())
+                    writer.write(f"{call.incarnation} {rank}\n".encode())
                     return call, Listener(reader, writer)
             await asyncio.sleep(LOOK_S)
 
 
-async def _rank_of(reader: asyncio.StreamReader, life: str) -> int:
-    """The rank that a follower says; 0 for anybody who does not know the life's name."""
+async def _rank_of(reader: asyncio.StreamReader, incarnation: str) -> int:
+    """Rank that a follower sends; 0 for a peer that does not know the incarnation's name."""
     try:
         line = await asyncio.wait_for(reader.readline(), CONNECT_S)
     except (TimeoutError, ConnectionError, ValueError):
         return 0
     name, _, rank = line.decode(errors="replace").strip().partition(" ")
-    # As bytes: of text compare_digest takes ASCII alone, and a stranger may write anything.
-    is_known = hmac.compare_digest(name.encode(), life.encode())
+    # As bytes: compare_digest takes only ASCII text, and a stranger may write anything.
+    is_known = hmac.compare_digest(name.encode(), incarnation.encode())
     return int(rank) if is_known and rank.isdecimal() else 0
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:
-    """The next line; b"" when the other side is gone or silent."""
+    """Read the next line; b"" when the other side is gone or silent."""
     try:
         return await asyncio.wait_for(reader.readline(), SILENT_S)
     except (TimeoutError, ConnectionError, ValueError):

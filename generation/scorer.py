@@ -2,7 +2,7 @@
 
 Entry: `python -m generation.scorer --config RUN_DIR/config.toml`. ROUTER for the first rank of each
 data-parallel replica (LogprobRequest, LogprobsDone, LogprobsFailed, Stop); starts one child,
-SGLang's server. It keeps nothing: one that is started again is asked again.
+SGLang's server. It keeps no state: the trainer repeats its requests to a restarted scorer.
 
 Concurrency, one event loop:
 
@@ -13,10 +13,10 @@ Concurrency, one event loop:
 | engine watch  | the death of the engine            | EngineError                  | then      |
 | `interrupted` | SIGTERM, SIGINT                    | the signal's number          | then      |
 
-The first of these but `_serve` to end ends the process, and so does an engine that answers a
-`_serve` with nonsense or not in time. A message that makes no sense costs its sender what it has
-asked for; others continue. `_serve` tasks are at most `expert.scorer.max_running` a replica, as
-that many requests of one are open; as many again are in the engine at once.
+The first of these tasks to end, `_serve` excepted, ends the process. So does an engine that
+answers a `_serve` with nonsense or not in time. A malformed message drops the open requests of its
+sender alone. Each replica has at most `expert.scorer.max_running` open requests and so `_serve`
+tasks; the engine runs as many at once.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Scorer:
         try:
             await self._receive_requests()
         except ExceptionGroup as group:
-            # What is wrong with the engine is a line for people, not a group with a traceback.
+            # A fault of the engine is logged as one line, not as a group with a traceback.
             known = next(
                 (e for e in group.exceptions if isinstance(e, EngineError | WireError)), None
             )
@@ -145,7 +145,7 @@ class Scorer:
 
 
 def _check(request: LogprobRequest) -> None:
-    """Raise RequestRefused where there are no token ids, or none to score."""
+    """Raise RequestRefused for a request without token ids, or with none to score."""
     ids, start = request.token_ids, request.start
     if not 1 <= start < len(ids):
         raise RequestRefused(f"{len(ids)} tokens from {start}: none to score")

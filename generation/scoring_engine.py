@@ -1,7 +1,7 @@
-"""A frozen SGLang server that says how likely it makes given tokens.
+"""A frozen SGLang server that returns the logprobs of given tokens.
 
-Used by the scorer process. Logprobs are those of softmax(logits): SGLang 0.5.23 divides by no
-temperature what it returns of the input, so none is asked for.
+Used by the scorer process. Logprobs are those of softmax(logits): SGLang 0.5.23 applies no
+temperature to logprobs of the input, so no request sets one.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.weights.layout.shape import read_shape
 
 CONTEXT_MARGIN = 8
-"""SGLang takes no input as long as its context."""
+"""Tokens: SGLang refuses an input as long as its context."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Vocabulary:
 
     @property
     def foreign_ids(self) -> range:
-        """Those that do not count, as the policy lacks them: larger models of a family pad more."""
+        """Ids that the policy lacks, which do not count: larger models of a family pad more."""
         return range(self.policy_size, self.size)
 
 
 class RequestRefused(EngineError):
-    """The engine lives, and does not take this input."""
+    """The engine is alive, and refuses this input."""
 
 
 class ScoringEngine(SGLangEngine):
@@ -50,9 +50,9 @@ class ScoringEngine(SGLangEngine):
         self._vocab = vocab
 
     async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
-        """Of token_ids[start:], each given all tokens before it; start is at least 1.
+        """Logprobs of token_ids[start:], each given all tokens before it; start is at least 1.
 
-        Those of the softmax over all ids but the foreign ones.
+        The softmax runs over all ids but the foreign ones.
 
         Raises RequestRefused, and EngineError for an engine that does not answer in
         request_timeout_s or answers something else.
@@ -67,7 +67,7 @@ class ScoringEngine(SGLangEngine):
             "input_ids": token_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # The first that it returns has none, if it is the first token of all.
+            # The first returned entry has no logprob if it is the first token of the input.
             "logprob_start_len": start - 1,
         }
         if self._vocab.foreign_ids:
@@ -98,7 +98,7 @@ def read_logprobs(
 ) -> list[float]:
     """Logprobs of token_ids[start:] from an answer of /generate. Raises EngineError.
 
-    Every one must be there, of the token that was asked for: a gap would be trained on as zero.
+    Each must be present and of the requested token: a gap would be trained on as zero.
     """
     entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
     entries = entries[-(len(token_ids) - start) :]
@@ -118,23 +118,23 @@ def read_logprobs(
 def without_foreign(
     logprobs: list[float], foreign: list[list[list[Any]] | None] | None
 ) -> list[float]:
-    """The same of a softmax that leaves the foreign ids out.
+    """The same logprobs under a softmax without the foreign ids.
 
-    foreign: of each position, at the end those of `logprobs`, [logprob, id, text] of each foreign
-    id. Raises EngineError.
+    foreign: for each position, aligned at the end with `logprobs`, [logprob, id, text] of each
+    foreign id. Raises EngineError.
     """
     rows = (foreign or [])[-len(logprobs) :]
     if len(rows) != len(logprobs) or None in rows:
         raise EngineError("SGLang gave no logprobs of the token ids that the policy lacks")
     return [
-        # log of what is left of 1; the sum is the probability of the foreign ids.
+        # log(1 - p), where p is the probability of the foreign ids.
         value - math.log1p(-math.fsum(math.exp(entry[0]) for entry in row or ()))
         for value, row in zip(logprobs, rows, strict=True)
     ]
 
 
 def vocabulary(config: Config) -> Vocabulary:
-    """That of the reference of a run."""
+    """Vocabulary of the reference of a run."""
     folder = config.algorithm.reference.folder or config.model.path
     return Vocabulary(read_shape(folder).vocab, read_shape(config.model.path).vocab)
 
@@ -162,6 +162,6 @@ def scoring_setup(config: Config) -> EngineSetup:
         log_path=config.run.dir / "logs" / "scorer-0-sglang.log",
         quantization=scorer.quantization,
         has_wide_head=dtype != "float32" and config.model.logits_dtype == "float32",
-        # By the margin: preflight has compared what sequences need.
+        # Only by the margin: preflight has checked the length of sequences.
         may_exceed_model=True,
     )

@@ -1,4 +1,4 @@
-"""Whether `generator.extra_args` and `generator.env` can be given to SGLang's server.
+"""Checks `generator.extra_args` and `generator.env` for SGLang's server.
 
 `check_extras` runs in the launcher, before anything starts. It asks a child, which alone imports
 SGLang and its parser: `python -m generation.sglang_arguments` reads a Question from stdin and
@@ -23,14 +23,14 @@ from megatron_rl.config.tree import Config
 
 _PARSE_LIMIT_S = 120.0
 _WORDS_BEFORE = 3
-"""Of a command, before the arguments: the interpreter, -m, the module."""
+"""Words of a command before its arguments: interpreter, -m, module."""
 _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE")
 _OF_THE_RUN = (
-    # What `server_command` gives in some runs and not in others.
+    # Arguments that `server_command` gives in some runs only.
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
     "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
     "dist-init-addr",
-    # Where an engine runs, and who may speak with it.
+    # Where an engine runs, and which peers may reach it.
     "help", "config", "device", "base-gpu-id", "gpu-id-step", "nccl-init-addr", "use-ray",
     "revision", "api-key", "admin-api-key", "ssl-*", "enable-ssl-refresh", "enable-http2",
     "grpc-*", "smg-*", "sidecar*", "tokenizer-*", "detokenizer-worker-num",
@@ -39,7 +39,7 @@ _OF_THE_RUN = (
     "return-input-ids", "return-output-ids",
 )  # fmt: skip
 _OF_WEIGHTS = (
-    # Weights that the trainer does not reach, or finds laid out in another way.
+    # Weights that the trainer cannot reach, or with another layout.
     "load-format", "model-loader-extra-config", "weight-*", "startup-weight-load-mode",
     "delete-ckpt-after-loading", "checkpoint-engine-*", "remote-instance-*", "modelopt-*",
     "rl-quant-*", "quantize-and-serve", "*lora*", "speculative-*", "decoupled-spec-*",
@@ -65,10 +65,10 @@ _REASONS = {
 
 
 class Question(msgspec.Struct):
-    """What the child is asked."""
+    """Input of the child."""
 
     command: list[str]
-    """Words of the server's command line without the extra ones."""
+    """The server's command line without the extra arguments."""
     extra: dict[str, bool | int | float | str | list[bool | int | float | str]]
 
 
@@ -90,7 +90,7 @@ def check_extras(config: Config) -> None:
 
 
 def _ask(question: Question, environment: dict[str, str]) -> str:
-    """What the child answers."""
+    """Return the child's answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "generation.sglang_arguments"],
@@ -108,15 +108,15 @@ def _ask(question: Question, environment: dict[str, str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would end the process."""
+    """A parser that raises ValueError where argparse would end the process."""
 
     def error(self, message: str) -> None:
-        """Tell what is wrong."""
+        """Raise instead of ending the process."""
         raise ValueError(message)
 
 
 def judge(question: Question, parser: argparse.ArgumentParser) -> str:
-    """The fault of the first extra argument that has one; "" where none has."""
+    """Return the first fault of an extra argument; "": none."""
     options = {option: action for action in parser._actions for option in action.option_strings}
     own = {
         options[word.partition("=")[0]].dest
@@ -152,7 +152,7 @@ def _refusal(action: argparse.Action, own: set[str]) -> str:
 
 
 def main() -> None:
-    """In the child."""
+    """Entry of the child."""
     from sglang.srt.server_args import ServerArgs
 
     parser = _Parser(allow_abbrev=False)

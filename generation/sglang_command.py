@@ -1,4 +1,4 @@
-"""How SGLang's server is started: its command line and environment.
+"""Command line and environment of SGLang's server.
 
 Used by `sglang_engine.py`. SGLang is not imported here.
 """
@@ -13,19 +13,19 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose FP8 weights SGLang 0.5.23 can load anew, with its loader "flash_rl". Other
-models lose the functions that load their weights when SGLang quantises them
-(`layers/quantization/fp8.py`), so that no new version could reach them."""
+"""Architectures whose FP8 weights SGLang 0.5.23 can reload, with its loader "flash_rl". For other
+models SGLang drops the weight loaders at quantisation (`layers/quantization/fp8.py`), so no new
+version could reach them."""
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
 RELEASED = ["kv_cache", "weights"]
-"""Tags of memory that an engine gives back. Not SGLang's third, "cuda_graph": 0.5.23 copies what
-graphs use to the host for it, and says that graphs with NCCL in them may hang afterwards
+"""Tags of memory that an engine releases. Not SGLang's third, "cuda_graph": 0.5.23 copies the
+memory of graphs to the host for it, and warns that graphs with NCCL may hang afterwards
 (`runner_backend/full_cuda_graph_backend.py`, `arg_groups/parallel_hook.py`)."""
 
 
 def server_command(setup: EngineSetup, loader: str) -> list[str]:
-    """Command line of the server; loader: the function by which its ranks take slices."""
+    """Command line of the server; loader: the function that receives slices in its ranks."""
     values = {
         "--model-path": setup.model,
         "--dtype": setup.dtype,
@@ -37,7 +37,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--max-running-requests": setup.max_running,
         "--random-seed": setup.seed,
         "--log-level": "warning",
-        # Its watchdog takes a pause for a hang; `health.py` notices those.
+        # Its watchdog takes a pause for a hang; `health.py` notices hangs.
         "--watchdog-timeout": setup.watchdog_timeout_s,
         # Each completion is one event at its end (and one at its first token).
         "--stream-interval": NEVER_STREAM_TOKENS,
@@ -52,13 +52,13 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
             "--dist-init-addr": setup.meets_at,
         }
     else:
-        # SGLang's own choice would be any that is free now, another role's among them.
+        # SGLang's own choice would be any free port, perhaps that of another role.
         values["--nccl-port"] = setup.port + 1
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += [f"{flag}={value}" for flag, value in values.items()]
     command += [
         f"--weight-version={setup.version}",
-        # Token ids go in and come out: no tokenizer, and no detokenizer in the way, unless the
+        # Token ids go in and come out: neither tokenizer nor detokenizer runs, unless the
         # scheduler looks for strings.
         *([] if setup.stops_at_text else ["--skip-tokenizer-init"]),
         "--skip-server-warmup",
@@ -69,14 +69,14 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.releases_memory and not sglang_cpu.is_needed():
-        # Without CUDA there is no such saver, and SGLang takes the calls for it without one.
+        # Without CUDA there is no memory saver, and SGLang accepts the calls without one.
         command.append("--enable-memory-saver")
     command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
     return command + extra_flags(setup.extra_args)
 
 
 def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str]:
-    """The words of `generator.extra_args` on a command line."""
+    """`generator.extra_args` as words of a command line."""
     words = []
     for name, value in extra_args.items():
         option = option_of(name)
@@ -90,7 +90,7 @@ def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str
 
 
 def option_of(name: str) -> str:
-    """How a command line spells a key of `generator.extra_args`."""
+    """Spelling of a key of `generator.extra_args` on a command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -101,12 +101,12 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
         shims = sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
     if setup.colocate:
-        # Free memory of its ranks differs, as the trainer's ranks hold unequal shares.
+        # Free memory differs between its ranks, as the trainer's ranks hold unequal shares.
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if setup.may_exceed_model:
         shims["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     return {**setup.env, **shims} | {
-        # It would permute experts again at every end of an update (0.5.23, unquant.py:936).
+        # SGLang would permute experts again at every end of an update (0.5.23, unquant.py:936).
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),

@@ -1,10 +1,10 @@
-"""Requests to SGLang's scheduler over a socket of our own, past its HTTP server.
+"""Requests to SGLang's scheduler over a separate socket, without its HTTP server.
 
 Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens. The other
 end is `direct_requests.py` of `backend/cpu/sglang`. `vllm_engine.py` adds orders to a vLLM process.
 
-Concurrency, all on the caller's event loop: the loop calls `data_received` when the scheduler has
-answered, which wakes each `generate` whose completions have ended. `close` ends all.
+Concurrency, all on the caller's event loop: the loop calls `data_received` for the scheduler's
+answers, which wakes each `generate` with ended completions. `close` ends all.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from megatron_rl.protocol.types import Sampling
 def direct_request(
     setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, prefix_key: str
 ) -> Generate:
-    """What asks for completions of a prompt, still without their names."""
+    """Request for completions of a prompt; their names are not yet set."""
     return Generate(
         names=[],
         prompt_ids=prompt_ids,
@@ -51,9 +51,9 @@ def direct_request(
 
 
 def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
-    """The completion under its index. Raises EngineError if it was aborted or contradicts itself.
+    """The completion with its index. Raises EngineError if it was aborted or is inconsistent.
 
-    engine: names the engine in the error.
+    engine: name for the error.
     """
     if ended.finish not in ("stop", "length"):
         raise EngineError(f"{engine} ended a completion by {ended.finish}: {ended.message}")
@@ -76,7 +76,7 @@ def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
 
 
 class _Waiting:
-    """The completions of one request that have ended and are not fetched yet."""
+    """Completions of one request that have ended and were not fetched."""
 
     def __init__(self) -> None:
         self.ended: deque[Ended] = deque()
@@ -84,7 +84,7 @@ class _Waiting:
 
 
 class _Refusal(asyncio.Protocol):
-    """Hangs up on a second caller; the first one's connection stays."""
+    """Closes a second connection; the first one stays."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -92,7 +92,7 @@ class _Refusal(asyncio.Protocol):
 
 
 class DirectRequests(asyncio.Protocol):
-    """The generator's end: it listens, one scheduler connects."""
+    """The generator's end of the socket: it listens, and one scheduler connects."""
 
     peer = "SGLang's scheduler"
     decoder = ended_decoder
@@ -103,14 +103,14 @@ class DirectRequests(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._waiting: dict[str, _Waiting] = {}
-        """By name of each completion that has not ended."""
+        """Name of a completion that has not ended -> its request."""
         self._numbers = itertools.count()
         self._lost = ""
-        """Why nothing more will come."""
+        """Why the connection is lost; "": it is not."""
 
     @property
     def path(self) -> Path:
-        """The socket."""
+        """Path of the socket."""
         return self._folder / "requests"
 
     @property
@@ -119,8 +119,8 @@ class DirectRequests(asyncio.Protocol):
         return self._transport is not None
 
     async def open(self) -> None:
-        """Listen, where only this user can connect."""
-        # Not in the run's folder: a path of a socket has at most 107 characters.
+        """Listen on a socket that only this user can open."""
+        # Not in the run's folder: the path of a socket has at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._protocol, str(self.path))
@@ -133,7 +133,7 @@ class DirectRequests(asyncio.Protocol):
     ) -> AsyncIterator[tuple[int, Ended]]:
         """Yield (index, completion) as each ends; closing it early stops the others.
 
-        request: its names are chosen here. deadline: in the event loop's time. Raises EngineError.
+        request: this method sets its names. deadline: event loop time. Raises EngineError.
         """
         names = names_of(next(self._numbers), len(indices))
         running = dict(zip(names, indices, strict=True))
@@ -164,33 +164,33 @@ class DirectRequests(asyncio.Protocol):
     # --- called by the event loop ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The scheduler is there."""
+        """Note that the scheduler has connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Hand out what has ended."""
+        """Hand out the ended completions."""
         self._received += data
         for message in unpack(self._received, self.decoder):
             self._take(message)
 
     def _take(self, batch: list[Ended]) -> None:
         for ended in batch:
-            # None: it was given up.
+            # None: the caller gave it up.
             waiting = self._waiting.pop(ended.name, None)
             if waiting is not None:
                 waiting.ended.append(ended)
                 waiting.has_ended.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wake all who wait: nothing more will come."""
+        """Wake all waiting requests: no answer will come."""
         self._lost = f"{self.peer} hung up: {error or 'it closed its socket'}"
         self._transport = None
         for waiting in self._waiting.values():
             waiting.has_ended.set()
 
     async def close(self) -> None:
-        """Hang up and remove the socket."""
+        """Close the connection and remove the socket."""
         if self._transport is not None:
             self._transport.abort()
         if self._server is not None:

@@ -1,8 +1,8 @@
-"""SGLang as an engine: one server child on this host, spoken to over HTTP.
+"""SGLang as an engine: one server child on this node, with requests over HTTP.
 
-Used by the generator; SGLang is not imported here. Each completion is a request with a name of
-ours: over HTTP (`sglang_http.py`), or straight to the scheduler (`sglang_direct.py`) if the server
-runs on the CPU with our patches.
+Used by the generator; SGLang is not imported here. Each completion is one request with our name:
+over HTTP (`sglang_http.py`), or directly to the scheduler (`sglang_direct.py`) if the server runs
+on the CPU with our patches.
 
 Concurrency, all on the caller's event loop:
 
@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 POLL_READY_S = 0.25
 REGENERATE_LIMIT = 3
 PARTS = "sglang::"
-"""How the titles of the server's own processes begin."""
-# We close idle connections, the server never does first: a request that is sent over one which
-# the server is about to close (by default after 5 s) is lost with "connection reset".
+"""Beginning of the titles of the server's processes."""
+# We close idle connections before the server does: a request over a connection that the server
+# closes at that moment (by default after 5 s) is lost with "connection reset".
 CLIENT_KEEP_ALIVE_S = 15
 LOADER_MARGIN_S = 5.0
-"""The loader keeps the order's deadline itself, and says what was late."""
+"""Seconds more than the loader has: it keeps the order's deadline, and reports what was late."""
 
 
 class SGLangEngine:
@@ -53,11 +53,11 @@ class SGLangEngine:
 
     name = "sglang"
     section = "generator"
-    """Of the configuration, which messages name."""
+    """Section of the configuration, for messages."""
     loader = LOADER
-    """By which the server's ranks take slices, as package.module.function."""
+    """Function that receives slices in the server's ranks, as package.module.function."""
     may_ask_directly = True
-    """Whether requests go to the scheduler directly where that is possible: without CUDA."""
+    """Whether requests may go to the scheduler directly; possible without CUDA only."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -106,13 +106,13 @@ class SGLangEngine:
         # Without the patch for direct requests the scheduler has not connected.
         is_direct = self._direct is not None and self._direct.is_connected
         self._requests = self._direct if is_direct else HttpRequests(self._session)
-        # It asks itself before it listens, in vain. A full collection would stop all requests.
+        # The server asks itself, in vain. A full collection would stop all requests.
         await self._post("/freeze_gc", {})
 
     async def _answers(self) -> bool:
         try:
             async with self._session.get("/health", timeout=aiohttp.ClientTimeout(5)) as response:
-                # A stranger on the port would answer too, but our child could not have bound it.
+                # With another server on the port our child could not have bound it.
                 return response.status == 200 and not self._child.has_exited
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -174,9 +174,9 @@ class SGLangEngine:
             ) from error
 
     def _is_stale(self, completion: Completion, version: int, cached_tokens: int) -> bool:
-        """Whether its prompt's keys and values may be those of older weights than its first token.
+        """Whether the KV cache of its prompt may be of older weights than its first token.
 
-        Such a request waited in the server through a weight sync. version: the engine's when the
+        Such a request waited in the server through a weight sync. version: of the engine when the
         request was sent.
         """
         is_newer = completion.spans[0].version != version
@@ -188,7 +188,7 @@ class SGLangEngine:
         await self._begin_update()
 
     async def _stop(self) -> None:
-        if not self._is_paused:  # by a syncer that died before it could resume
+        if not self._is_paused:  # else paused by a syncer that died before it could resume
             self._is_serving.clear()
             recomputes = self._setup.recomputes_kv_cache
             mode = "retract" if recomputes else "in_place"
@@ -197,28 +197,28 @@ class SGLangEngine:
                 # Retracted requests would find their prompts in the prefix cache.
                 await self._post("/flush_cache", {})
             self._is_paused = True
-            # The prefix cache of what comes is its own, also when a version comes again.
+            # Later requests have a separate prefix cache, even if a version number comes again.
             self._epoch += 1
 
     async def release(self) -> None:
-        """Put all requests back, and give the memory of weights and KV cache back."""
+        """Retract all requests, and release the memory of weights and KV cache."""
         assert self._setup.recomputes_kv_cache, "its scheduler would end, as requests still run"
         await self._stop()
         if not self._has_released:
-            # Before the answer: one that is late for us is obeyed all the same, and in order.
+            # Before the answer: the server obeys a late order too, and in order.
             self._has_released = True
             await self._post("/release_memory_occupation", {"tags": RELEASED})
 
     async def reclaim(self) -> None:
-        """Take it again."""
+        """Take the memory again."""
         if self._has_released:
             self._has_released = False
             await self._post("/resume_memory_occupation", {"tags": RELEASED})
 
     async def _begin_update(self) -> None:
-        """Open SGLang's session of an update, unless a weight sync that failed left it open."""
+        """Open SGLang's update session, unless a failed weight sync left it open."""
         if not self._is_updating:
-            # Before the answer: one that is late for us is obeyed all the same, and in order.
+            # Before the answer: the server obeys a late order too, and in order.
             self._is_updating = True
             await self._post("/begin_weight_update", {})
 
@@ -228,12 +228,12 @@ class SGLangEngine:
             await self._post("/end_weight_update", {})
 
     async def receive(self, order: Receive) -> None:
-        """Have every rank's loader take its slices."""
+        """Have the loader of every rank receive its slices."""
         self._is_loaded_by_slices = True
         await self._call_loader(order, order.deadline_s + LOADER_MARGIN_S)
 
     async def pass_on(self, order: PassOn) -> None:
-        """Have every rank's loader send what it took."""
+        """Have the loader of every rank relay its slices."""
         await self._call_loader(order, order.limit_s)
 
     async def _call_loader(
@@ -252,7 +252,7 @@ class SGLangEngine:
         await self._post("/update_weights_from_tensor", body, timeout_s)
 
     async def load(self, folder: Path, version: int) -> None:
-        """Load a folder that this host can read."""
+        """Load a folder that this node can read."""
         # SGLang loads a folder in a separate session.
         await self._end_update()
         body = {
@@ -281,7 +281,7 @@ class SGLangEngine:
             "shapes": bucket.shapes,
             "group_name": self._group_name,
             "load_format": "flattened_bucket",
-            # SGLang 0.5.21 crashed when it was to flush while requests are running.
+            # SGLang 0.5.21 crashes at a flush while requests are running.
             "flush_cache": False,
             "weight_version": str(bucket.version),
         }
@@ -290,18 +290,18 @@ class SGLangEngine:
     async def resume(self, version: int) -> None:
         """Continue under `version`."""
         if self._is_loaded_by_slices:
-            # Only now is it known that the slices are whole.
+            # Only now are the slices known to be whole.
             await self._call_loader(Nothing(), version=version)
             self._is_loaded_by_slices = False
         await self._end_update()
         self.version = version
-        # By itself SGLang would give its cached memory back here, and get it anew while it serves.
+        # By default SGLang returns its cached memory here, and allocates it anew while it serves.
         await self._post("/continue_generation", {"torch_empty_cache": False})
         self._is_paused = False
         self._is_serving.set()
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
+        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         if self._group_name:
             await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
             self._group_name = ""
@@ -314,7 +314,7 @@ class SGLangEngine:
         return f"SGLang died: {await self._child.lost(PARTS)}"
 
     async def count_passes(self) -> float | None:
-        """When the scheduler last told its load, which it does with its passes."""
+        """Time of the scheduler's last report of its load, which comes with its passes."""
         return await load_time(self._session)
 
     async def close(self) -> None:

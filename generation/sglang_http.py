@@ -1,6 +1,6 @@
 """Requests to SGLang's HTTP server: completions, the events of their answers, and other calls.
 
-Used by `sglang_engine.py`. Completions go this way unless the scheduler takes them directly.
+Used by `sglang_engine.py`. Completions use it unless the scheduler takes them directly.
 `HttpRequests.generate` has one task per completion, which ends with it.
 """
 
@@ -27,7 +27,7 @@ _EVENT_END = b"\n\n"
 
 
 class HttpRequests:
-    """Completions over HTTP, with the same `generate` as `DirectRequests`."""
+    """Completions over HTTP; `generate` is that of `DirectRequests`."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -38,8 +38,8 @@ class HttpRequests:
     ) -> AsyncIterator[tuple[int, Ended]]:
         """Yield (index, completion) as each ends; closing it early stops the others.
 
-        The first request goes ahead. The others follow its first token: their prompt is then in
-        the prefix cache. deadline: in the event loop's time. Raises EngineError and TimeoutError.
+        The other requests follow the first token of the first one: their prompt is then in the
+        prefix cache. deadline: event loop time. Raises EngineError and TimeoutError.
         """
         names = names_of(next(self._numbers), len(indices))
         running = dict(zip(names, indices, strict=True))
@@ -100,7 +100,7 @@ class HttpRequests:
             raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
 
     async def _abort(self, name: str) -> None:
-        """Stop a completion that nobody reads: SGLang notices a closed connection seconds later."""
+        """Stop an unread completion: SGLang notices a closed connection only seconds later."""
         try:
             await post(self._session, "/abort_request", {"rid": name}, ABORT_S)
         except EngineError as error:
@@ -108,7 +108,7 @@ class HttpRequests:
 
 
 def request_body(request: Generate, name: str) -> dict[str, Any]:
-    """Body of the /generate of one completion."""
+    """Body of the /generate request of one completion."""
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
         "temperature": request.temperature,
@@ -158,19 +158,19 @@ def read_last_event(event: dict[str, Any], name: str, first_token_at: float) -> 
 
 
 class EventStream:
-    """Collects chunks of bytes until a server-sent event is whole, and joins them once.
+    """Collects chunks of bytes until a server-sent event is complete, and joins them once.
 
-    An event with expert choices has tens of megabytes and comes in chunks of some kilobytes. To
-    append each chunk to the bytes before it would copy them all every time.
+    An event with expert choices has tens of megabytes in chunks of some kilobytes. Appending each
+    chunk to the earlier bytes would copy them all every time.
     """
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
-        """Of the event that is not whole yet."""
+        """Chunks of the incomplete event."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The events that end in this chunk, without their ends; chunk: not empty."""
-        # The two characters of an end may come in two chunks: the first is moved.
+        """Return the events that end in this chunk, without their ends; chunk: not empty."""
+        # The two characters of an end may come in two chunks: the first one is moved.
         if self._chunks and self._chunks[-1].endswith(_EVENT_END[:1]):
             self._chunks[-1] = self._chunks[-1][:-1]
             chunk = _EVENT_END[:1] + chunk

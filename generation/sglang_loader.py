@@ -1,7 +1,7 @@
-"""Runs inside every rank of an SGLang server: takes weights into its parameters, passes them on.
+"""Runs inside every rank of an SGLang server: receives weights into its parameters, relays them.
 
 SGLang calls `load` (its option `--custom-weight-loader`) between the begin and the end of a weight
-update. An exception that left `load` would kill the server, and its result goes nowhere, so
+update. An exception in `load` would kill the server, and SGLang drops its result, so
 `EngineRank` reports in the exchange's store.
 """
 
@@ -19,7 +19,7 @@ _obeyed: dict[str, int] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
-    """Obey the engine's order; the tensors are none."""
+    """Obey the engine's order; the list of tensors is empty."""
     found = read_order(after=_obeyed.get("number", 0))
     _obeyed["number"] = found.number
     if not isinstance(found.order, Nothing):

@@ -1,7 +1,7 @@
-"""An SGLang engine whose ranks lie on several nodes: its leader, in the generator process.
+"""An SGLang engine with ranks on several nodes: its leader, in the generator process.
 
-The server child here is node 0 of SGLang's; `follower.py` runs the others. `meeting.py` says how
-they find each other. The ranks of all nodes take part in a weight sync by themselves.
+The server child here is SGLang's node 0; `follower.py` runs the other nodes. `meeting.py` connects
+them. The ranks of all nodes take part in a weight sync by themselves.
 """
 
 import asyncio
@@ -17,11 +17,13 @@ class SpreadSGLangEngine(SGLangEngine):
     """Engine over one `sglang.launch_server` child here and one on each other node."""
 
     def __init__(self, setup: EngineSetup, *, nodes: int, address: str, call: Path) -> None:
-        """address: this node's, for the others; call: see `meeting.call_path`."""
+        """address: of this node, for the others; call: see `meeting.call_path`."""
         # The port after the server's own, as on one node.
         meets_at = f"{address}:{setup.port + 1}"
         self._meeting = Meeting(call, address, nodes - 1, meets_at)
-        super().__init__(node_setup(setup, 0, nodes, meets_at=meets_at, life=self._meeting.life))
+        super().__init__(
+            node_setup(setup, 0, nodes, meets_at=meets_at, incarnation=self._meeting.incarnation)
+        )
         self._is_over = False
 
     async def start(self) -> None:
@@ -39,7 +41,7 @@ class SpreadSGLangEngine(SGLangEngine):
             starting.cancel()
 
     async def failed(self) -> str:
-        """Return the reason when the server here, or a part elsewhere, has ended."""
+        """Return the reason when this server, or a part on another node, has ended."""
         ends = [
             asyncio.ensure_future(super().failed()),
             asyncio.ensure_future(self._meeting.lost()),
@@ -52,28 +54,28 @@ class SpreadSGLangEngine(SGLangEngine):
                 end.cancel()
 
     def dismiss(self) -> None:
-        """The run is over: at its end the engine lets the other nodes go for good."""
+        """Note that the run is over: the end of the engine releases the other nodes for good."""
         self._is_over = True
 
     async def close(self) -> None:
-        """Kill the server here; the other nodes end theirs, and await the next life or not."""
+        """Kill this server; the other nodes end theirs, and await the next incarnation or end."""
         await self._meeting.close(is_over=self._is_over)
         await super().close()
 
 
 def node_setup(
-    setup: EngineSetup, rank: int, nodes: int, *, meets_at: str, life: str
+    setup: EngineSetup, rank: int, nodes: int, *, meets_at: str, incarnation: str
 ) -> EngineSetup:
-    """The setup of one node's server; meets_at: where all ranks meet, on node 0."""
+    """Setup of one node's server; meets_at: rendezvous of all ranks, on node 0."""
     log_path = setup.log_path
     if rank:
         log_path = log_path.with_stem(f"{log_path.stem}-node-{rank}")
     return replace(
         setup, nodes=nodes, node_rank=rank, meets_at=meets_at,
-        orders=orders_of(setup.log_path, life), log_path=log_path,
+        orders=orders_of(setup.log_path, incarnation), log_path=log_path,
     )  # fmt: skip
 
 
-def orders_of(log_path: Path, life: str) -> Path:
-    """The file of the orders of one life: another node may still see an older life's."""
-    return log_path.with_suffix(f".{life[:8]}.order.json")
+def orders_of(log_path: Path, incarnation: str) -> Path:
+    """File of an incarnation's orders: another node may still see those of an older one."""
+    return log_path.with_suffix(f".{incarnation[:8]}.order.json")

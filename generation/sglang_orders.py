@@ -1,7 +1,7 @@
-"""What the engine tells the loader inside SGLang's ranks, by way of a file.
+"""Orders of the engine to the loader inside SGLang's ranks, in a file.
 
-Shared by `sglang_engine.py` and `sglang_loader.py`; needs neither torch nor SGLang. SGLang hands a
-loader nothing but pickled tensors; a file of ours keeps orders out of a pickle.
+Shared by `sglang_engine.py` and `sglang_loader.py`; needs neither torch nor SGLang. SGLang passes a
+loader only pickled tensors; the file keeps orders out of a pickle.
 """
 
 import base64
@@ -18,16 +18,16 @@ LOADER = "generation.sglang_loader.load"
 ORDERS_VARIABLE = "MEGATRON_RL_ORDERS"
 """Variable of the server's environment: path of the file."""
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
-"""What SGLang wants for each rank: here a list of no tensors."""
+"""The tensors that SGLang passes to each rank: an empty list."""
 
 
 class Nothing(msgspec.Struct, frozen=True, tag="Nothing"):
-    """Do nothing: SGLang takes the name of a new version only with a call of the loader."""
+    """Do nothing: SGLang takes a new version only with a call of the loader."""
 
 
 Order = Receive | PassOn | Nothing
 VISIBLE_S = 60.0
-"""Within it a shared file system shows another host what was written."""
+"""Seconds within which a shared file system shows a write to another node."""
 _LOOK_S = 0.05
 
 
@@ -44,7 +44,7 @@ def orders_path(log_path: Path) -> Path:
 
 
 def write_order(path: Path, order: Order) -> None:
-    """Put an order in the file, at once."""
+    """Write an order to the file, atomically."""
     staging = path.with_suffix(".partial")
     before = _read(path)
     number = before.number + 1 if before is not None else 1
@@ -62,8 +62,8 @@ def _read(path: Path) -> Numbered | None:
 def read_order(after: int = 0, patience_s: float = VISIBLE_S) -> Numbered:
     """The order, inside the server. Raises TimeoutError.
 
-    after: number of the last order obeyed. A rank on another host than the engine's may see that
-    one still, or no file yet: it waits for the next.
+    after: number of the last order obeyed. A rank on another node than the engine may still see
+    that order, or no file: it waits for the next.
     """
     path = Path(os.environ[ORDERS_VARIABLE])
     ends_at = time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""Tasks of a process that ends with the first of them; a signal as one of them.
+"""Ends a process with the first of its tasks; a signal is one of them.
 
 Used by generators, followers and the scorer.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
-    """Run all until the first ends, then cancel the others; its result, or its exception."""
+    """Run all until the first ends, cancel the others; return its result or raise its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -22,7 +22,7 @@ async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def interrupted() -> int:
-    """Number of the first SIGTERM or SIGINT that arrives."""
+    """Wait for the first SIGTERM or SIGINT; return its number."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[int] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Where vLLM is installed and how its process is started. Used by `vllm_engine.py`.
+"""Installation of vLLM and command line of its process. Used by `vllm_engine.py`.
 
 vLLM pins other packages than the rest, so it has a separate virtual environment, which
 `bash tools/install.sh cpu --with vllm` makes. Its process sees our packages through a folder of
@@ -20,15 +20,15 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.shape import read_shape
 
 PYTHON_VARIABLE = "MEGATRON_RL_VLLM_PYTHON"
-"""Names another interpreter than the one that the installer makes."""
+"""Variable that names another interpreter than that of the installer."""
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose parameters in vLLM 0.32 are those that `weights/layout` describes."""
+"""Architectures with the parameters of `weights/layout` in vLLM 0.32."""
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""For which vLLM 0.32 has attention on the CPU."""
+"""Head sizes for which vLLM 0.32 has attention on the CPU."""
 
 
 def vllm_python() -> Path:
-    """Interpreter of vLLM's virtual environment; it need not exist."""
+    """Path of the interpreter of vLLM's virtual environment; it may not exist."""
     named = os.environ.get(PYTHON_VARIABLE)
     return Path(named) if named else Path(sys.prefix) / "vllm" / "bin" / "python"
 
@@ -46,7 +46,7 @@ def installed_release() -> str:
 
 
 def refuse_unsuitable(setup: EngineSetup) -> None:
-    """Raise EngineError for what this engine cannot do, before anything is started."""
+    """Raise EngineError for settings that this engine does not support, before any start."""
     if not sglang_cpu.is_needed():
         raise EngineError(
             "generator.engine='vllm' runs vLLM's CPU build, and this host has a GPU: use 'sglang'"
@@ -62,7 +62,7 @@ def refuse_unsuitable(setup: EngineSetup) -> None:
 
 
 def refuse_model(folder: Path) -> None:
-    """Raise EngineError for a model that this engine cannot run, or cannot give weights."""
+    """Raise EngineError for a model that this engine cannot run or cannot update."""
     config = folder / "config.json"
     if not config.exists():
         raise EngineError(f"cannot load {folder}: it has no config.json")
@@ -81,7 +81,7 @@ def refuse_model(folder: Path) -> None:
 
 
 def write_job(setup: EngineSetup, socket: Path) -> Path:
-    """The file that tells the process what it is, beside the socket, with links to our packages."""
+    """Write the job file of the process next to the socket, with links to our packages."""
     job = Job(
         model=str(setup.model),
         dtype=setup.dtype,

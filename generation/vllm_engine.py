@@ -1,8 +1,8 @@
 """vLLM's CPU build as an engine: one process with vLLM's interpreter, asked over a Unix socket.
 
 Used by the generator process. vLLM is not imported here; `vllm_server.py` runs in the child. The
-child counts versions itself, at its own step boundaries, and begins requests that a weight sync
-overtook before their first token anew, so that nothing here waits for the end of a pause.
+child counts versions itself, at its step boundaries. It restarts requests that had no token before
+a weight sync, so that no code here waits for the end of a pause.
 
 Concurrency, all on the caller's event loop:
 
@@ -62,7 +62,7 @@ class VLLMChannel(DirectRequests):
         await self._answer(READY, timeout_s)
 
     async def ask(self, order: Order, timeout_s: float) -> None:
-        """Have an order obeyed. Raises EngineError."""
+        """Send an order and wait for its answer. Raises EngineError."""
         number = next(self._asked)
         self._send(Ask(number, order))
         try:
@@ -87,13 +87,13 @@ class VLLMChannel(DirectRequests):
         if isinstance(message, Ends):
             super()._take(message.completions)
             return
-        # None: it came after its deadline.
+        # None: the answer came after its deadline.
         future = self._answers.get(message.number)
         if future is not None and not future.done():
             future.set_result(message.error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wake all who wait: nothing more will come."""
+        """Wake all waiting callers: no answer will come."""
         super().connection_lost(error)
         for future in self._answers.values():
             if not future.done():
@@ -101,7 +101,7 @@ class VLLMChannel(DirectRequests):
 
 
 RECEIVE_MARGIN_S = 5.0
-"""The receiver keeps the order's deadline itself, and says what was late."""
+"""Seconds more than the receiver has: it keeps the order's deadline, and reports what was late."""
 
 
 class VLLMEngine:
@@ -170,7 +170,7 @@ class VLLMEngine:
         await self._ask(order, order.deadline_s + RECEIVE_MARGIN_S)
 
     async def pass_on(self, order: PassOn) -> None:
-        """Send what was taken."""
+        """Relay the received slices."""
         await self._ask(order, order.limit_s)
 
     async def load(self, folder: Path, version: int) -> None:
@@ -191,7 +191,7 @@ class VLLMEngine:
         self.version = version
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After a weight sync that was cut short the pause stays."""
+        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         await self._ask(LeaveGroup())
 
     async def _ask(self, order: Order, timeout_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a generator and its vLLM process say to each other.
+"""Messages between a generator and its vLLM process.
 
 Shared by `vllm_engine.py` and, under vLLM's own interpreter, `vllm_server.py`; needs neither torch
 nor vLLM. Over a Unix socket in a folder that only this user can enter, in length-prefixed msgpack:
@@ -14,7 +14,7 @@ from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Pass
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a vLLM process is started with; JSON in a file beside the socket."""
+    """Settings of a vLLM process; JSON in a file next to the socket."""
 
     model: str
     dtype: str
@@ -31,7 +31,7 @@ class PauseNow(msgspec.Struct, frozen=True, tag="PauseNow"):
     """Generator -> vLLM: stop between two tokens."""
 
     recomputes: bool
-    """Drop the keys and values of running requests, and those of the prefix cache."""
+    """Drop the KV cache of running requests, and the prefix cache."""
 
 
 Order = PauseNow | Receive | PassOn | Load | JoinGroup | Bucket | Resume | LeaveGroup
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True, tag="Ask"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="Answer"):
-    """vLLM -> generator: the order of that number is obeyed, or why not."""
+    """vLLM -> generator: the order of this number was obeyed, or why not."""
 
     number: int
     error: str
@@ -58,6 +58,6 @@ class Ends(msgspec.Struct, frozen=True, tag="Ends"):
 
 
 READY = 0
-"""Number of the answer that says that the model is loaded; orders are counted from 1."""
+"""Number of the answer after loading the model; orders count from 1."""
 asked_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Generate | Abort | Ask)
 told_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Ends | Answer)

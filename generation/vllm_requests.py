@@ -1,8 +1,8 @@
-"""Completions in vLLM's engine core, and which policy version sampled which of their tokens.
+"""Completions in vLLM's engine core, and the policy version of each of their tokens.
 
-Runs in the vLLM process (`vllm_server.py`), which alone imports vLLM. The core is stepped in this
-thread without vLLM's front end: between two steps nothing is in flight, so a pause is simply that
-no step is taken, and every token that was sampled before it is known.
+Runs in the vLLM process (`vllm_server.py`), which alone imports vLLM. This thread steps the core
+without vLLM's front end. Between two steps nothing is in flight: during a pause no step is taken,
+and every token sampled before it is known.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 BLOCK_TOKENS = 32
-"""Of the KV cache; vLLM's own choice, 128, would let short prompts share no prefix."""
+"""Tokens of a block of the KV cache; with vLLM's default, 128, short prompts share no prefix."""
 PREFILL_TOKENS = 2048
 """Most tokens that one forward pass processes."""
 
@@ -42,11 +42,11 @@ def open_core(job: Job) -> "EngineCore":
         max_num_batched_tokens=max(PREFILL_TOKENS, job.max_running),
         block_size=BLOCK_TOKENS,
         enable_prefix_caching=True,
-        # Else vLLM takes a share of the host's whole memory.
+        # Otherwise vLLM takes a share of the whole memory of the machine.
         kv_cache_memory_bytes=_kv_bytes(job),
         # Token ids go in and come out.
         skip_tokenizer_init=True,
-        # Compiled code would hold the weights that a weight sync replaces.
+        # Compiled code would keep the weights that a weight sync replaces.
         enforce_eager=True,
         # A pause is exact only when no further step is in flight.
         async_scheduling=False,
@@ -60,7 +60,7 @@ def open_core(job: Job) -> "EngineCore":
 
 
 def _kv_bytes(job: Job) -> int:
-    """Memory of the KV cache: all tokens, and vLLM's block of nothing."""
+    """Bytes of the KV cache: all tokens, and vLLM's null block."""
     shape = read_shape(Path(job.model))
     blocks = -(-job.kv_tokens // BLOCK_TOKENS) + 1
     itemsize = 4 if job.dtype == "float32" else 2
@@ -80,12 +80,12 @@ def folder_stop_ids(folder: Path) -> set[int]:
 
 @dataclass(slots=True)
 class _Completion:
-    """One that has not ended."""
+    """A completion that has not ended."""
 
     name: str
     request: Generate
     core_name: str = ""
-    """vLLM's name of it; "": it waits for the end of a pause."""
+    """Its name in vLLM; "": it waits for the end of a pause."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cuts: list[tuple[int, int]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class _Completion:
 
 
 class CompletionRequests:
-    """All completions that are asked for and have not ended."""
+    """All requested completions that have not ended."""
 
     def __init__(self, core: "EngineCore", job: Job) -> None:
         self._core, self._job = core, job
@@ -104,16 +104,16 @@ class CompletionRequests:
         self._by_core_name: dict[str, _Completion] = {}
         self._submitted = 0
         self._epoch = 0
-        """Pauses; the prefix cache of what comes is its own, also when a version comes again."""
+        """Number of pauses; each begins a separate prefix cache."""
         self.is_paused = False
 
     @property
     def are_runnable(self) -> bool:
-        """Whether a step would do something."""
+        """Whether a step has work."""
         return not self.is_paused and self._core.scheduler.has_requests()
 
     def add(self, request: Generate) -> list[Ended]:
-        """Begin completions, or keep them until the end of a pause; the ends of impossible ones."""
+        """Begin completions, or keep them during a pause; return ends of impossible ones."""
         room = self._job.context_tokens - len(request.prompt_ids)
         if room <= 0 or not request.prompt_ids:
             message = (
@@ -143,7 +143,7 @@ class CompletionRequests:
             min_p=asked.min_p,
             max_tokens=asked.max_new_tokens,
             stop_token_ids=sorted({*asked.stop_ids, *self._stop_ids}),
-            # Of the sampled token alone.
+            # Logprob of the sampled token only.
             logprobs=0,
             detokenize=False,
         )
@@ -161,7 +161,7 @@ class CompletionRequests:
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, names: list[str]) -> None:
-        """Stop these; unknown ones have ended."""
+        """Stop completions; unknown names have ended."""
         found = [self._by_name.pop(name) for name in names if name in self._by_name]
         self._withdraw(found)
 
@@ -172,7 +172,7 @@ class CompletionRequests:
         self._core.abort_requests(begun)
 
     def step(self) -> list[Ended]:
-        """Sample a token of each running completion; those that ended by it."""
+        """Sample a token of each running completion; return those that ended."""
         if not self.are_runnable:
             return []
         found, _ = self._core.step()
@@ -180,7 +180,7 @@ class CompletionRequests:
         ended = []
         for outputs in found.values():
             for output in outputs.outputs:
-                # None: it was withdrawn after its last step.
+                # None: it was aborted after its last step.
                 completion = self._by_core_name.get(output.request_id)
                 if completion is not None and self._note(completion, output, now):
                     del self._by_core_name[completion.core_name], self._by_name[completion.name]
@@ -188,7 +188,7 @@ class CompletionRequests:
         return ended
 
     def _note(self, completion: _Completion, output: "EngineCoreOutput", now: float) -> bool:
-        """Keep what a step brought; whether it was the last."""
+        """Record the output of a step; return whether the completion has ended."""
         if output.new_token_ids and not completion.token_ids:
             completion.first_token_at = now
         completion.token_ids += output.new_token_ids
@@ -213,10 +213,10 @@ class CompletionRequests:
         )
 
     def pause(self, *, recomputes: bool) -> None:
-        """Take no step until `resume`. Again: nothing.
+        """Take no step until `resume`. A second call does nothing.
 
-        What has no token yet is begun anew then: part of its prompt may have keys and values of
-        the weights that are about to go. recomputes: those of all others are dropped, too.
+        `resume` restarts completions without a token: part of their prompt may have a KV cache of
+        the older weights. recomputes: drop the KV cache of all other completions too.
         """
         if self.is_paused:
             return
@@ -233,7 +233,7 @@ class CompletionRequests:
             self._core.reset_prefix_cache(reset_running_requests=True)
 
     def resume(self, version: int) -> None:
-        """Go on; later tokens carry `version`."""
+        """Continue; later tokens carry `version`."""
         self._version = version
         self.is_paused = False
         for completion in self._by_name.values():
@@ -242,5 +242,5 @@ class CompletionRequests:
 
 
 def _first_column(table: Any) -> list[float]:
-    """[tokens, at least 1] of the sampled token, then of others."""
+    """First column of [tokens, at least 1]: values of the sampled token."""
     return [float(row[0]) for row in table]

@@ -1,8 +1,7 @@
-"""Logprobs as the contract of engines wants them, out of vLLM's sampler.
+"""A sampler for vLLM that returns logprobs as the contract of engines defines them.
 
-Imported in the vLLM process. vLLM tells logprobs either of softmax(logits), whatever the
-temperature, or of what top_p leaves; the contract is softmax(logits / temperature), or
-softmax(logits) of a greedy one.
+Imported in the vLLM process. vLLM's logprobs are those of softmax(logits) at any temperature, or
+those after top_p. The contract is softmax(logits / temperature), or softmax(logits) if greedy.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
 
 GREEDY_BELOW = 1e-5
-"""vLLM takes lower temperatures for 0."""
+"""vLLM treats lower temperatures as 0."""
 
 
 class TemperedSampler(Sampler):
-    """vLLM's sampler; its logprobs are those of the temperature."""
+    """vLLM's sampler with logprobs at the temperature."""
 
     def forward(
         self, logits: torch.Tensor, sampling_metadata: "SamplingMetadata", **options: Any
@@ -41,9 +40,9 @@ class TemperedSampler(Sampler):
 
 
 def tempered_divisors(temperatures: torch.Tensor | None) -> torch.Tensor | None:
-    """[rows] what to divide logits by; None where that would be 1 for all.
+    """[rows] divisors of the logits; None: all are 1.
 
-    temperatures: None when all are greedy.
+    temperatures: None: all rows are greedy.
     """
     if temperatures is None:
         return None

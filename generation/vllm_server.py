@@ -2,8 +2,8 @@
 interpreter.
 
 Entry and loop; `vllm_requests.py` samples, `vllm_weights.py` takes weights. One thread: it reads
-what the generator asks, then takes one step of vLLM's engine core, so that an order is obeyed
-between two steps by itself. It ends when the generator hangs up.
+the generator's messages, then takes one step of vLLM's engine core, so that every order runs
+between two steps. It ends when the generator closes the connection.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 CHUNK_BYTES = 1 << 16
 SEND_S = 60.0
-"""A generator that takes nothing for so long hangs."""
+"""Seconds: a generator that reads nothing for this long hangs."""
 
 
 class Line:
@@ -49,7 +49,7 @@ class Line:
         self._received = bytearray()
 
     def messages(self, wait_s: float) -> Iterator[Any]:
-        """What has come; the wait ends with the first. Raises EOFError when nobody is there."""
+        """Messages that have arrived; waits for one. Raises EOFError without a generator."""
         while select.select([self._socket], [], [], wait_s)[0]:
             chunk = self._socket.recv(CHUNK_BYTES)
             if not chunk:
@@ -59,18 +59,18 @@ class Line:
         yield from unpack(self._received, asked_decoder)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError when the generator is gone."""
+        """Send a message. Raises OSError when the generator is gone."""
         self._socket.sendall(pack(message))
 
 
 class Server:
-    """Obeys the generator."""
+    """Executes the orders of the generator."""
 
     def __init__(self, line: Line, requests: CompletionRequests, weights: Weights) -> None:
         self._line, self._requests, self._weights = line, requests, weights
 
     def run(self) -> None:
-        """Until the generator hangs up, by EOFError or OSError."""
+        """Serve until the generator closes the connection: EOFError or OSError."""
         while True:
             wait_s = 0.0 if self._requests.are_runnable else IDLE_S
             for message in self._line.messages(wait_s):
@@ -89,7 +89,7 @@ class Server:
                 self._line.send(Answer(number, self._obey(order)))
 
     def _obey(self, order: Order) -> str:
-        """Why the order could not be obeyed; "" when it was."""
+        """Execute an order; return why it failed, "": it did not."""
         name = type(order).__name__
         if isinstance(order, Receive | PassOn | Load | Bucket) and not self._requests.is_paused:
             return f"{name}: weights came outside a weight sync: pause first"
@@ -120,7 +120,7 @@ class Server:
 
 
 def main() -> None:
-    """Load the model, say so, serve."""
+    """Load the model, report it, serve."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     line = Line(job.socket)

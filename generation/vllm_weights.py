@@ -1,11 +1,11 @@
-"""The parameters of the model in the vLLM process, and how a weight sync gets into them.
+"""The parameters of the model in the vLLM process, as receivers of a weight sync.
 
-Runs in the vLLM process (`vllm_server.py`), in its one thread, only while no step is taken. The
-exchange's receiver runs right here: vLLM's pins hold the same torch as ours, so slices go from the
-trainer's ranks into vLLM's parameters without another copy.
+Runs in the vLLM process (`vllm_server.py`), in its one thread, only between two steps. The
+exchange's receiver runs here: vLLM's pins have our torch release, so slices go from the trainer's
+ranks into vLLM's parameters without another copy.
 
-On the CPU vLLM packs each matrix for oneDNN and drops the matrix. Here it stays, as the place where
-weights arrive, and is packed again when they are whole: the weights take twice their memory.
+On the CPU vLLM packs each matrix for oneDNN and drops the matrix. Here the matrix stays, receives
+weights, and is packed again after each weight sync: the weights take twice their memory.
 """
 
 import logging
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BROADCAST_S = 600.0
-"""A bucket that takes longer has failed; the generator gives up earlier."""
+"""Seconds after which a bucket has failed; the generator gives up earlier."""
 
 
 class OrderFailed(RuntimeError):
-    """An order could not be obeyed; the text says why."""
+    """An order failed; the text says why."""
 
 
 def keep_weights() -> None:
-    """Have vLLM keep the matrices that it packs. Before a model is loaded."""
+    """Have vLLM keep the matrices that it packs. Call it before a model is loaded."""
     from vllm.model_executor.layers import utils
 
     pack: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
@@ -53,7 +53,7 @@ def keep_weights() -> None:
         layer.pack_again = lambda: pack(layer, remove_weight=False)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
-    # That packing would turn a bias into another dtype than arrives.
+    # That packing would change the dtype of a bias.
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
@@ -63,20 +63,20 @@ def model_of(core: "EngineCore") -> torch.nn.Module:
 
 
 class Weights:
-    """Parameters, and the exchanges that reach them."""
+    """The parameters, and the exchanges that write them."""
 
     def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        """folder: of the model. Raises ValueError where slices would not fit the parameters."""
+        """folder: of the model. Raises ValueError if slices do not fit the parameters."""
         self._model = model
         self._parameters = dict(model.named_parameters())
-        # Now, not at the first weight sync: another release of vLLM may call them otherwise.
+        # Now, not at the first weight sync: another vLLM release may use other names.
         check_slices(engine_slices(read_shape(folder), Share(0, 1)), self._parameters)
         dtype = model.get_parameter("model.norm.weight").dtype
         self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
         self._group: dist.ProcessGroup | None = None
 
     def exchange(self, order: Receive | PassOn) -> None:
-        """Take slices or pass them on. What went wrong stands in the exchange's store."""
+        """Receive or relay slices. Errors are reported in the exchange's store."""
         with torch.no_grad():
             self._rank.obey(order)
 
@@ -110,7 +110,7 @@ class Weights:
 
     @torch.no_grad()
     def _take(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load tensors under their Hugging Face names; the parameters that they reached."""
+        """Load tensors by their Hugging Face names; return the parameters written."""
         return set(self._model.load_weights(iter(named)))
 
     def leave_group(self) -> None:
@@ -122,7 +122,7 @@ class Weights:
 
     @torch.no_grad()
     def repack(self) -> None:
-        """Compute with what the parameters hold now."""
+        """Pack the current values of the parameters."""
         for module in self._model.modules():
             pack_again: Callable[[], Any] | None = getattr(module, "pack_again", None)
             if pack_again is not None:
@@ -131,9 +131,9 @@ class Weights:
 
 @contextmanager
 def _order_errors(doing: str) -> "Iterator[None]":
-    """Give what a peer or a folder may cause as OrderFailed."""
+    """Turn errors that a peer or a folder may cause into OrderFailed."""
     try:
         yield
-    # vLLM's loaders of weights assert the shapes.
+    # vLLM's weight loaders assert shapes.
     except (OSError, KeyError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise OrderFailed(f"{doing}: {type(error).__name__}: {error}") from error

@@ -1,14 +1,14 @@
-"""Starts the engine, then obeys the trainer's syncer by calling the engine.
+"""Starts the engine, then executes the messages of the trainer's syncer.
 
 A task of the generator process; DEALER to the weights endpoint. With `generator.release_memory` it
 first asks the trainer for room on its GPU (StartRequest, MayStart). It then says Hello until a
-syncer answers, and obeys Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Release, Reclaim,
-Fence, LeaveGroup and Ping one at a time; all but the last three are answered by Ack or Failed.
-After LeaveGroup, Fence or a failure it serves nothing new and says Hello again. The next syncer
-gives it a whole weight sync; a syncer of another training phase starts its versions anew.
+syncer answers, and executes Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Release,
+Reclaim, Fence, LeaveGroup and Ping one at a time. It answers all but the last three by Ack or
+Failed. After LeaveGroup, Fence or a failure it starts no completions and says Hello again. The next
+syncer gives it a whole weight sync; a syncer of another training phase restarts the versions.
 
-The syncer starts its side of a transfer when it sends the message and reads the answer afterwards,
-so the engine's deadlines bound the wait on both sides.
+The syncer starts its side of a transfer when it sends the message and reads the answer later, so
+the engine's deadlines bound the wait on both sides.
 """
 
 import logging
@@ -49,7 +49,7 @@ ASK_S = 2.0
 
 
 async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> None:
-    """Start the engine, as soon as there is room for it. Raises EngineError."""
+    """Start the engine when it has room. Raises EngineError."""
     generator = config.generator
     asks = generator.release_memory and generator.wait_for_weight_sync
     if asks:
@@ -61,15 +61,15 @@ async def start_engine(config: Config, engine: Engine, weights: AsyncDealer) -> 
     elapsed_s = time.monotonic() - started
     log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version, elapsed_s)
     note_ready()
-    # What came meanwhile was meant for a generator of this name that died.
+    # Earlier messages were meant for a dead generator of this name.
     while asks and await weights.next_message(0.0) is not None:
         pass
 
 
 async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None = None) -> None:
-    """Return when the trainer says that there is room. Raises EngineError after limit_s.
+    """Return when the trainer grants room. Raises EngineError after limit_s.
 
-    after: a folder that comes first, and takes as long as it needs: the model of a cold start.
+    after: a folder to wait for first, without a limit: the model of a cold start.
     """
     log.info("the engine starts when the trainer leaves room for it")
     session, ends_at = time.time_ns(), None
@@ -78,7 +78,7 @@ async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None 
             ends_at = time.monotonic() + limit_s
         dealer.send(StartRequest(session))
         ask_at = time.monotonic() + ASK_S
-        # What else comes was meant for a generator of this name that died.
+        # Other messages were meant for a dead generator of this name.
         while (message := await dealer.next_message(ask_at - time.monotonic())) is not None:
             if isinstance(message, MayStart):
                 return
@@ -91,7 +91,7 @@ async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None 
 HELLO_S = 2.0
 MOST_UNANSWERED = 2
 HELLO_KNOWN_S = 20.0
-"""A restarted syncer, whose predecessor never sent LeaveGroup, finds us by this."""
+"""Seconds between two Hellos to a known syncer, so that a restarted one finds this generator."""
 
 
 class WeightClient:
@@ -103,23 +103,24 @@ class WeightClient:
         self._engine = engine
         self._on_version = on_version
         self._is_known = False
-        """Whether a syncer has answered and counts on us."""
+        """Whether a syncer has answered, and serves this generator."""
         self._session = time.time_ns()
         self._unanswered = 0
-        """Calls in a row that the engine left without an answer, since it last resumed."""
+        """Unanswered calls of the engine in a row, since it last resumed."""
         self.is_paused = False
-        """Whether the engine may have been told to stop, or obeys a call now."""
+        """Whether the engine may be paused, or executes a call."""
         self.is_held = False
-        """Whether senders are asked to pass us by."""
+        """Whether syncers are asked to leave this generator out."""
 
     def hold(self, *, is_held: bool) -> None:
-        """Keep the version that the engine has, or take later ones again."""
+        """Keep the current version, or accept later ones again."""
         self.is_held = is_held
         self._dealer.send(self._hello())
 
     async def run(self) -> None:
-        """Answer the trainer's weight sync messages until the end. Raises EngineError for an engine
-        that answers no more."""
+        """Answer the trainer's weight sync messages until the end.
+
+        Raises EngineError for an engine that no longer answers."""
         while True:
             self._dealer.send(self._hello())
             wait_s = HELLO_KNOWN_S if self._is_known else HELLO_S
@@ -161,11 +162,11 @@ class WeightClient:
 
     async def _obey(self, message: AnyMessage) -> None:
         if isinstance(message, Receive | Bucket | Load) and not self.is_paused:
-            # The Pause before it was lost: completions would mix two versions.
+            # The Pause before this message was lost: completions would mix two versions.
             raise EngineError("the engine runs: Pause comes before new weights")
         match message:
             case Ping() | MayStart():
-                # The latter answers one of several requests, of which another one was answered.
+                # MayStart answers one of several requests, another of which was answered.
                 pass
             case Pause():
                 self._is_known = self.is_paused = True
@@ -211,7 +212,7 @@ class WeightClient:
         return self._engine
 
     def _stand_apart(self) -> None:
-        """Serve nothing new: what the engine holds is no version."""
+        """Start no completions: the engine holds no whole version."""
         self._is_known = False
         self.is_held = False
         self._engine.version = -1

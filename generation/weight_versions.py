@@ -1,4 +1,4 @@
-"""Which policy version sampled which tokens, from what an engine reports.
+"""The policy version of each token, from the reports of an engine.
 
 Used by engines. Pure functions.
 """
@@ -9,7 +9,7 @@ from megatron_rl.protocol.types import VersionSpan
 def spans_from_report(report: list[tuple[str, int, int]], tokens: int) -> list[VersionSpan]:
     """Spans from (version, first token, token after the last), as SGLang 0.5.20 and later reports.
 
-    Raises ValueError when they do not cover exactly the completion's tokens.
+    Raises ValueError unless they cover exactly the tokens of the completion.
     """
     return _checked(
         [VersionSpan(int(version), start, end) for version, start, end in report if end > start],
@@ -20,7 +20,7 @@ def spans_from_report(report: list[tuple[str, int, int]], tokens: int) -> list[V
 def spans_from_cuts(cuts: list[tuple[int, int]], version: int, tokens: int) -> list[VersionSpan]:
     """Spans from (version replaced, tokens sampled by then) of each weight sync.
 
-    version: that of the tokens after the last weight sync.
+    version: of the tokens after the last weight sync.
     """
     spans: list[VersionSpan] = []
     start = 0

@@ -16,9 +16,9 @@ Concurrency, one event loop:
 | `watch_work`  | a clock                      | EngineError                | when it hangs      |
 | `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
 
-The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and
-then the engine closed. `_serve` tasks belong to `_receive`; they are at most as many as the queue
-leases, which is bounded by the capacity that GeneratorReady states.
+The first of these tasks to end, `_serve` excepted, ends the process: the others are cancelled, then
+the sockets and the engine are closed. `_serve` tasks belong to `_receive`; the capacity in
+GeneratorReady bounds the queue's leases, and so their number.
 """
 
 import argparse
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 READY_S = 2.0
 RECEIVE_S = 60.0
 FAIL_PAUSE_S = 1.0
-"""Before a failure of the engine is reported: SGLang's server outlives its scheduler by less."""
+"""Seconds before a failure is reported: SGLang's server outlives its scheduler by less."""
 RENDERED_PROMPTS = 256
 
 
@@ -92,7 +92,7 @@ class GeneratorWorker:
     ) -> None:
         """gold: find the place of the reference answer in completions.
 
-        request_timeout_s: of the engine, by which it is known to hang.
+        request_timeout_s: of the engine, after which it hangs.
         """
         self._health = EngineHealth.of(engine, request_timeout_s)
         self._gold = gold
@@ -102,9 +102,9 @@ class GeneratorWorker:
         self._capacity = capacity
         self._session = time.time_ns()
         self._rendered: dict[tuple[str, str, int], list[int]] = {}
-        """By prompt, task and length limit; the one used last is last."""
+        """(prompt, task, length limit) -> ids, in order of last use."""
         self._owed: dict[int, set[int]] = {}
-        """Lease -> indices of the completions that the queue waits for."""
+        """Lease -> indices of completions that the queue awaits."""
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
@@ -120,7 +120,7 @@ class GeneratorWorker:
         )
 
     def announce(self) -> None:
-        """Tell the queue of our capacity, version and activity."""
+        """Report capacity, version and activity to the queue."""
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
@@ -138,16 +138,16 @@ class GeneratorWorker:
 
     def _hold(self, *, is_held: bool) -> None:
         assert self._weights is not None
-        # The syncer hears it first: once the queue knows, it lets a later version come.
+        # The syncer first: once the queue knows, it admits a later version.
         self._weights.hold(is_held=is_held)
         self.announce()
 
     async def _receive(self) -> None:
-        """Serve leases until Stop. An error that `_serve` does not report back is raised."""
+        """Serve leases until Stop. Raises errors that `_serve` does not report to the queue."""
         try:
             await self._receive_leases()
         except ExceptionGroup as group:
-            # What the queue did wrong is a line for people, not a group with a traceback.
+            # A fault of the queue is logged as one line, not as a group with a traceback.
             wire_error = next((e for e in group.exceptions if isinstance(e, WireError)), None)
             if wire_error is None:
                 raise
@@ -165,10 +165,10 @@ class GeneratorWorker:
                         serving[message.lease_id] = task
                         task.add_done_callback(partial(self._forget, serving, message.lease_id))
                     case Cancel(lease_id):
-                        # None: it finished while the message was on its way.
+                        # None: the lease finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
                             log.info("lease %d is cancelled", lease_id)
-                            # No progress of the engine: one that hangs has leases cancelled too.
+                            # A cancel is no progress: leases of a hanging engine are cancelled too.
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)
@@ -183,13 +183,13 @@ class GeneratorWorker:
                 task.cancel()
 
     async def _serve(self, lease: Lease) -> None:
-        """Generate the completions of a lease; each failure goes back with its reason."""
+        """Generate the completions of a lease; report each failure with its reason."""
         waiting = self._owed.setdefault(lease.lease_id, set(lease.indices))
         began_at = time.monotonic()
         self._activity.change(began_at, len(waiting))
         try:
             if self._engine.version < 0:
-                # Meant for a dead generator of this name, or sent before the fence was known.
+                # For a dead generator of this name, or sent before the queue knew of the fence.
                 raise EngineError("it has no weights of the trainer yet")
             prompt_ids = self._render(lease)
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
@@ -201,7 +201,7 @@ class GeneratorWorker:
                     rollout = self._rollout(lease, prompt_ids, completion, began_at=began_at)
                     self._queue.send(RolloutDone(rollout))
         except EngineError as error:
-            # An engine that is dying fails all at once: its end, noticed meanwhile, ends this task.
+            # A dying engine fails all requests at once: the watch of its end cancels this task.
             await asyncio.sleep(FAIL_PAUSE_S)
             self._fail(lease, waiting, str(error))
         except RenderError as error:
@@ -210,7 +210,7 @@ class GeneratorWorker:
             self._activity.change(time.monotonic(), -len(waiting))
 
     def _render(self, lease: Lease) -> list[int]:
-        """The prompt's ids. A group has many leases, and the event loop waits for a tokenizer."""
+        """Token ids of the prompt, cached: a group has many leases, and tokenizing blocks."""
         limit = lease.sampling.max_new_tokens
         key = (lease.prompt.id, lease.prompt.task, limit)
         if (ids := self._rendered.pop(key, None)) is None:
@@ -225,7 +225,7 @@ class GeneratorWorker:
 
     def _forget(self, serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
         del serving[lease_id]
-        # One that was cancelled before it began too.
+        # Also a lease that was cancelled before it began.
         self._owed.pop(lease_id, None)
 
     def _fail(self, lease: Lease, waiting: set[int], reason: str, drop_as: str = "") -> None:
@@ -279,17 +279,17 @@ class GeneratorWorker:
 
 @dataclass(frozen=True)
 class Spread:
-    """An engine whose ranks lie on several nodes, of which this one leads."""
+    """An engine with ranks on several nodes, led by this node."""
 
     nodes: int
     address: str
-    """Of this host, for the others."""
+    """Address of this node, for the others."""
 
 
 def open_engine(
     config: Config, index: int, stop_ids: tuple[int, ...], spread: Spread | None
 ) -> Engine:
-    """The engine of a generator, not started; on an event loop where it is spread."""
+    """Make the engine of a generator, not started; needs an event loop if it has several nodes."""
     setup = engine_setup(config, index, stop_ids)
     if spread is None:
         return load_engine(config.generator.engine)(setup)
@@ -308,7 +308,7 @@ async def generate_for(
         AsyncDealer, identity=identity, keys=load_keys(ports.keys_dir), label=ports.label
     )
     try:
-        # Early, as an engine that shares the trainer's memory asks there before it starts.
+        # Early: an engine that shares the trainer's memory asks the trainer before it starts.
         with connect(f"{host}:{ports.weights}", endpoint=WEIGHTS) as weights:
             await start_engine(config, engine, weights)
             with connect(f"{host}:{ports.prompts}", endpoint=PROMPTS) as queue:
