@@ -1,7 +1,4 @@
-"""Comparison of two evaluations: paired problems, and problems in only one of them.
-
-Used by the launcher.
-"""
+"""Compares two evaluations problem by problem. Used by the launcher."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,20 +18,20 @@ class Comparison:
     test: PairedTest | None
     """None: no problem is in both."""
     first_accuracy: float | None
-    """Over the paired problems, as is second_accuracy."""
+    """Over the paired problems; second_accuracy too."""
     second_accuracy: float | None
     only_first: int
     """Problems without a verdict in the second evaluation."""
     only_second: int
     other_samples: int
-    """Paired problems with different numbers of graded completions; they make the level of the test
-    approximate."""
+    """Paired problems with different numbers of graded completions; for these the level of the test
+    is approximate."""
 
 
 def compare(first: Sequence[ProblemSamples], second: Sequence[ProblemSamples]) -> Comparison:
-    """The second evaluation of a set minus the first.
+    """Second evaluation of a set minus the first.
 
-    Problems are paired by task, question and reference answer; repeated problems in order.
+    Problems are paired by task, question and reference answer; duplicates in order.
     """
     ours, theirs = _by_key(first), _by_key(second)
     pairs = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
@@ -54,7 +51,7 @@ def compare(first: Sequence[ProblemSamples], second: Sequence[ProblemSamples]) -
 def _by_key(problems: Sequence[ProblemSamples]) -> dict[_Key, ProblemSamples]:
     seen: Counter[tuple[str, str, str]] = Counter()
     found = {}
-    # Sorted by id, as records are in the order in which completions ended.
+    # Records are in order of completion, so duplicates are sorted by id.
     for problem in sorted(problems, key=lambda problem: problem.prompt_id):
         name = (problem.task, problem.question, problem.answer)
         found[(*name, seen[name])] = problem

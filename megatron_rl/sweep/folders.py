@@ -1,4 +1,4 @@
-"""What the folders of a sweep's runs hold: which runs are complete, failed, or of another sweep.
+"""Reads the run folders of a sweep: complete, failed or of another configuration.
 
 Used by `megatron-rl sweep`.
 """
@@ -19,16 +19,16 @@ from megatron_rl.sweep.measures import read_summary
 from megatron_rl.sweep.plan import PlannedRun
 
 FAILURE = "sweep_failure.txt"
-"""File of a run folder: why the last attempt failed."""
+"""File in a run folder with the error of a failed run."""
 _SHOWN_KEYS = 3
 _SHOWN_RUNS = 10
 _STEPS = "train.steps"
-# Places that a run resolves when it starts.
+# A run replaces these keys when it starts.
 _RESOLVED = ("run.dir", "ports.")
 
 
 class State(Enum):
-    """How far a run has come."""
+    """State of a run."""
 
     COMPLETE = "complete"
     FAILED = "failed"
@@ -37,7 +37,7 @@ class State(Enum):
 
 
 def state_of(run: PlannedRun) -> State:
-    """What the folder of the run says."""
+    """State of the run by its folder."""
     if _has_ended(run):
         return State.COMPLETE
     if (run.run_dir / FAILURE).exists():
@@ -54,15 +54,15 @@ def _has_ended(run: PlannedRun) -> bool:
 
 
 def failure_of(run: PlannedRun) -> str:
-    """Why the last attempt failed; empty if it did not."""
+    """Error of the last attempt; empty unless it failed."""
     path = run.run_dir / FAILURE
     return path.read_text().strip() if path.exists() else ""
 
 
 def check_folders(runs: Sequence[PlannedRun]) -> None:
-    """Raise InputError where a folder holds a run of another configuration than the planned one.
+    """Raise InputError when a folder holds a run with another configuration than planned.
 
-    A larger train.steps is no other configuration where a checkpoint is there to go on from.
+    A larger train.steps is allowed when the folder has a checkpoint to resume from.
     """
     found = [(run, text) for run in runs if (text := _contradiction(run))]
     if found:
@@ -99,7 +99,7 @@ def _can_go_on(run_dir: Path, saved: Config, planned: Config) -> bool:
 
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys of the tree and their values as text, but for those that a run resolves."""
+    """(key, value as text) of the tree, without _RESOLVED."""
     if isinstance(section, BaseModel):
         items = [(name, getattr(section, name)) for name in type(section).model_fields]
     elif isinstance(section, dict):
@@ -108,7 +108,7 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         items = [(str(number), item) for number, item in enumerate(section)]
     else:
         if not prefix.startswith(_RESOLVED):
-            # A script may have given a path as an absolute one, without symbolic links.
+            # A script may have given a path as absolute, with symbolic links resolved.
             yield prefix, str(section.resolve() if isinstance(section, Path) else section)
         return
     for name, value in items:

@@ -1,7 +1,7 @@
-"""Runs what is left of a sweep, one run after the other, each in a process of its own.
+"""Runs the incomplete runs of a sweep, one after another, each in its own process.
 
-One thread. The child leads its own process group and is ended, with all below it, when the sweep
-is: by Ctrl-C, by SIGTERM or by its death. What a child prints is appended to RUN/logs/run.out.
+One thread. The child leads its own process group; the group ends with the sweep, at Ctrl-C, SIGTERM
+or the death of the sweep's process. The output of a child is appended to RUN/logs/run.out.
 """
 
 import sys
@@ -25,7 +25,7 @@ CommandOf = Callable[[PlannedRun], list[str]]
 
 
 def run_command(run: PlannedRun) -> list[str]:
-    """The command of a run, as a user gives it."""
+    """The command line of a run."""
     return [sys.executable, "-m", "megatron_rl.cli.main", *run.arguments]
 
 
@@ -37,7 +37,7 @@ def run_all(
     command_of: CommandOf,
     after_each: Callable[[], None],
 ) -> int:
-    """Run all that are not complete; returns how many failed.
+    """Run all incomplete runs; returns the number of failures.
 
     lock: descriptor that keeps other sweeps out of the folder. after_each is called after each run.
     """
@@ -72,9 +72,9 @@ def _run_each(
 
 
 def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) -> str:
-    """Run a child until it ends; returns why the run failed, empty if it is complete.
+    """Run a child to its end; returns the error of the run, empty if it is complete.
 
-    A signal that interrupts the wait ends the child in good order and goes on to the caller.
+    A signal during the wait ends the child orderly and propagates to the caller.
     """
     run.run_dir.mkdir(parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
@@ -96,9 +96,9 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
 
 
 def last_line(log_path: Path, start: int) -> str:
-    """The last line of an error in what was written to a log after `start` bytes."""
+    """The last line of the error in a log, from byte `start` on."""
     lines = tail(last_output(log_path, start))
-    # How to resume is said after the error.
+    # The hint how to resume follows the error.
     lines = [line for line in lines if SAME_COMMAND not in line]
     return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"
 

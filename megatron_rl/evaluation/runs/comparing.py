@@ -11,9 +11,9 @@ _SETTINGS = ("samples", "temperature", "top_p", "top_k", "min_p", "stop", "max_n
 
 
 def compare_folders(first: Path, second: Path) -> dict[str, Any]:
-    """The comparison as it is printed: {"first", "second", "sets", "only_first", "only_second"}.
+    """The comparison to print: {"first", "second", "sets", "only_first", "only_second"}.
 
-    Raises InputError for a folder without results, and where no set is in both.
+    Raises InputError for a folder without results, and when no set is in both.
     """
     reports = [read_report(folder) for folder in (first, second)]
     names = [list(report["sets"]) for report in reports]
@@ -41,7 +41,7 @@ def compare_folders(first: Path, second: Path) -> dict[str, Any]:
 
 
 def _other_settings(first: Report, second: Report) -> dict[str, list[Any]]:
-    """What the two were sampled by differently: both values by name."""
+    """Sampling settings that differ: both values by name."""
     return {
         name: [first.get(name), second.get(name)]
         for name in _SETTINGS

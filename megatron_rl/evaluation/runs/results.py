@@ -30,9 +30,9 @@ Report = dict[str, Any]
 def make_report(
     config: Config, label: str, sets: Sequence[EvaluationSet], *, left_out: int = 0
 ) -> Report:
-    """The content of eval.json. Raises InputError where nothing of a set is recorded.
+    """The content of eval.json. Raises InputError for a set without recorded completions.
 
-    left_out: prompts without room for a completion.
+    left_out: number of prompts without room for a completion.
     """
     reports = {one.name or HELD_OUT: _report_of(config.run.dir, label, one) for one in sets}
     return {
@@ -57,7 +57,7 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
         "min_p": one.sampling.min_p,
         "stop": list(one.sampling.stop),
         "max_new_tokens": one.sampling.max_new_tokens,
-        # What is not in the figures, or with fewer completions than asked for.
+        # Problems without any, or with too few, graded completions.
         "missing_problems": len(one.prompts) - len(problems),
         "short_problems": sum(problem.n < one.samples for problem in problems),
         "dropped_completions": _dropped(run_dir, one.label(label)),
@@ -67,19 +67,19 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
 
 
 def _dropped(run_dir: Path, label: str) -> dict[str, int]:
-    """Recorded completions that do not count, by the reason."""
+    """Number of dropped completions by reason."""
     path = run_dir / FOLDER / f"dropped_eval_{label}{LINES}"
     records = read_records(path) if path.exists() else ()
     return dict(Counter(record.dropped for record in records))
 
 
 def write_report(run_dir: Path, report: Report) -> None:
-    """Write eval.json at once."""
+    """Write eval.json atomically."""
     write_whole(run_dir / RESULTS, json.dumps(report, indent=2) + "\n")
 
 
 def read_report(run_dir: Path) -> Report:
-    """The eval.json of a folder. Raises InputError where there is none."""
+    """The eval.json of a folder. Raises InputError when it is missing or invalid."""
     path = run_dir / RESULTS
     try:
         report: Report = json.loads(path.read_text())
@@ -96,7 +96,7 @@ def read_report(run_dir: Path) -> Report:
 
 
 def read_problems(run_dir: Path, label: str, name: str) -> list[ProblemSamples]:
-    """Problems of a set as they are recorded. Raises InputError where the file is missing."""
+    """Recorded problems of a set. Raises InputError when their file is missing."""
     whole = f"{label}.{name}" if name else label
     path = run_dir / FOLDER / f"eval_{whole}{LINES}"
     if not path.exists():

@@ -1,6 +1,6 @@
-"""Evaluates a model folder on all sets: the serving processes of a run, without a trainer.
+"""Evaluates a model folder on all sets with the serving processes of a run, without a trainer.
 
-Used by `megatron-rl eval`. The same command over the same folder generates what is missing.
+Used by `megatron-rl eval`. Repeating the command generates the missing completions.
 """
 
 import logging
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | None = None) -> None:
     """Evaluate the model folder, write eval.json, print its tables.
 
-    dry_in: make all checks, and only say what would be done in this folder. Raises InputError
-    before anything starts, RoleDied, DeadlineExceeded.
+    dry_in: only check, and print the planned work in this folder. Raises InputError before any
+    process starts, RoleDied, DeadlineExceeded.
     """
     if not config.eval.is_wanted:
         raise InputError(
@@ -59,7 +59,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
         say(console, *evaluation_lines(config, label, dry_in, problems, missing), NOTHING)
         return
     with locked(config.run.dir) as lock:
-        # Once more: another launcher may have had the lock until now.
+        # Again: another launcher may have changed the folder before this one got the lock.
         is_again = _check_earlier(config, label)
         missing = _missing(config, label, sets)
         if is_again:
@@ -86,14 +86,14 @@ def _without_training(config: Config) -> Config:
 def _check_earlier(config: Config, label: str) -> bool:
     """Whether the folder holds an earlier part of this evaluation.
 
-    Raises InputError for that of another one: results never mix.
+    Raises InputError when it holds another evaluation: results never mix.
     """
     run_dir = config.run.dir
     path = run_dir / CONFIG
     if not path.exists():
         return False
     other = "name another folder with --run-dir DIR"
-    # Without any, the first start ended before its processes began.
+    # No label: the first start ended before its processes began.
     labels = {path.name.split(".")[1] for path in run_dir.glob("config.*.toml")}
     if labels and label not in labels:
         raise InputError(f"{run_dir} already holds another run, or another --label: {other}")
@@ -112,7 +112,7 @@ def _check_earlier(config: Config, label: str) -> bool:
 
 
 def _what_counts(config: Config) -> dict[str, object]:
-    """What results depend on: by other values, completions would not belong together."""
+    """Settings that results depend on: completions under different values must not mix."""
     return {
         "run.seed": config.run.seed,
         "model": config.model,
@@ -120,13 +120,13 @@ def _what_counts(config: Config) -> dict[str, object]:
         "render": config.render,
         "sampling": config.sampling,
         "reward": config.reward,
-        # Which sets and how they are sampled, not how long that may take.
+        # The sets and their sampling, not the time limit.
         "eval": config.eval.model_copy(update={"timeout_s": 1.0}),
     }
 
 
 def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
-    """Problems that are not recorded with all their completions."""
+    """Number of problems without all their completions."""
     found = [read_evaluated(config.run.dir, one.label(label), one) for one in sets]
     return sum(len(one.prompts) for one in sets) - sum(map(len, found))
 

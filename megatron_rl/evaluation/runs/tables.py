@@ -1,4 +1,4 @@
-"""Tables of `megatron-rl eval`: figures of the sets, and the comparison of two evaluations."""
+"""Tables of `megatron-rl eval`: figures of the sets, and comparisons."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _NONE = "-"
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The figures of each set, then where its completions went right."""
+    """Print the figures of each set, then its accuracy by task, language, length and truncation."""
     console.print(f"Evaluation of {report['model']}", markup=False, highlight=False, soft_wrap=True)
     table = Table("set", "figure", "value", "problems", "samples")
     for name, found in report["sets"].items():
@@ -28,7 +28,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
-    """All figures of a set by their names in the table."""
+    """(name in the table, figure) of a set."""
     named = [("accuracy", found["accuracy"])]
     named += [(f"pass@{k}", figure) for k, figure in found["pass_at"].items()]
     named += [(f"maj@{k}", figure) for k, figure in found["maj_at"].items()]
@@ -36,7 +36,7 @@ def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parts(found: Report) -> list[tuple[str, tuple[str, str, str]]]:
-    """What each part of a set came to: (name, cells)."""
+    """(name, cells) of each part of a set."""
     rows = []
     for kind in ("task", "language"):
         for name, part in found[f"by_{kind}"].items():
@@ -58,7 +58,7 @@ def _parts(found: Report) -> list[tuple[str, tuple[str, str, str]]]:
 
 
 def print_comparison(compared: dict[str, Any], console: Console) -> None:
-    """One row a set; below it, what weakens the comparison."""
+    """Print a row per set, then warnings."""
     lines = [f"A: {compared['first']}", f"B: {compared['second']}"]
     table = Table("set", "problems", "A", "B", "B - A", "p", "B better, worse", "only A, only B")
     for name, found in compared["sets"].items():
