@@ -1,7 +1,4 @@
-"""Runs one variant of the benchmark, our system or TRL's trainer, and returns its steps.
-
-Used by tools.bench.end_to_end. Each variant is a child process and runs alone.
-"""
+"""Runs a variant of tools.bench.end_to_end, ours or TRL, as a sub-process; returns its steps."""
 
 import dataclasses
 import json
@@ -53,7 +50,7 @@ TIMED_OVERRIDES = (
     "sft.baseline=false",
     "eval.prompts=0",
 )
-"""What all runs of the workload tiny set."""
+"""Settings of the workload tiny."""
 TRL = {
     "lr_scheduler_type": "constant_with_warmup",
     "top_p": 1.0,
@@ -70,24 +67,23 @@ TRL = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""TRL's settings for our algorithm: one optimizer step a generation, no reference model. What could
-slow TRL without changing the result is off."""
+"""TRL's settings for our algorithm: one optimizer step per generation, no reference model. Options
+that would only slow TRL are off."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains on."""
+    """Configuration and prompts of all variants."""
 
     config_path: Path
-    """Our configuration file."""
     overrides: tuple[str, ...]
-    """What all of our timed runs change in it."""
+    """Overrides of all our timed runs."""
     peer_prompts: Path
-    """The train prompts as the peer reads them."""
+    """The train prompts in the peer's format."""
 
     @property
     def config(self) -> Config:
-        """The configuration that our timed runs share."""
+        """The configuration of our timed runs."""
         return load_config(self.config_path, list(self.overrides))
 
 
@@ -100,7 +96,7 @@ def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[S
 
 
 def completion_lengths(run_dir: Path) -> list[int]:
-    """Tokens of every completion that one of our runs trained on."""
+    """Tokens of every trained completion of one of our runs."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     return [row["tokens"] for file in files for row in read_jsonl(file)]
 
@@ -150,9 +146,9 @@ def peer_job(
     run_dir: Path,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The job of tools.bench.end_to_end_peer that trains as `config` says.
+    """The job of tools.bench.end_to_end_peer for `config`.
 
-    settings: GRPOConfig's that differ from those of `config` and TRL.
+    settings: arguments of GRPOConfig that replace those of `config` and TRL.
     """
     rollouts = config.train.prompts_per_batch * config.train.group_size
     optimizer, loss = config.optimizer, config.algorithm.policy_loss
@@ -189,10 +185,10 @@ def peer_job(
 
 
 def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> int:
-    """Write the train prompts as text and token ids, rendered as for our generators; their count.
+    """Write the rendered train prompts as text and token ids, in the queue's order; returns their
+    number.
 
-    They stand in the order in which our queue takes them first. Raises InputError when the prompts
-    or the tokenizer cannot be read, ValueError for another task than the peer grades.
+    Raises InputError when the prompts or the tokenizer cannot be read, ValueError for another task.
     """
     renderer = open_renderer(config)
     sets = prompts_of_run(config)
@@ -213,5 +209,5 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
 
 
 def with_steps(workload: Workload, steps: int) -> Workload:
-    """The same workload, `steps` optimizer steps long."""
+    """The workload with this number of optimizer steps."""
     return dataclasses.replace(workload, overrides=(*workload.overrides, f"train.steps={steps}"))
