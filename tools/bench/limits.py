@@ -1,20 +1,19 @@
-"""What this machine can do at best: `python -m tools.bench.limits [--quick]`.
+"""Upper limits of this machine: `python -m tools.bench.limits [--quick]`.
 
-Others import its functions, so that "achieved over limit" compares figures of one run.
+Other benchmarks import its functions, so that "achieved over limit" compares figures of one run.
 
 gemm_flops_per_s: products of a model's linear layers (layers) and of its output layer (head), by
 model, dtype, rows of activations and threads. plain is torch.nn.functional.linear, packed is oneDNN
-with weights that lie in its blocked order from the start.
-read_bytes_per_s: memory read; a footprint like the 135M model in bf16, and one far beyond.
-copy_bytes_per_s: memory copied; each byte counts once, though it is read and written.
+with weights stored in its blocked order.
+read_bytes_per_s: memory read; a footprint like the 135M model in bf16, and a much larger one.
+copy_bytes_per_s: memory copied; each byte counts once.
 loopback: bytes/s of large messages, and seconds of a round trip of 64 bytes between two processes.
 
-What counts: the best of several windows, because other work on the machine can only slow one down.
-Weights of all layers are distinct, as in a model: what does not fit the caches is read from memory
-each time. What makes it unfair: models also normalise, rotate, attend and sample, none of which is
-here; fused products (q, k and v in one, gate and up in one) are assumed; on a virtual machine the
-caches and the memory are shared with strangers, and a large shared cache makes the small footprint
-look like memory. The last line is one JSON object.
+Each figure is the best of several windows, because other work can only slow a window down. All
+layers have distinct weights, as in a model, so that weights beyond the caches are read from memory.
+Unfair: models also normalise, rotate, attend and sample; fused products (q, k and v in one, gate
+and up in one) are assumed; a virtual machine shares caches and memory with others, and a large
+cache makes the small footprint look like memory. The last line is one JSON object.
 """
 
 import multiprocessing
@@ -37,7 +36,7 @@ from tools.bench.measuring import parser, report
 
 WINDOWS = 5
 WINDOW_S = 0.05
-"""Least length of a window: shorter ones time the clock."""
+"""Minimum length of a window: a shorter window times the clock."""
 SMALL_BYTES = 270 << 20
 LARGE_BYTES = 2 << 30
 THREADS = (1, 2)
@@ -49,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shapes:
-    """The linear layers of a model: (outputs, inputs) of each product."""
+    """(outputs, inputs) of each linear layer of a model."""
 
     layer: tuple[tuple[int, int], ...]
     head: tuple[int, int]
@@ -74,7 +73,7 @@ class Shapes:
 def llama_shapes(
     *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int
 ) -> Shapes:
-    """Of a Llama whose q, k and v, and whose gate and up, are one product each."""
+    """Shapes of a Llama with fused q, k and v, and fused gate and up."""
     return Shapes(
         layer=(
             ((heads + 2 * kv_heads) * head_dim, hidden),
@@ -117,12 +116,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain_product(weight: Tensor) -> Product:
-    """F.linear."""
+    """F.linear with this weight."""
     return lambda x: F.linear(x, weight)
 
 
 def packed_product(weight: Tensor, rows: int) -> Product | None:
-    """oneDNN's product with a weight in its own order; None where this torch has none."""
+    """oneDNN's product with a weight in its blocked order; None when this torch has none."""
     operators = torch.ops.mkldnn
     try:
         packed = operators._reorder_linear_weight(weight, rows)
@@ -140,9 +139,9 @@ def product_rate(
     repeats: int,
     is_packed: bool,
 ) -> float | None:
-    """FLOP/s of the products of `shapes`, each with `repeats` distinct weights, in torch's threads.
+    """FLOP/s of products of these shapes, each with `repeats` distinct weights, in torch's threads.
 
-    None where there is no packed product.
+    None when there is no packed product.
     """
     work: list[tuple[Product, Tensor]] = []
     inputs = {columns: torch.randn(rows, columns).to(dtype) for _, columns in shapes}
@@ -164,7 +163,7 @@ def product_rate(
 
 def gemm_rates(shapes: Shapes, rows: int, dtype: torch.dtype) -> dict[str, float | None]:
     """FLOP/s of layers and output layer, plain and packed, in torch's threads."""
-    # Many rows are bound by arithmetic: few layers tell as much as all.
+    # Many rows are bound by arithmetic: two layers suffice.
     repeats = shapes.layers if rows <= 256 else min(2, shapes.layers)
     rates = {}
     for kind, is_packed in (("plain", False), ("packed", True)):
@@ -179,7 +178,7 @@ def gemm_rates(shapes: Shapes, rows: int, dtype: torch.dtype) -> dict[str, float
 
 
 def model_rate(shapes: Shapes, rates: dict[str, float | None]) -> float:
-    """FLOP/s of a whole forward pass's products: of layers and head the better kind each."""
+    """FLOP/s of the products of a forward pass, with the faster kind for layers and head."""
     layers = max(rate for name, rate in rates.items() if rate and name.startswith("layers"))
     head = max(rate for name, rate in rates.items() if rate and name.startswith("head"))
     in_layers = shapes.layers * shapes.layer_weights
@@ -188,7 +187,7 @@ def model_rate(shapes: Shapes, rates: dict[str, float | None]) -> float:
 
 @torch.no_grad()
 def read_rate(size_bytes: int) -> float:
-    """Bytes/s of reading memory, in torch's threads: the better of a sum and of a product."""
+    """Bytes/s of reading memory in torch's threads: the faster of a sum and a product."""
     columns = 4096
     data = torch.ones(size_bytes // (4 * columns), columns)
     vector = torch.ones(columns)
@@ -198,14 +197,14 @@ def read_rate(size_bytes: int) -> float:
 
 @torch.no_grad()
 def copy_rate(size_bytes: int) -> float:
-    """Bytes/s of copying memory, in torch's threads; each byte counts once."""
+    """Bytes/s of copying memory in torch's threads; each byte counts once."""
     source = torch.ones(size_bytes // 4)
     target = torch.zeros_like(source)
     return source.nbytes / best_seconds(lambda: target.copy_(source))
 
 
 def with_threads(threads: int, function: Callable[[], Any]) -> Any:
-    """The function's result, computed with this many threads of torch."""
+    """Call the function with this number of torch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -215,7 +214,7 @@ def with_threads(threads: int, function: Callable[[], Any]) -> Any:
 
 
 def all_gemm_rates(rows: Sequence[int], models: Sequence[str]) -> dict[str, Any]:
-    """By model, dtype, rows and threads."""
+    """FLOP/s by model, dtype, rows and threads."""
 
     def measure(model: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
         return {
@@ -247,7 +246,7 @@ def memory_rates(large_bytes: int = LARGE_BYTES) -> dict[str, Any]:
 
 
 Ends = tuple[Callable[[bytes], object], Callable[[int], object]]
-"""Send a message; receive one of as many bytes."""
+"""(send a message, receive a message of this size)."""
 
 
 def loopback() -> dict[str, dict[str, float]]:
@@ -300,7 +299,7 @@ def _ask(send: Callable[[bytes], object], receive: Callable[[int], object]) -> d
 
 
 def _answer(kind: str, port: int) -> None:
-    """The other process: a byte after the large messages, each small one whole."""
+    """The other process: answers the large messages with a byte, and echoes each small message."""
     with zmq.Context() as context, _pair(context) as pair:
         if kind == "tcp":
             send, receive = _tcp_ends(socket.create_connection((HOST, port), PEER_TIMEOUT_S))

@@ -1,40 +1,40 @@
-"""What syncing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
+"""Cost of a weight sync: `python -m tools.bench.weights [--quick] [--repeats N]`.
 
-Trainer ranks and generators of the product on this host, over gloo, with a random Llama of 142M
-float32 parameters. In each layout all methods sync in turn, in an order that rotates:
+Runs the product's trainer ranks and generators on this machine, over gloo, with a random Llama of
+142M float32 parameters. In each layout all methods sync in rotating order:
 
 | method | what |
 |---|---|
-| raw | reshard's rounds as plain bytes, one packet a parcel, that the receivers throw away |
-| floor | reshard's very packets, each digested once at either end and copied where it must be |
-| reshard, host, ipc, broadcast, disk | the product's, see docs/weights.md |
+| raw | reshard's rounds as plain bytes, one packet per parcel; receivers discard them |
+| floor | reshard's packets, digested once at each end and copied where necessary |
+| reshard, host, ipc, broadcast, disk | the product's methods, see docs/weights.md |
 
-| figure | what; medians of all weight syncs, the worst layout where there are several |
+| figure | meaning; medians of all weight syncs, the worst of several layouts |
 |---|---|
-| wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
-| loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
-| time_over_raw | transfer of reshard over raw's in the same repeat: first receive to last digest |
-| sync_over_raw | the same of whole weight syncs: digests at the senders, pause, all packets |
-| floor_over_raw | what packets, digests and copies cost by themselves |
-| time_over_floor, sync_over_floor | as over raw: what is left to the product's own work |
-| host_time_over_raw | the same of host: all packets by way of buffers at both ends |
-| ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
+| wire_bytes_over_minimum | payload of reshard over the parameter bytes of all engine ranks |
+| loopback_bytes_over_minimum | all traffic of the loopback device over the same bytes |
+| time_over_raw | transfer (first receive to last digest) of reshard over raw, in the same repeat |
+| sync_over_raw | whole weight sync of reshard over raw: sender digests, pause, packets |
+| floor_over_raw | cost of packets, digests and copies alone |
+| time_over_floor, sync_over_floor | as over raw: cost of the product's own work |
+| host_time_over_raw | transfer of host over raw: all packets through buffers at both ends |
+| ipc_time_over_raw | transfer of ipc over raw: shared memory instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole weight syncs |
-| pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
-| peak_extra_bytes_* | buffers of a rank as the exchange counts them |
-| growth_bytes_* | by how much a rank's resident memory grew during a weight sync, at most |
+| pause_ms_p50, pause_overhead_ms | pause of a generator, with and without the transfer |
+| peak_extra_bytes_* | buffers of a rank as counted by the exchange |
+| growth_bytes_* | maximum growth of a rank's resident memory in a weight sync |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
-`--methods raw floor reshard` leaves the others out, and the figures that compare with them.
+`--methods raw floor reshard` skips the other methods and their figures.
 
 `--replicas 1 2 4 8` syncs from two copies of the model in the trainer to N receivers instead. They
 run the product's weight client and receiver without an engine, or with `--servers` an SGLang
 server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
-(`limited_links` in weights_exchanges.py). One weight sync to the most receivers without the limit
-says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling`.
+(`limited_links` in weights_exchanges.py). An unlimited sync to the most receivers measures the
+capacity of the senders (`senders_limit_mb_s`). Figures: `scaling`.
 
-busy_share is what other processes took of the cores before each layout: where it is not near 0, the
-times say little. A table comes first; the last line is one JSON object.
+busy_share is other processes' share of the cores before each layout: unless it is near 0, the times
+say little. A table comes first; the last line is one JSON object.
 """
 
 import argparse
@@ -74,7 +74,7 @@ QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
 
 
 class Layout(NamedTuple):
-    """Trainer ranks and engines."""
+    """Sizes of the trainer and the engines."""
 
     tensor: int
     pipeline: int
@@ -123,7 +123,7 @@ def measure_layouts(
 def measure_replicas(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
-    """Figures of weight syncs from two copies of the model to each number of replicas."""
+    """Figures of weight syncs to each number of replicas."""
     model, busy = write_sized_model(options, work_dir), busy_share(cores)
     job = make_job(options, (RAW, RESHARD, OVERLAP))
 
@@ -142,20 +142,20 @@ def measure_replicas(
 
 
 def write_sized_model(options: argparse.Namespace, work_dir: Path) -> Path:
-    """The folder of a random model."""
+    """Folder of a random model."""
     write_model(work_dir / "model", QUICK_SIZES if options.quick else SIZES)
     return work_dir / "model"
 
 
 def make_job(options: argparse.Namespace, methods: Sequence[str]) -> Job:
-    """What the command line asks of the processes."""
+    """The job of the command line."""
     repeats = options.repeats or (3 if options.quick else 9)
     is_bare = bool(options.replicas) and not options.servers
     return Job(repeats, tuple(methods), is_bare=is_bare)
 
 
 def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
-    """A run of this layout."""
+    """Configuration of a layout."""
     cfg = Config.model_validate({
         "run": {"dir": run_dir},
         "model": {"path": model, "dtype": "float32"},
@@ -171,7 +171,7 @@ def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> 
 
 
 def run_layout(cfg: Config, job: Job) -> list[Sample]:
-    """Start all processes of a layout and have them sync. Raises ChildFailed."""
+    """Sync in all processes of a layout. Raises ChildFailed."""
     folder, module = write_job(cfg, job), "tools.bench.weights_peer"
     with contextlib.ExitStack() as stack:
         for index in range(cfg.generator.replicas):
@@ -183,12 +183,11 @@ def run_layout(cfg: Config, job: Job) -> list[Sample]:
 
 
 def _transfer(sample: Sample) -> float:
-    """Of all generators, which are served at the same time; 0 where the method does not say."""
+    """Seconds of the slowest of the parallel transfers; 0 for methods without transfers_s."""
     return max(sample.transfers_s, default=0.0)
 
 
 def _sync(sample: Sample) -> float:
-    """All of it."""
     return sample.seconds
 
 
@@ -203,7 +202,7 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
     ("broadcast_over_reshard", BROADCAST, RESHARD, _sync),
     ("disk_over_reshard", DISK, RESHARD, _sync),
 )
-"""(figure, method, the method below the line, what of a weight sync); only measured methods."""
+"""(figure, method, method of the denominator, time of a weight sync)."""
 
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
@@ -237,7 +236,7 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
 
 
 def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
-    """By how much resident memory grew in a reshard, at most; the first one does not count."""
+    """Maximum growth of resident memory in a reshard, without the first one."""
     engine = []
     for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
         sizes = [row["bytes"] for row in read_jsonl(path) if row["name"].startswith(RESHARD)]
@@ -247,7 +246,7 @@ def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
 
 
 def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The worst layout of each figure; medians for the pauses."""
+    """Each figure of its worst layout; medians for pauses."""
     choices = {"broadcast_over_reshard": min, "disk_over_reshard": min} | dict.fromkeys(
         ("pause_ms_p50", "pause_overhead_ms"), statistics.median
     )
@@ -258,7 +257,7 @@ def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Medians for a table."""
+    """Medians by method, for the table."""
     columns: dict[str, Callable[[Sample], float]] = {
         "sync s": _sync,
         "transfer s": _transfer,
@@ -277,7 +276,7 @@ def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
 
 
 def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
-    """Medians of the weight syncs to each number of replicas."""
+    """Medians by number of replicas."""
     rows: dict[str, dict[str, float]] = {}
     for replicas, samples in sorted(found.items()):
 
@@ -312,9 +311,9 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
 def against_limit(
     rows: dict[str, dict[str, float]], unlimited: dict[str, float], link_mb_s: int
 ) -> dict[str, dict[str, float]]:
-    """Rows of `scaling` with what all links carry together, over what the senders can.
+    """Rows of `scaling` with the bandwidth of all links over the senders' capacity.
 
-    unlimited: the row of a weight sync without limits to the links.
+    unlimited: row of a weight sync with unlimited links.
     """
     limit = unlimited["wire_mb"] / unlimited["transfer_s"]
     links = {replicas: int(replicas) * link_mb_s for replicas in rows}
