@@ -1,7 +1,4 @@
-"""GGUF files with the Llama architecture -> HF folders.
-
-Runs in no process of a run; used by tools.convert_smollm2.
-"""
+"""Converts GGUF files of the Llama architecture to HF folders. Used by tools.convert_smollm2."""
 
 import json
 from pathlib import Path
@@ -36,11 +33,11 @@ Fields = dict[str, Any]
 
 
 class UnsupportedModel(RuntimeError):
-    """The GGUF file holds something else than a Llama with a smollm tokenizer."""
+    """The GGUF file is not a Llama with a smollm tokenizer."""
 
 
 def convert(gguf_file: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write the HF folder of a GGUF file into the existing folder `out`. Raises UnsupportedModel.
+    """Write a GGUF file as HF folder into the existing folder `out`. Raises UnsupportedModel.
 
     The dequantised weights are rounded to `dtype`.
     """
@@ -52,7 +49,7 @@ def convert(gguf_file: Path, out: Path, dtype: torch.dtype) -> None:
     weights = _read_weights(reader, fields, dtype)
     is_tied = "lm_head.weight" not in weights
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    # safetensors 0.8.0 leaves the file readable by its owner alone.
+    # safetensors 0.8.0 makes the file readable by its owner only.
     (out / "model.safetensors").chmod(0o644)
     _write_json(out / "config.json", _model_config(fields, dtype, is_tied=is_tied))
     _write_json(out / "generation_config.json", {"do_sample": False, **_special_ids(fields)})
@@ -140,7 +137,7 @@ def _tokenizer_config(fields: Fields) -> Fields:
 
 
 def _build_tokenizer(fields: Fields) -> Tokenizer:
-    """GGUF's "smollm" pre-tokenizer: every digit is a token of its own, then byte-level BPE."""
+    """GGUF's "smollm" pre-tokenizer: one token per digit, then byte-level BPE."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}

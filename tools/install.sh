@@ -2,17 +2,17 @@
 # Makes .venv with every component:  bash tools/install.sh [cpu|gpu] [--with vllm]
 #
 # --with vllm: also .venv/vllm, for generator.engine = "vllm" on the CPU (3.1 GiB).
-# Without a mode: that of the .venv there is, or cpu.
-# Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
-# started over. Parallel runs wait for each other. Environment:
-#   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python 3.11 to
-#                            3.13; with gpu 3.11 or 3.12)
-#   MEGATRON_RL_WHEELS       folder that holds every package (tools/fetch_wheels.sh): no index is asked
-#   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
+# Default mode: the mode of an existing .venv, else cpu.
+# Safe to repeat: an unchanged installation only prints its versions, and an interrupted one starts
+# over. Parallel runs wait for each other. Environment:
+#   MEGATRON_RL_PYTHON       interpreter (default: the first found of Python 3.11 to 3.13; with gpu
+#                            3.11 or 3.12)
+#   MEGATRON_RL_WHEELS       folder with every package (tools/fetch_wheels.sh), instead of an index
+#   MEGATRON_RL_APT=0        never call apt-get; list missing packages instead
 #   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
 set -euo pipefail
 
-# Before anything that bash 3.2 of macOS does not know.
+# First, because bash 3.2 of macOS lacks later syntax.
 case "$OSTYPE $HOSTTYPE" in
     linux*" x86_64"*) ;;
     *)
@@ -22,7 +22,7 @@ case "$OSTYPE $HOSTTYPE" in
 esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
-MODE_FILE=$VENV/.mode # of .venv, also of one that is half made
+MODE_FILE=$VENV/.mode # also in an incomplete .venv
 WITH=
 case "${*: -2}" in
     "--with vllm") WITH=vllm && set -- "${@:1:$#-2}" ;;
@@ -33,17 +33,17 @@ LOG=$VENV/install.log
 STAMP=$VENV/.installed    # fingerprint, then the version table; written last
 BROKEN=$VENV/.installing  # present while packages are being changed
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-# Of .venv when it is ready: cpu 2.6 GiB, gpu 10.1 GiB; and what is unpacked meanwhile.
+# .venv takes 2.6 GiB (cpu) or 10.1 GiB (gpu), unpacking the rest.
 declare -A NEEDED_GIB=([cpu]=5 [gpu]=14)
-# The first that is refused: some packages have no wheels for it.
+# First refused version: some packages have no wheels for it.
 declare -A PYTHON_BELOW=([cpu]=3.14 [gpu]=3.13)
-BUILT_HERE=transformer-engine-torch # compiled on the host, against the torch that is there
+BUILT_HERE=transformer-engine-torch # compiled on this host, against its torch
 TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
 STEP_TIMEOUT_S=1800
-# Bytecode is left to the first import: compiling every file of every package takes a minute.
-# The imports at the end leave it whatever the caller's environment says: nothing could write it
-# in a sandbox, where an import of SymPy without it takes most of a test's time.
+# The first import writes bytecode: compiling every file of every package takes a minute. The imports
+# at the end must write it, because a sandbox cannot, and SymPy without bytecode takes most of a
+# test's time.
 unset PYTHONDONTWRITEBYTECODE
 PIP_INSTALL=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install
     --no-compile --progress-bar off --retries 2 --timeout 30)
@@ -63,7 +63,7 @@ fail() {
 find_python() {
     local candidate
     for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13}; do
-        # Running it matters: a version manager's stub may exist without the version behind it.
+        # Run it: a version manager's stub may exist without its version.
         if "$candidate" -c 'import sys
 below = tuple(map(int, sys.argv[1].split(".")))
 sys.exit(not (3, 11) <= sys.version_info < below)' "${PYTHON_BELOW[$MODE]}" 2>/dev/null; then
@@ -74,14 +74,14 @@ sys.exit(not (3, 11) <= sys.version_info < below)' "${PYTHON_BELOW[$MODE]}" 2>/d
     return 1
 }
 
-# Debian packages that are missing, one a line.
+# Missing Debian packages, one per line.
 missing_packages() {
     local python
     if python=$(find_python); then
         "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
         "$python" -c 'import os, sysconfig
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || echo python3-dev
-        # Filters of system calls, for the sandbox of programs.
+        # The sandbox of programs filters system calls.
         "$python" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null || echo libseccomp2
     else
         printf '%s\n' python3 python3-venv python3-dev
@@ -112,7 +112,7 @@ known_pythons() {
     if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo "3.11 to 3.13"; fi
 }
 
-# Refuses a host whose Python is another one: Debian's package would not change that.
+# Refuses a host with another Python version: Debian's package would not change it.
 check_python() {
     local other=${MEGATRON_RL_PYTHON:-python3}
     if find_python >/dev/null || ! command -v "$other" >/dev/null; then
@@ -123,7 +123,7 @@ check_python() {
         "then: MEGATRON_RL_PYTHON=\$(python3 -m uv python find 3.12) bash tools/install.sh $MODE"
 }
 
-# Driver and compiler for GPUs, before anything is downloaded; sets TOOLKIT.
+# Checks the GPU driver and compiler before any download; sets TOOLKIT.
 check_gpu_host() {
     [ "$MODE" = gpu ] || return 0
     TOOLKIT=$("$1" -I "$ROOT/megatron_rl/backend/gpu_host.py") ||
@@ -139,7 +139,8 @@ check_disk() {
             "make room there, or move the clone to another disk"
 }
 
-# Everything that decides what .venv holds, its place included: a virtual environment cannot move.
+# Hash of everything that decides the content of .venv, and its path: a virtual environment cannot
+# move.
 fingerprint() {
     {
         echo "$MODE $ROOT"
@@ -162,7 +163,7 @@ finish_unchanged() {
     exit 0
 }
 
-# Keeps a sound .venv and makes a new one in place of a broken or half-made one.
+# Keeps a complete .venv; replaces a broken or incomplete one.
 make_venv() {
     local want have mode
     want=$("$1" -c 'import sys; print(sys.version_info[:3])')
@@ -199,7 +200,7 @@ install_torch_cpu() {
         limited "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$(torch_pin)"
 }
 
-# --no-deps throughout: the files pin the whole closure, so nothing is resolved.
+# --no-deps: the files pin all dependencies.
 install_components() {
     local pins=$VENV/.components.txt
     cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
@@ -207,7 +208,7 @@ install_components() {
     rm "$pins"
 }
 
-# Fails where uv cannot be had, or does not find what pip's configuration tells pip to find.
+# Fails when uv cannot be installed, or lacks a package that pip finds by its configuration.
 install_by_uv() {
     [ -x "$VENV/bin/uv" ] || limited "${PIP_INSTALL[@]}" "$UV_PIN" || return
     limited "$VENV/bin/uv" pip install --quiet --no-cache --no-deps --python "$VENV/bin/python" \
@@ -249,7 +250,7 @@ install_gpu() {
     done_step "TransformerEngine's part for torch" "$started"
 }
 
-# What is unpacked lies on .venv's own disk: /tmp may be small.
+# Unpacks on the disk of .venv: /tmp may be small.
 install_gpu_components() {
     mkdir -p "$VENV/.tmp"
     export TMPDIR=$VENV/.tmp
@@ -257,8 +258,8 @@ install_gpu_components() {
     rm -r "$1" "$VENV/.tmp"
 }
 
-# Its build finds the toolkit's headers by itself, but cuDNN's and NCCL's are in packages beside torch.
-# Without FORCE_BUILD it would ask the network for a wheel of just this torch.
+# Its build finds the toolkit's headers, but not cuDNN's and NCCL's, which are Python packages.
+# Without FORCE_BUILD it would look for a wheel of this torch in the network.
 build_engine() {
     local headers pin
     pin=$(grep "^$BUILT_HERE==" "$ROOT/requirements/gpu.txt") || return

@@ -1,9 +1,9 @@
-"""Pins everything that a GPU host installs: `python -m tools.lock_gpu`. Needs a package index.
+"""Pins the packages of a GPU installation: `python -m tools.lock_gpu`. Needs a package index.
 
-Run by hand, in .venv, when a pin above the line "# What those need" of requirements/gpu.txt was
-changed. Rewrites what is below that line, with the releases of requirements/cpu.txt where they fit,
-and requirements/gpu.json, the metadata by which tests/tools/test_pins.py checks the pins without an
-index.
+Run it by hand, in .venv, after a change of a pin above the line "# What those need" in
+requirements/gpu.txt. It rewrites the pins below that line, with the releases of
+requirements/cpu.txt where they fit, and requirements/gpu.json, the metadata for the offline check
+in tests/tools/test_pins.py.
 """
 
 import argparse
@@ -28,8 +28,8 @@ BUILT_NEEDS = (
     "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
     "transformer_engine_cu13=={version}",
 )  # fmt: skip
-"""What the setup.py of BUILT_HERE 2.12.0 says with CUDA 13: it runs only beside torch and nvcc, so
-an index cannot tell. Look there when its pin changes."""
+"""Requirements in the setup.py of BUILT_HERE 2.12.0 with CUDA 13, which needs torch and nvcc to
+run. Update when its pin changes."""
 
 
 def main() -> None:
@@ -55,17 +55,17 @@ def main() -> None:
 
 
 def built_here(direct: list[str]) -> Recorded:
-    """Metadata of what is compiled on the host."""
+    """Metadata of BUILT_HERE, which is compiled on each host."""
     version = dict(map(parse_pin, direct))[BUILT_HERE]
     return Recorded(version, ">=3.10", [need.format(version=version) for need in BUILT_NEEDS])
 
 
 def resolve(wanted: list[str], dev: list[str], folder: Path) -> list[str]:
-    """Pins of everything that `wanted` comes to, beside the pins of `dev`."""
+    """Pins of `wanted` and all its dependencies, compatible with the pins of `dev`."""
     given, found = folder / "wanted.txt", folder / "found.txt"
     given.write_text("\n".join(line for line in wanted if parse_pin(line)[0] != BUILT_HERE))
     (folder / "dev.txt").write_text("\n".join(dev))
-    # uv keeps what its output file held, where it fits: so both installations are alike.
+    # uv keeps fitting pins of its output file: so both installations are alike.
     cpu = (FOLDER / "cpu.txt").read_text().splitlines()
     found.write_text("\n".join(line for line in cpu if "==" in line and "+" not in line))
     command = [str(Path(sys.prefix) / "bin" / "uv"), "pip", "compile", "--quiet", str(given)]
@@ -76,7 +76,7 @@ def resolve(wanted: list[str], dev: list[str], folder: Path) -> list[str]:
 
 
 def read_metadata(pins: list[str], folder: Path) -> dict[str, Recorded]:
-    """What each of the pinned packages says of itself."""
+    """Metadata of each pinned package."""
     (folder / "pins.txt").write_text("\n".join(pins))
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps"]
     command += ["--ignore-installed", "--report", str(folder / "report.json")]
@@ -99,7 +99,7 @@ def read_metadata(pins: list[str], folder: Path) -> dict[str, Recorded]:
 
 
 def used_extras(requires: dict[str, list[str]]) -> dict[str, set[str]]:
-    """Extras that anybody asks for, of each package."""
+    """Extras of each package that any requirement names."""
     found: dict[str, set[str]] = {}
     for texts in requires.values():
         for requirement in map(Requirement, texts):

@@ -1,6 +1,6 @@
-"""Whether exact pins agree with each other, from what each package says of itself.
+"""Checks exact pins for conflicts by the packages' metadata.
 
-Used by tools/lock_gpu.py, which records that, and by the tests, which need no index for it.
+Used by tools/lock_gpu.py, which records the metadata, and by offline tests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 PYTHONS = ("3.11", "3.12")
-"""Those that the GPU installation is locked for."""
+"""Python versions of the GPU lock."""
 _LINUX = {
     "implementation_name": "cpython",
     "os_name": "posix",
@@ -29,7 +29,7 @@ class Recorded(msgspec.Struct, frozen=True):
     version: str
     requires_python: str
     requires: list[str]
-    """Its requirements (`Requires-Dist`)."""
+    """`Requires-Dist`."""
 
 
 Record = Mapping[str, Recorded]
@@ -37,7 +37,7 @@ Record = Mapping[str, Recorded]
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Canonical name -> version, of a file with one exact pin a line."""
+    """Canonical name -> version of a file with one exact pin per line."""
     return dict(parse_pin(line) for line in _pin_lines(path.read_text()))
 
 
@@ -54,10 +54,10 @@ def _pin_lines(text: str) -> Iterator[str]:
 def find_conflicts(
     wanted: Iterable[str], pins: Mapping[str, str], record: Record, python: str
 ) -> list[str]:
-    """One sentence for each thing that is wrong with the pins; none when they can be installed.
+    """A sentence per conflict of the pins; [] when they can be installed.
 
-    wanted: names that are asked for; the other pins have to be there for their sake. python: such
-    as "3.12", on Linux and x86-64.
+    wanted: names of the direct pins; they must need all others. python: such as "3.12", on Linux
+    and x86-64.
     """
     found: list[str] = []
     needed: set[str] = set()
@@ -84,7 +84,7 @@ def find_conflicts(
 
 
 def applicable(requires: Iterable[str], extra: str, python: str) -> Iterator[Requirement]:
-    """The requirements that hold for this Python with this extra; "": without any."""
+    """The requirements for this Python and this extra; "": without extra."""
     environment = _LINUX | {"python_version": python, "python_full_version": f"{python}.0"}
     for text in requires:
         requirement = Requirement(text)

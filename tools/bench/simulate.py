@@ -1,11 +1,11 @@
-"""Prediction of `megatron-rl simulate` beside real runs: `python -m tools.bench.simulate`.
+"""Compares predictions of `megatron-rl simulate` with runs: `python -m tools.bench.simulate`.
 
     python -m tools.bench.simulate FITTED OTHER [OTHER ...]
 
-Fits the models to the first run alone, and predicts the configurations of all of them. The runs
-need devices of their own for each role: roles that share cores slow each other, which is not
-modelled. The last line on stdout is one JSON object: for each run and figure what was predicted,
-what was measured, their ratio, and for shares their difference.
+Fits the models to the first run, and predicts the configurations of all runs. Each role of a run
+needs separate devices, because the simulator does not model roles that share cores. The last line
+on stdout is one JSON object: for each run and figure the prediction, the measurement, their ratio,
+and for shares their difference.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SIMULATED_STEPS = 200
 TIMES = ("step_s", "compute_s", "sync_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
 Figures = dict[str, dict[str, float]]
-"""By name of a figure: predicted, measured, ratio, difference."""
+"""Figure -> predicted, measured, ratio, difference."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare_runs(runs: list[RunRecords]) -> list[Figures]:
-    """The figures of each run. The first is fitted."""
+    """Figures of each run; the models are fitted to the first."""
     fitted = calibrate(runs[0])
     found = []
     for run in runs:
@@ -61,7 +61,7 @@ def _predict(fitted: Calibration, config: Config) -> Outcome:
 
 
 def compare(predicted: Outcome, measured: Measured) -> Figures:
-    """Each figure of both."""
+    """Figures of one run."""
     found: Figures = {}
     for name in (*TIMES, *SHARES):
         said, was = getattr(predicted, name), getattr(measured, name)

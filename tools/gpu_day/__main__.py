@@ -1,18 +1,17 @@
-"""All checks of docs/gpu-evidence.md that are tests, in the order that gives most rows first.
+"""Runs the tests of docs/gpu-evidence.md, files with many rows per minute first.
 
     python -m tools.gpu_day [--minutes M] [--out FOLDER] [--only WORD ...]
 
-A file of tests is a process of its own, under the interpreter that runs this. A test that fails,
-hangs or takes its process with it costs its own rows alone: the file goes on after it. What is
-known is written at once, to FOLDER:
+Each file of tests runs in a sub-process. A test that fails, hangs or crashes its process costs only
+its own rows: the file continues after it. Results are written at once to FOLDER:
 
-| file | holds |
+| file | content |
 |---|---|
-| day.md | host and versions; the rows, to be pasted into the page; what failed |
-| record.jsonl | a line when a test begins, and one when it ends |
-| log.txt | all that the tests printed |
+| day.md | machine and versions; rows to paste into the page; failures |
+| record.jsonl | a line at the beginning and at the end of each test |
+| log.txt | output of the tests |
 
-When the minutes are over the table is printed of what there is.
+After M minutes the run ends and prints the table so far.
 """
 
 import argparse
@@ -42,17 +41,17 @@ ORDER = (
     "tests/generation/test_overlap_schedule.py",
     "tests/generation/test_expert_choices.py",
     "tests/generation/test_engine_contract.py",
-    # Last what takes minutes: a large model, watchdogs that are waited for, engines of two ranks.
+    # The last files take minutes: a large model, waits for watchdogs, engines of two ranks.
     "tests/gpu/test_numerics_cuda.py",
     "tests/gpu/test_tensor_overlap_cuda.py",
     "tests/gpu/test_groups_cuda.py",
     "tests/gpu/test_engine_ranks_cuda.py",
 )
-"""Files by rows and seconds. Each row's file is one of them: tests/tools/test_gpu_day.py."""
+"""Files in order; tests/tools/test_gpu_day.py checks that each row's file is included."""
 
 
 def main() -> int:
-    """Command line. Exit code: 1 if anything failed or hung."""
+    """Command line. Exit code 1: a test failed or hung."""
     options = _parse()
     rows = [row for row in read_rows(PAGE.read_text()) if row.path]
     files = [path for path in ORDER if not options.only or _is_wanted(path, options.only)]

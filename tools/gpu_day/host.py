@@ -1,4 +1,4 @@
-"""What a host with GPUs is, in words for a table."""
+"""Describes a node with GPUs for a table."""
 
 import importlib.metadata
 import subprocess
@@ -9,7 +9,7 @@ _TIMEOUT_S = 30.0
 
 
 def hardware() -> str:
-    """Such as "1 x NVIDIA H100 80GB HBM3, driver 580.65.06"."""
+    """GPUs and driver, such as "1 x NVIDIA H100 80GB HBM3, driver 580.65.06"."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(
@@ -22,7 +22,7 @@ def hardware() -> str:
 
 
 def versions() -> str:
-    """Of the packages whose release decides what is shown."""
+    """Versions of PACKAGES."""
     found = []
     for name in PACKAGES:
         try:
