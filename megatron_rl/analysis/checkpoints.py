@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -179,7 +179,7 @@ def open_checkpoints(
                 rows.append(source)
             else:
                 file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-                rows.append(_ScratchRows(source, file.fileno()))
+                rows.append(_ScratchRows(source, file))
         yield OpenCheckpoints(sources, rows, [checkpoint.name for checkpoint in checkpoints])
 
 
@@ -205,8 +205,7 @@ def _check_same(first: Checkpoint, known: Source, other: Checkpoint, source: Sou
 class _ScratchRows:
     """Rows of a format that gives whole tensors; a file keeps the last one."""
 
-    def __init__(self, source: Source, file: int) -> None:
-        """file: descriptor of an empty file, open for reading and writing."""
+    def __init__(self, source: Source, file: BinaryIO) -> None:
         self._source = source
         self._file = file
         self._name = ""
@@ -218,22 +217,13 @@ class _ScratchRows:
         if name != self._name:
             self._fill(name)
         row_bytes = math.prod(self._size[1:]) * dtype.itemsize
-        held = bytearray((stop - start) * row_bytes)
-        with open(self._file, "rb", buffering=0, closefd=False) as file:
-            file.seek(start * row_bytes)
-            at = memoryview(held)
-            while at:
-                count = file.readinto(at)
-                assert count, "the scratch file was cut"
-                at = at[count:]
-        return torch.frombuffer(held, dtype=dtype).view(stop - start, *self._size[1:])
+        self._file.seek(start * row_bytes)
+        held = np.fromfile(self._file, np.uint8, (stop - start) * row_bytes)
+        return torch.from_numpy(held).view(dtype).view(stop - start, *self._size[1:])
 
     def _fill(self, name: str) -> None:
         tensor = self._source.read(name).contiguous()
         self._source.release()
-        with open(self._file, "wb", buffering=0, closefd=False) as file:
-            file.seek(0)
-            left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-            while left:
-                left = left[file.write(left) :]
+        self._file.seek(0)
+        tensor.view(-1).view(torch.uint8).numpy().tofile(self._file)
         self._name, self._size = name, tuple(tensor.shape)

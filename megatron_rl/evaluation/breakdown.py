@@ -69,38 +69,29 @@ def _by_length(problems: Sequence[ProblemSamples]) -> list[_Report]:
     Equal lengths share a quarter, so quarters may differ in size or be missing.
     """
     tokens = np.concatenate([problem.tokens for problem in problems])
-    is_correct = np.concatenate([problem.is_correct for problem in problems])
-    clusters = _clusters(problems)
     inner = np.quantile(tokens, np.arange(1, LENGTH_BINS) / LENGTH_BINS, method="lower")
     bins = np.searchsorted(np.unique(inner), tokens, side="left")
-    reports = []
-    for number in np.unique(bins):
-        mine = bins == number
-        reports.append({
-            "tokens_from": int(tokens[mine].min()),
-            "tokens_to": int(tokens[mine].max()),
-            "completions": int(mine.sum()),
-            "accuracy": _plain(clustered_figure(is_correct[mine].astype(float), clusters[mine])),
-        })  # fmt: skip
-    return reports
+    parts = [bins == number for number in np.unique(bins)]
+    return [
+        {"tokens_from": int(tokens[mine].min()), "tokens_to": int(tokens[mine].max())}
+        | _accuracy(problems, mine)
+        for mine in parts
+    ]
 
 
 def _by_truncation(problems: Sequence[ProblemSamples]) -> _Report:
     """Accuracy of finished completions, and of completions cut at the length limit."""
     is_cut = np.concatenate([problem.is_cut for problem in problems])
-    is_correct = np.concatenate([problem.is_correct for problem in problems])
-    clusters = _clusters(problems)
-    reports = {}
-    for name, mine in (("finished", ~is_cut), ("cut", is_cut)):
-        if mine.any():
-            accuracy = clustered_figure(is_correct[mine].astype(float), clusters[mine])
-            reports[name] = {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
-    return reports
+    parts = {"finished": ~is_cut, "cut": is_cut}
+    return {name: _accuracy(problems, mine) for name, mine in parts.items() if mine.any()}
 
 
-def _clusters(problems: Sequence[ProblemSamples]) -> np.ndarray:
-    """[completions]: number of the problem."""
-    return np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
+def _accuracy(problems: Sequence[ProblemSamples], mine: np.ndarray) -> _Report:
+    """Accuracy of the chosen completions; mine: [completions] bool."""
+    is_correct = np.concatenate([problem.is_correct for problem in problems]).astype(float)
+    clusters = np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
+    accuracy = clustered_figure(is_correct[mine], clusters[mine])
+    return {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
 
 
 def _plain(figure: Figure) -> _Report:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.printing import Report, counted, progress
+from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
 from megatron_rl.sweep.folders import FAILURE, State, state_of
 from megatron_rl.sweep.plan import Plan, PlannedRun
-from megatron_rl.sweep.table import say
 
 _ROLE = "run"
 _PROGRAM = "megatron-rl: "
@@ -41,33 +40,22 @@ def run_all(
 
     lock: descriptor that keeps other sweeps out of the folder. after_each is called after each run.
     """
+    failed, count = 0, len(plan.runs)
     with progress(console, "runs") as report:
-        return _run_each(plan, console, lock, command_of, after_each, report)
-
-
-def _run_each(
-    plan: Plan,
-    console: Console,
-    lock: int,
-    command_of: CommandOf,
-    after_each: Callable[[], None],
-    report: Report,
-) -> int:
-    failed = 0
-    for number, run in counted(enumerate(plan.runs, start=1), len(plan.runs), report):
-        head = f"[{number} of {len(plan.runs)}] {run.label}: "
-        if state_of(run) is State.COMPLETE:
-            say(console, head + "complete, not repeated")
-            continue
-        say(console, f"{head}running; its output: {_log_path(run.run_dir)}")
-        started = time.monotonic()
-        reason = run_one(run, command_of(run), plan.sweep.timeout_s, lock)
-        seconds = time.monotonic() - started
-        if reason:
-            failed += 1
-            (run.run_dir / FAILURE).write_text(reason + "\n")
-        say(console, f"{head}{f'failed: {reason}' if reason else f'complete in {seconds:.0f} s'}")
-        after_each()
+        for number, run in counted(enumerate(plan.runs, start=1), count, report):
+            head = f"[{number} of {count}] {run.label}: "
+            if state_of(run) is State.COMPLETE:
+                say(console, head + "complete, not repeated")
+                continue
+            say(console, f"{head}running; output in {run.run_dir}/logs/{_ROLE}.out")
+            started = time.monotonic()
+            if reason := run_one(run, command_of(run), plan.sweep.timeout_s, lock):
+                failed += 1
+                (run.run_dir / FAILURE).write_text(reason + "\n")
+                say(console, f"{head}failed: {reason}")
+            else:
+                say(console, f"{head}complete in {time.monotonic() - started:.0f} s")
+            after_each()
     return failed
 
 
@@ -101,7 +89,3 @@ def last_line(log_path: Path, start: int) -> str:
     # The hint how to resume follows the error.
     lines = [line for line in lines if SAME_COMMAND not in line]
     return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"
-
-
-def _log_path(run_dir: Path) -> Path:
-    return run_dir / "logs" / f"{_ROLE}.out"

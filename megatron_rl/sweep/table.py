@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.sweep.results import Estimate, Figure, PairedDifference, Results, as_json
 
@@ -21,11 +22,9 @@ def print_table(results: Results, console: Console) -> None:
     """Print the table of all metrics, then the missing runs."""
     say(console, f"{results.plan.sweep.name}: {_legend(results)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for number, name in enumerate(_COLUMNS):
-        if number == 0:
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(_COLUMNS[0], overflow="fold")
+    for name in _COLUMNS[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     for metric in results.plan.sweep.metrics:
         table.add_row(metric, style="bold")
         figures = [figure for figure in results.figures if figure.metric == metric]
@@ -37,13 +36,7 @@ def print_table(results: Results, console: Console) -> None:
         unbound = console.options.update(max_width=_FILE_WIDTH)
         table.width = console.measure(table, options=unbound).maximum
     console.print(table, markup=False, crop=False)
-    for line in missing_lines(results):
-        say(console, line)
-
-
-def say(console: Console, text: str) -> None:
-    """Print text without markup."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, *missing_lines(results))
 
 
 def write_files(results: Results, sweep_dir: Path) -> None:
