@@ -15,8 +15,6 @@ resumes it.
 
 import argparse
 import json
-import math
-import os
 import random
 import subprocess
 import sys
@@ -26,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.sweep.results import estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "examples/miniature.toml"
@@ -76,9 +76,9 @@ class Miniature:
     def train(self, name: str, prompts: str, model: Path, *overrides: str) -> Path:
         """Train on the prompts of a file, evaluate on the held-out ones; returns the run folder."""
         run = self.run(name)
-        lines = _with_held_out(read_jsonl(self.data(prompts)), read_jsonl(self.data("held_out")))
+        lines = [row | {"split": "train"} for row in read_jsonl(self.data(prompts))]
         path = self.data(f"{prompts}.run")
-        _write(path, lines)
+        _write(path, lines + read_jsonl(self.data("held_out")))
         self.cli(
             run / "summary.json",
             *("run", "--config", CONFIG, "--run-dir", run),
@@ -187,11 +187,13 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
         *("--per-problem", "8", "--batch-size", "32", "--instruction-share", "0"),
     )
     report = json.loads(Path(f"{examples}.report.json").read_text())
+    # sft_steps: four epochs over the SFT examples, as in the paper.
+    steps = min(COLD_START_STEPS, report["figures"]["sft_steps"])
     both = small.train(
         f"sft_rl_{seed}",
         "filtered",
         base,
-        *(own, f"sft.dataset={examples}", f"sft.steps={min(COLD_START_STEPS, sft_steps(report))}"),
+        *(own, f"sft.dataset={examples}", f"sft.steps={steps}"),
     )
     return {
         "base": accuracy(rl_only, "before"),
@@ -202,32 +204,19 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
     }
 
 
-def sft_steps(report: dict[str, Any]) -> int:
-    """Steps of four epochs over the SFT examples, as in the paper."""
-    steps: int = report["figures"]["sft_steps"]
-    return steps
-
-
 def accuracy(run: Path, label: str) -> float:
     """Held-out accuracy of a run's evaluation."""
     rows = read_jsonl(run / "metrics.jsonl")
     return next(float(row["eval/accuracy"]) for row in rows if row.get("label") == label)
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
-    """(mean, standard error) over seeds; no error for one seed."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, None
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
 def summarize(found: dict[str, float], studies: list[dict[str, float]]) -> dict[str, Any]:
     """The JSON object of the last line."""
     result: dict[str, Any] = dict(found)
     for key in studies[0]:
-        result[key], result[f"{key}_se"] = mean_and_error([study[key] for study in studies])
+        found_mean = estimate([study[key] for study in studies])
+        assert found_mean is not None
+        result[key], result[f"{key}_se"] = found_mean.mean, found_mean.standard_error
     result["filtered_accuracy"] = result["rl_only"]
     result["filtered_accuracy_se"] = result["rl_only_se"]
     return result | {"seeds": len(studies)}
@@ -253,16 +242,8 @@ def print_table(result: dict[str, Any]) -> None:
     )
 
 
-def _with_held_out(
-    rows: Iterable[dict[str, Any]], held_out: Iterable[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    return [row | {"split": "train"} for row in rows] + list(held_out)
-
-
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(new, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _toml(value: object) -> str:

@@ -54,6 +54,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.protocol.metrics import read_jsonl
 from tools.bench.children import CACHE, ROOT, TRL_PINS, ChildFailed, make_venv, run_tool, smollm2
 from tools.bench.end_to_end_peer import lines
 from tools.bench.loops import (
@@ -76,9 +77,7 @@ from tools.bench.measuring import (
     say,
 )
 from tools.bench.variants import (
-    TIMED_OVERRIDES,
     Workload,
-    completion_lengths,
     run_cli,
     run_ours,
     run_peer,
@@ -86,7 +85,8 @@ from tools.bench.variants import (
     write_peer_prompts,
 )
 
-TINY, REAL = ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "real.toml"
+TINY = (ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "tiny.toml")
+REAL = (ROOT / "tools" / "bench" / "real.toml",)
 QUIET_SHARE = 0.1
 STEPS, QUICK_STEPS = 60, 12
 REPEATS, QUICK_REPEATS = 3, 1
@@ -155,14 +155,12 @@ def run_tiny(bench: Bench, peer: Path, steps: int, repeats: int) -> dict[str, An
     """Figures of the workload tiny. Raises ChildFailed."""
     work_dir = bench.work_dir / "tiny"
     work_dir.mkdir()
-    runs = Runs()
-    run_all(
-        tiny_variants(make_tiny(work_dir, steps), peer),
-        runs,
-        repeats=repeats,
-        work_dir=work_dir,
-        before_each=bench.before_each,
-    )
+    workload, runs = make_tiny(work_dir, steps), Runs()
+    by_name = ours(workload) | {
+        "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
+        "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
+    }
+    run_all(by_name, runs, repeats=repeats, work_dir=work_dir, before_each=bench.before_each)
     conditions = {"steps": steps, "repeats": repeats, "peak_memory_bytes": runs.peaks}
     learned = {} if bench.is_quick else learning(runs.loops)
     return conditions | compare_tiny(runs.loops) | learned
@@ -213,14 +211,6 @@ def ours(workload: Workload) -> dict[str, Variant]:
     }
 
 
-def tiny_variants(workload: Workload, peer: Path) -> dict[str, Variant]:
-    """All variants of the workload tiny by name."""
-    return ours(workload) | {
-        "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
-        "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
-    }
-
-
 def run_all(
     by_name: dict[str, Variant],
     runs: Runs,
@@ -259,13 +249,13 @@ def make_tiny(work_dir: Path, steps: int) -> Workload:
     ]
     cold_start = work_dir / "cold_start"
     run_cli(
-        TINY,
+        TINY[:1],
         [*data, _path_override("model.path", model), "train.steps=0", "eval.prompts=0"],
         run_dir=cold_start,
     )
     start = _path_override("model.path", cold_start / "hf" / "cold_start")
     peer_prompts = work_dir / "peer_prompts.jsonl"
-    workload = with_steps(Workload(TINY, (*data, start, *TIMED_OVERRIDES), peer_prompts), steps)
+    workload = with_steps(Workload(TINY, (*data, start), peer_prompts), steps)
     write_peer_prompts(workload.config, peer_prompts)
     return workload
 
@@ -325,7 +315,10 @@ def quickest(probed: dict[str, float | str]) -> str:
 
 
 def _lengths(work_dir: Path, repeats: int) -> list[int]:
-    return [n for i in range(repeats) for n in completion_lengths(work_dir / f"ours-{i}")]
+    """Tokens of every trained completion of our runs."""
+    folders = [work_dir / f"ours-{repeat}" / "rollouts" for repeat in range(repeats)]
+    files = [file for folder in folders for file in sorted(folder.glob("step_*.jsonl"))]
+    return [row["tokens"] for file in files for row in read_jsonl(file)]
 
 
 def _parse() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,40 +17,6 @@ from tools.bench.children import environment, run_child, run_job
 from tools.bench.loops import StepMark, marks_from_metrics, marks_from_peer
 
 RUN_TIMEOUT_S = 900.0
-TIMED_OVERRIDES = (
-    # The algorithm, the same on both sides.
-    "train.prompts_per_batch=16",
-    "train.group_size=16",
-    "train.minibatches=1",
-    "sampling.max_new_tokens=12",
-    "sampling.temperature=1.0",
-    "sampling.top_p=1.0",
-    "optimizer.lr=4e-4",
-    "optimizer.warmup_steps=10",
-    "optimizer.lr_schedule=constant",
-    "optimizer.beta1=0.9",
-    "optimizer.beta2=0.95",
-    "optimizer.weight_decay=0.0",
-    "optimizer.clip_grad_norm=1.0",
-    "algorithm.policy_loss.name=clipped",
-    "algorithm.policy_loss.eps_low=0.2",
-    "algorithm.policy_loss.eps_high=0.28",
-    "reward.correct=0.9",
-    "reward.format=0.1",
-    "reward.length_margin_tokens=0",
-    "model.dtype=float32",
-    # Two cores: one for the trainer's rank, one for the generator's engine.
-    "parallel.tensor=1",
-    "parallel.pipeline=1",
-    "parallel.data=1",
-    "generator.replicas=1",
-    "generator.tensor_parallel=1",
-    # Only the loop is timed.
-    "sft.steps=0",
-    "sft.baseline=false",
-    "eval.prompts=0",
-)
-"""Settings of the workload tiny."""
 TRL = {
     "lr_scheduler_type": "constant_with_warmup",
     "top_p": 1.0,
@@ -75,7 +41,8 @@ that would only slow TRL are off."""
 class Workload:
     """Configuration and prompts of all variants."""
 
-    config_path: Path
+    configs: tuple[Path, ...]
+    """Our configuration files; later files take precedence."""
     overrides: tuple[str, ...]
     """Overrides of all our timed runs."""
     peer_prompts: Path
@@ -84,31 +51,25 @@ class Workload:
     @property
     def config(self) -> Config:
         """The configuration of our timed runs."""
-        return load_config(self.config_path, list(self.overrides))
+        return load_config(self.configs, self.overrides)
 
 
 def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[StepMark]:
     """Train with our system. Raises ChildFailed."""
     overrides = [*workload.overrides, f"queue.max_staleness={max_staleness}"]
-    run_cli(workload.config_path, overrides, run_dir=run_dir)
+    run_cli(workload.configs, overrides, run_dir=run_dir)
     rows = read_jsonl(run_dir / "metrics.jsonl")
     return marks_from_metrics(rows, workload.config.train.group_size)
 
 
-def completion_lengths(run_dir: Path) -> list[int]:
-    """Tokens of every trained completion of one of our runs."""
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return [row["tokens"] for file in files for row in read_jsonl(file)]
-
-
-def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
+def run_cli(configs: Sequence[Path], overrides: Sequence[str], *, run_dir: Path) -> None:
     """`megatron-rl run`. Raises ChildFailed."""
-    command = [sys.executable, "-m", "megatron_rl.cli.main", "run", "--config", config_path]
-    command += ["--run-dir", run_dir]
-    log = run_dir.with_suffix(".log")
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "run", "--run-dir", run_dir]
+    for path in configs:
+        command += ["--config", path]
     run_child(
         [*command, *overrides],
-        log=log,
+        log=run_dir.with_suffix(".log"),
         timeout_s=RUN_TIMEOUT_S,
         environment=environment(),
     )

@@ -7,6 +7,7 @@ of the server's process). Pages and filters are requested over HTTP.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import resource
@@ -22,7 +23,7 @@ import aiohttp
 
 from megatron_rl.observe.viewer.index import Index
 from megatron_rl.observe.viewer.server import Viewer, serve
-from tools.bench.measuring import parser, report
+from tools.bench.measuring import parser, report, timed
 
 ROLLOUTS, QUICK = 100_000, 20_000
 GROUP, GROUPS_A_STEP = 16, 64
@@ -101,15 +102,10 @@ async def measure(address: str) -> dict[str, float]:
 
 def bare_ms(database: Path) -> float:
     """Milliseconds of a search without matches in SQLite alone."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     asked = "select id from texts where text like '%zebra%' or problem like '%zebra%'"
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        connection.execute(asked).fetchall()
-        times.append(1e3 * (time.perf_counter() - started))
-    connection.close()
-    return statistics.median(times)
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        times_s = [timed(lambda: connection.execute(asked).fetchall()) for _ in range(REPEATS)]
+    return 1e3 * statistics.median(times_s)
 
 
 async def run(folder: Path) -> dict[str, float]:

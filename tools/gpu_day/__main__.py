@@ -15,12 +15,14 @@ After M minutes the run ends and prints the table so far.
 """
 
 import argparse
+import importlib.metadata
+import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.gpu_day.host import hardware, versions
 from tools.gpu_day.rows import Outcome, Row, read_rows, table
 from tools.gpu_day.runs import Day, run_file
 
@@ -49,12 +51,15 @@ ORDER = (
 )
 """Files in order; tests/tools/test_gpu_day.py checks that each row's file is included."""
 
+PACKAGES = ("torch", "nvidia-nccl-cu13", "transformer-engine", "megatron-core", "sglang")
+_TIMEOUT_S = 30.0
+
 
 def main() -> int:
     """Command line. Exit code 1: a test failed or hung."""
     options = _parse()
     rows = [row for row in read_rows(PAGE.read_text()) if row.path]
-    files = [path for path in ORDER if not options.only or _is_wanted(path, options.only)]
+    files = [path for path in ORDER if any(word in path for word in options.only or [""])]
     options.out.mkdir(parents=True, exist_ok=True)
     day = Day(
         record=options.out / "record.jsonl",
@@ -76,10 +81,6 @@ def main() -> int:
     return int(any(o.result in ("failed", "hung") for o in outcomes.values()))
 
 
-def _is_wanted(path: str, words: list[str]) -> bool:
-    return any(word in path for word in words)
-
-
 def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
     """The text of day.md."""
     date = datetime.now(UTC).date().isoformat()
@@ -96,6 +97,30 @@ def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
             *("\nNot reached:", *(left or ["- none"]), ""),
         ]
     )
+
+
+def hardware() -> str:
+    """GPUs and driver, such as "1 x NVIDIA H100 80GB HBM3, driver 580.65.06"."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no GPU ({type(error).__name__} of nvidia-smi)"
+    gpus = Counter(line.strip().replace(", ", ", driver ") for line in said.splitlines())
+    return "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items())
+
+
+def versions() -> str:
+    """Versions of PACKAGES."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 def _parse() -> argparse.Namespace:
