@@ -12,7 +12,7 @@ checkpoints refuses formats other than floating point.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -34,8 +34,10 @@ from megatron_rl.analysis.results import (
     PointFigures,
     PointResult,
     WeightsResult,
+    to_json,
 )
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
@@ -202,18 +204,17 @@ def write_grid(
     form: PointFormat,
     *,
     at_most: int | None,
-    save: Callable[[Path, str], None],
 ) -> Iterator[str]:
     """Write up to `at_most` missing points of the grid to `folder`; yields the name of each.
 
-    save writes a file atomically. Raises InputError when `folder` holds another grid.
+    Raises InputError when `folder` holds another grid.
     """
     grid = _resume(grid, folder)
     chosen = points_left(grid, folder)[:at_most]
     if not chosen:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save(folder / FILE, _to_json(grid))
+    write_whole(folder / FILE, to_json(grid))
     checkpoints = [one.checkpoint for one in weights.checkpoints]
     with open_checkpoints(checkpoints, folder) as opened:
         for point in chosen:
@@ -222,7 +223,7 @@ def write_grid(
             written = msgspec.structs.replace(point, rounding=rounding)
             points = [written if one.name == point.name else one for one in grid.points]
             grid = msgspec.structs.replace(grid, points=points)
-            save(folder / FILE, _to_json(grid))
+            write_whole(folder / FILE, to_json(grid))
             yield point.name
 
 
@@ -320,7 +321,3 @@ def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:
             f"{path} has the sets {', '.join(sorted(sets)) or '(none)'}: choose one by --set NAME"
         )
     return set_name, sets[set_name]
-
-
-def _to_json(grid: Grid) -> str:
-    return msgspec.json.format(msgspec.json.encode(grid)).decode() + "\n"

@@ -172,6 +172,6 @@ def read_analysis(folder: Path) -> Analysis:
         ) from error
 
 
-def to_json(analysis: Analysis) -> str:
-    """Text of analysis.json."""
-    return msgspec.json.format(msgspec.json.encode(analysis)).decode() + "\n"
+def to_json(content: msgspec.Struct) -> str:
+    """Text of analysis.json or grid.json."""
+    return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

@@ -47,7 +47,7 @@ def write(
     weights: WeightsResult, grid: Grid, folder: Path, at_most: int | None = None
 ) -> list[str]:
     form = PointFormat()
-    return list(write_grid(weights, grid, folder, form, at_most=at_most, save=write_whole))
+    return list(write_grid(weights, grid, folder, form, at_most=at_most))
 
 
 def evaluation(reward: float, accuracy: float, length: float) -> str:

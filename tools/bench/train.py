@@ -381,16 +381,17 @@ def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
 
 def over_gemm(measured: Measured) -> float:
     """Model FLOP/s of the median step over gemm_rate."""
-    seconds = statistics.median(s.seconds for s in measured.samples)
-    return measured.step_flops / seconds / measured.gemm_rate
+    return _flops_per_s(measured) / measured.gemm_rate
 
 
 def mfu(measured: Measured, precision: str) -> float | None:
     """Model FLOP/s over the device's peak; None for an unknown device."""
     peak = named_peak(measured.device, is_fp8=precision == "fp8")
-    if peak is None:
-        return None
-    return measured.step_flops / statistics.median(s.seconds for s in measured.samples) / peak
+    return None if peak is None else _flops_per_s(measured) / peak
+
+
+def _flops_per_s(measured: Measured) -> float:
+    return measured.step_flops / statistics.median(s.seconds for s in measured.samples)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def measure_layouts(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
     """Figures of all layouts."""
-    model, job = write_sized_model(options, work_dir), make_job(options, options.methods)
+    model, job = set_up(options, work_dir, options.methods)
     found: dict[str, dict[str, float]] = {}
     shares = []
     for name in options.layouts:
@@ -124,8 +124,8 @@ def measure_replicas(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
     """Figures of weight syncs to each number of replicas."""
-    model, busy = write_sized_model(options, work_dir), busy_share(cores)
-    job = make_job(options, (RAW, RESHARD, OVERLAP))
+    model, job = set_up(options, work_dir, (RAW, RESHARD, OVERLAP))
+    busy = busy_share(cores)
 
     def sync(replicas: int, link_mb_s: int) -> list[Sample]:
         folder = work_dir / f"replicas-{replicas}-link-{link_mb_s}"
@@ -141,17 +141,12 @@ def measure_replicas(
     return {"busy_share": busy, "replicas": rows}
 
 
-def write_sized_model(options: argparse.Namespace, work_dir: Path) -> Path:
-    """Folder of a random model."""
-    write_model(work_dir / "model", QUICK_SIZES if options.quick else SIZES)
-    return work_dir / "model"
-
-
-def make_job(options: argparse.Namespace, methods: Sequence[str]) -> Job:
-    """The job of the command line."""
+def set_up(options: argparse.Namespace, folder: Path, methods: Sequence[str]) -> tuple[Path, Job]:
+    """The folder of a random model, and the job of the command line."""
+    write_model(folder / "model", QUICK_SIZES if options.quick else SIZES)
     repeats = options.repeats or (3 if options.quick else 9)
     is_bare = bool(options.replicas) and not options.servers
-    return Job(repeats, tuple(methods), is_bare=is_bare)
+    return folder / "model", Job(repeats, tuple(methods), is_bare=is_bare)
 
 
 def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
@@ -182,6 +177,14 @@ def run_layout(cfg: Config, job: Job) -> list[Sample]:
         return run_ranks(module, folder, Samples, ranks=ranks, timeout_s=RANKS_TIMEOUT_S).samples
 
 
+def _of(samples: Sequence[Sample], method: str) -> list[Sample]:
+    return [sample for sample in samples if sample.method == method]
+
+
+def _median(samples: Sequence[Sample], key: Callable[[Sample], float]) -> float:
+    return statistics.median(map(key, samples))
+
+
 def _transfer(sample: Sample) -> float:
     """Seconds of the slowest of the parallel transfers; 0 for methods without transfers_s."""
     return max(sample.transfers_s, default=0.0)
@@ -207,7 +210,7 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     """Figures of one layout."""
-    by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
+    by = {name: _of(samples, name) for name in METHODS}
     reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes
     ratios = {
@@ -218,13 +221,14 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     pauses = [pause for sample in reshard for pause in sample.pauses_s]
     transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
     stood_s = [p - t for p, t in zip(pauses, transfers, strict=True)]
-    loopback = [sample.loopback_bytes / sample.minimum_bytes for sample in reshard]
     trainer = max(sample.trainer_peak_bytes for sample in reshard)
     engine = max(sample.engine_peak_bytes for sample in reshard)
     return {
         "minimum_mb": reshard[0].minimum_bytes / 1e6,
         "wire_bytes_over_minimum": reshard[0].wire_bytes / reshard[0].minimum_bytes,
-        "loopback_bytes_over_minimum": statistics.median(loopback),
+        "loopback_bytes_over_minimum": _median(
+            reshard, lambda sample: sample.loopback_bytes / sample.minimum_bytes
+        ),
         **ratios,
         "pause_ms_p50": 1e3 * statistics.median(pauses),
         "pause_overhead_ms": 1e3 * statistics.median(stood_s),
@@ -241,8 +245,8 @@ def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
     for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
         sizes = [row["bytes"] for row in read_jsonl(path) if row["name"].startswith(RESHARD)]
         engine.append(max(sizes[1:]))
-    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == RESHARD]
-    return {"growth_bytes_trainer": max(trainer), "growth_bytes_engine": max(engine)}
+    trainer = max(sample.trainer_growth_bytes for sample in _of(samples, RESHARD))
+    return {"growth_bytes_trainer": trainer, "growth_bytes_engine": max(engine)}
 
 
 def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -266,12 +270,9 @@ def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
         "lo MB": lambda sample: sample.loopback_bytes / 1e6,
     }
     return {
-        method: {
-            title: statistics.median(key(s) for s in samples if s.method == method)
-            for title, key in columns.items()
-        }
+        method: {title: _median(chosen, key) for title, key in columns.items()}
         for method in METHODS
-        if any(sample.method == method for sample in samples)
+        if (chosen := _of(samples, method))
     }
 
 
@@ -279,24 +280,16 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
     """Medians by number of replicas."""
     rows: dict[str, dict[str, float]] = {}
     for replicas, samples in sorted(found.items()):
-
-        def values(
-            method: str, key: Callable[[Sample], float], samples: Sequence[Sample] = samples
-        ) -> list[float]:
-            return [key(sample) for sample in samples if sample.method == method]
-
-        def middle(*chosen: Any) -> float:
-            return statistics.median(values(*chosen))
-
+        raw, reshard, overlap = (_of(samples, name) for name in (RAW, RESHARD, OVERLAP))
         row = {
-            "sync_s": middle(RESHARD, _sync),
-            "transfer_s": middle(RESHARD, _transfer),
-            "raw_transfer_s": middle(RAW, _transfer),
-            "time_over_raw": over(values(RESHARD, _transfer), values(RAW, _transfer)),
-            "overlapped_transfer_s": middle(OVERLAP, _transfer),
-            "stall_ms": middle(OVERLAP, lambda sample: 1e3 * sample.stall_s),
-            "stall_over_transfer": middle(OVERLAP, lambda s: s.stall_s / _transfer(s)),
-            "wire_mb": values(RESHARD, lambda sample: sample.wire_bytes / 1e6)[0],
+            "sync_s": _median(reshard, _sync),
+            "transfer_s": _median(reshard, _transfer),
+            "raw_transfer_s": _median(raw, _transfer),
+            "time_over_raw": over([*map(_transfer, reshard)], [*map(_transfer, raw)]),
+            "overlapped_transfer_s": _median(overlap, _transfer),
+            "stall_ms": 1e3 * _median(overlap, lambda sample: sample.stall_s),
+            "stall_over_transfer": _median(overlap, lambda s: s.stall_s / _transfer(s)),
+            "wire_mb": reshard[0].wire_bytes / 1e6,
         }
         fewest = next(iter(rows.values()), row)
         for figure, name in (

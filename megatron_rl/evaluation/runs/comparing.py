@@ -8,10 +8,14 @@ from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.evaluation.paired_test import paired_test
-from megatron_rl.evaluation.runs.results import HELD_OUT, Report, read_problems, read_report
+from megatron_rl.evaluation.runs.results import (
+    HELD_OUT,
+    SETTINGS,
+    Report,
+    read_problems,
+    read_report,
+)
 from megatron_rl.evaluation.samples import ProblemSamples
-
-_SETTINGS = ("samples", "temperature", "top_p", "top_k", "min_p", "stop", "max_new_tokens")
 
 
 def compare_folders(first: Path, second: Path) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def _other_settings(first: Report, second: Report) -> dict[str, list[Any]]:
     """Sampling settings that differ: both values by name."""
     return {
         name: [first.get(name), second.get(name)]
-        for name in _SETTINGS
+        for name in ("samples", *SETTINGS)
         if first.get(name) != second.get(name)
     }
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.breakdown import set_report
@@ -24,6 +26,8 @@ from megatron_rl.rollout_queue.evaluation import EvaluationSet
 RESULTS = "eval.json"
 HELD_OUT = "held_out"
 """Name of the held-out prompts among the sets."""
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "stop", "max_new_tokens")
+"""Sampling settings in eval.json."""
 Report = dict[str, Any]
 
 
@@ -49,14 +53,10 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
     problems = [problem for problem in problems if problem.prompt_id in wanted]
     if not problems:
         raise InputError(f"{run_dir} holds no graded completion of {one.name or HELD_OUT}")
+    sampling = json.loads(msgspec.json.encode(one.sampling))
     return {
         "prompts": len(one.prompts),
-        "temperature": one.sampling.temperature,
-        "top_p": one.sampling.top_p,
-        "top_k": one.sampling.top_k,
-        "min_p": one.sampling.min_p,
-        "stop": list(one.sampling.stop),
-        "max_new_tokens": one.sampling.max_new_tokens,
+        **{name: sampling[name] for name in SETTINGS},
         # Problems without any, or with too few, graded completions.
         "missing_problems": len(one.prompts) - len(problems),
         "short_problems": sum(problem.n < one.samples for problem in problems),

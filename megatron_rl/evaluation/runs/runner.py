@@ -26,7 +26,7 @@ from megatron_rl.launcher.phases import evaluate_folder
 from megatron_rl.launcher.intentions import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
-from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
+from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.rollout_queue.evaluation import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
 from megatron_rl.data.prompts import prompts_of_run
@@ -63,10 +63,11 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
         is_again = _check_earlier(config, label)
         missing = _missing(config, label, sets)
         if is_again:
-            console.print(_again_text(config, missing), highlight=False, soft_wrap=True)
+            say(console, _again_text(config, missing))
         if missing:
             config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
-            _generate(config, label, console, lock=lock)
+            with first_node(config, console, lock) as node:
+                evaluate_folder(node, label, ["--keep-evaluated"])
         report = make_report(config, label, sets, left_out=loaded.dropped)
         write_report(config.run.dir, report)
     print_report(report, console)
@@ -134,22 +135,18 @@ def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
 def _again_text(config: Config, missing: int) -> str:
     if not missing:
         return f"{config.run.dir} holds all completions: nothing is generated."
-    return f"Going on with the evaluation in {config.run.dir}: {missing} problems are missing."
-
-
-def _generate(config: Config, label: str, console: Console, *, lock: FolderLock) -> None:
-    with first_node(config, console, lock) as node:
-        evaluate_folder(node, label, ["--keep-evaluated"])
+    return f"Resuming the evaluation in {config.run.dir}: {missing} problems are missing."
 
 
 def _say_where(config: Config, label: str, report: Report, console: Console) -> None:
-    unmeasured = {
-        name: found["missing_problems"] + found["short_problems"]
-        for name, found in report["sets"].items()
-    }
-    for name, count in unmeasured.items():
-        if count:
-            text = f"warning: {name}: {count} problems lack completions; start again to retry them"
-            console.print(text, highlight=False, soft_wrap=True)
-    text = f"Figures: {config.run.dir / RESULTS}\nCompletions: {config.run.dir}/rollouts"
-    console.print(f"{text}/eval_{label}*.jsonl", highlight=False, soft_wrap=True)
+    for name, found in report["sets"].items():
+        if count := found["missing_problems"] + found["short_problems"]:
+            say(
+                console,
+                f"warning: {name}: {count} problems lack completions; repeat the command to retry",
+            )
+    say(
+        console,
+        f"Figures: {config.run.dir / RESULTS}",
+        f"Completions: {config.run.dir}/rollouts/eval_{label}*.jsonl",
+    )
