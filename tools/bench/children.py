@@ -178,6 +178,28 @@ def run_tool(name: str, *arguments: object, log: Path) -> None:
     run_child(command, log=log, timeout_s=MODEL_TIMEOUT_S)
 
 
+def llama(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: tuple[int, int], **more: int
+) -> dict[str, Any]:
+    """Arguments of LlamaConfig; heads: (queries, keys and values)."""
+    return {
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+    } | more
+
+
+SMOLLM2 = llama(49_152, 576, 1536, 30, (9, 3))
+"""Sizes of SmolLM2-135M."""
+TINY = llama(64, 192, 384, 4, (6, 2), head_dim=32)
+"""Sizes of tools.make_tiny_model."""
+
+
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     """Write a random Llama as a Hugging Face folder."""
     import torch

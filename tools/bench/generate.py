@@ -171,7 +171,7 @@ def rooflines(running: Sequence[int]) -> Speeds:
     """Speed limits of one thread of this machine."""
     import torch
 
-    shapes = limits.SMOLLM2
+    shapes = limits.MODELS["135M"]
 
     def at(count: int) -> Speed:
         rates = limits.gemm_rates(shapes, count, torch.bfloat16)

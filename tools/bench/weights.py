@@ -52,7 +52,14 @@ from msgspec.structs import replace
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.metrics import read_jsonl
-from tools.bench.children import background, rank_environment, run_ranks, write_job, write_model
+from tools.bench.children import (
+    background,
+    llama,
+    rank_environment,
+    run_ranks,
+    write_job,
+    write_model,
+)
 from tools.bench.measuring import busy_share, over, parser, run, show
 from tools.bench.weights_exchanges import FLOOR, RAW
 from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample, Samples
@@ -60,17 +67,9 @@ from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample, Samples
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
 METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
 RANKS_TIMEOUT_S = 900.0
-SIZES = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 32,
-    # SmolLM2-135M has 9 and 3 of 64, which two tensor ranks cannot share.
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
-QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
+# SmolLM2-135M has 9 heads in 3 groups, which two tensor ranks cannot share.
+SIZES = llama(49_152, 576, 1536, 32, (12, 4))
+QUICK_SIZES = llama(16_384, 576, 1536, 8, (12, 4))
 
 
 class Layout(NamedTuple):
