@@ -33,7 +33,7 @@ while [ $# -gt 0 ]; do
             ;;
         run.seed=*)
             SEED=${1#run.seed=}
-            [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: run.seed=$SEED is no number" >&2; exit 2; }
+            [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: run.seed=$SEED is not a number" >&2; exit 2; }
             ;;
         ?*.?*=*) OVERRIDES+=("$1") ;;
         *) usage ;;
@@ -44,7 +44,7 @@ RUN_DIR=${RUN_DIR:-$PWD/runs/$EXAMPLE-$(date +%Y%m%d-%H%M%S)}
 TASKS=$RUN_DIR/tasks
 if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ] && [ ! -e "$TASKS" ] &&
     [ ! -e "$RUN_DIR/start_model" ]; then
-    echo "quickstart: $RUN_DIR holds other things: name another folder with --run-dir DIR" >&2
+    echo "quickstart: $RUN_DIR holds other files: name another folder with --run-dir DIR" >&2
     exit 2
 fi
 

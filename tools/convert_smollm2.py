@@ -89,7 +89,7 @@ def _check_existing(out: Path, dtype: str) -> None:
     try:
         found = json.loads((out / "config.json").read_text())["torch_dtype"]
     except (OSError, ValueError, KeyError) as error:
-        raise ConversionError(f"{out} exists and is no model folder: name another one") from error
+        raise ConversionError(f"{out} is not a model folder: name another one") from error
     if found != dtype:
         raise ConversionError(f"{out} holds {found}: name another folder for {dtype}, or delete it")
 

@@ -16,7 +16,7 @@ set -euo pipefail
 case "$OSTYPE $HOSTTYPE" in
     linux*" x86_64"*) ;;
     *)
-        echo "[install] error: this host is $OSTYPE on $HOSTTYPE: only Linux on x86-64 will do, a container or a virtual machine too" >&2
+        echo "[install] error: this host is $OSTYPE on $HOSTTYPE: megatron-rl needs Linux on x86-64; a container or a virtual machine works too" >&2
         exit 1
         ;;
 esac
@@ -37,6 +37,7 @@ TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 declare -A NEEDED_GIB=([cpu]=5 [gpu]=14)
 # First refused version: some packages have no wheels for it.
 declare -A PYTHON_BELOW=([cpu]=3.14 [gpu]=3.13)
+declare -A PYTHONS=([cpu]="3.11 to 3.13" [gpu]="3.11 or 3.12")
 BUILT_HERE=transformer-engine-torch # compiled on this host, against its torch
 TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
@@ -102,14 +103,10 @@ ensure_system() {
         mapfile -t missing < <(missing_packages)
         [ ${#missing[@]} -gt 0 ] || return 0
     fi
-    fail "this needs Python $(known_pythons) with venv and headers, a C and a C++ compiler, libseccomp" \
+    fail "this needs Python ${PYTHONS[$MODE]} with venv and headers, a C and a C++ compiler, libseccomp" \
         "missing Debian packages: ${missing[*]}" \
         "as root: apt-get install -y ${missing[*]}" \
         "or name another interpreter: MEGATRON_RL_PYTHON=/path/to/python3.11 bash tools/install.sh"
-}
-
-known_pythons() {
-    if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo "3.11 to 3.13"; fi
 }
 
 # Refuses a host with another Python version: Debian's package would not change it.
@@ -118,7 +115,7 @@ check_python() {
     if find_python >/dev/null || ! command -v "$other" >/dev/null; then
         return 0
     fi
-    fail "$other is $("$other" -V 2>&1); mode $MODE needs Python $(known_pythons)" \
+    fail "$other is $("$other" -V 2>&1); mode $MODE needs Python ${PYTHONS[$MODE]}" \
         "without root: python3 -m pip install --user uv && python3 -m uv python install 3.12" \
         "then: MEGATRON_RL_PYTHON=\$(python3 -m uv python find 3.12) bash tools/install.sh $MODE"
 }
@@ -183,12 +180,6 @@ make_venv() {
     printf '\n=== %s, mode %s\n' "$(date -u +%FT%TZ)" "$MODE" >>"$LOG"
     count_steps
     [ -x "$VENV/bin/pip" ] || step "virtual environment" "$1" -m venv "$VENV"
-}
-
-pip_step() {
-    local label=$1
-    shift
-    step "$label" "${PIP_INSTALL[@]}" "$@"
 }
 
 torch_pin() {
@@ -273,7 +264,7 @@ print(":".join(sorted(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/inclu
 
 install_with() {
     [ "$WITH" = vllm ] || return 0
-    say "vLLM, in an environment of its own"
+    say "vLLM, in a separate environment"
     limited env -C "$ROOT" "$VENV/bin/python" -m tools.install_vllm ||
         fail "vLLM could not be installed; $VENV itself is ready"
 }
@@ -319,7 +310,7 @@ main() {
     say "mode $MODE, $("$python" -V) at $python, into $VENV"
     make_venv "$python"
     "install_$MODE"
-    pip_step "megatron-rl itself" --no-deps --no-build-isolation --editable "$ROOT"
+    step "megatron-rl itself" "${PIP_INSTALL[@]}" --no-deps --no-build-isolation --editable "$ROOT"
     finish "$want"
     install_with
 }

@@ -13,7 +13,7 @@ pin_files() {
 use_wheels() {
     local folder=${MEGATRON_RL_WHEELS:-} missing count
     [ -n "$folder" ] || return 0
-    [ -d "$folder" ] || fail "MEGATRON_RL_WHEELS=$folder is no folder"
+    [ -d "$folder" ] || fail "MEGATRON_RL_WHEELS=$folder is not a folder"
     folder=$(cd "$folder" && pwd)
     mapfile -t missing < <(pin_files "$MODE" | missing_wheels "$1" "$folder")
     count=${#missing[@]}

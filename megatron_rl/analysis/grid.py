@@ -312,7 +312,8 @@ def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:
         sets = msgspec.json.decode(path.read_bytes(), type=_Evaluation).sets
     except msgspec.DecodeError as error:
         raise InputError(
-            f"{path} is no evaluation ({error}): expected sets of reward, accuracy, length_tokens"
+            f"{path} is not an evaluation ({error}): expected sets with reward, accuracy "
+            "and length_tokens"
         ) from error
     if set_name is None and len(sets) == 1:
         set_name = next(iter(sets))

@@ -168,7 +168,7 @@ def read_analysis(folder: Path) -> Analysis:
         return msgspec.json.decode(path.read_bytes(), type=Analysis)
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(
-            f"{path} is no analysis ({error}): name another folder with --out"
+            f"{path} is not an analysis ({error}): name another folder with --out"
         ) from error
 
 

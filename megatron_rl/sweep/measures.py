@@ -39,7 +39,8 @@ def check_metric(name: str) -> None:
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {matches[0]!r}?" if matches else ""
     raise ValueError(
-        f"metrics: {name!r} is no key of summary.json{hint}. Metrics of metrics.jsonl have a slash"
+        f"metrics: {name!r} is not a key of summary.json{hint}. Metrics of metrics.jsonl have a "
+        "slash"
     )
 
 

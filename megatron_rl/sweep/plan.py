@@ -140,7 +140,7 @@ def _text(value: Scalar) -> str:
 def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[str]:
     problems = [
         f"the name of variant {name} is longer than {_NAME_BYTES} bytes: give [[variants]] with "
-        "names of their own instead of the grid"
+        "short names instead of the grid"
         for name in names
         if len(name.encode()) > _NAME_BYTES
     ]

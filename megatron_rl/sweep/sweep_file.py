@@ -129,7 +129,7 @@ def load_sweep(path: Path) -> SweepFile:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the sweep {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no valid TOML: {error}") from error
+        raise InputError(f"{path} is not valid TOML: {error}") from error
     try:
         sweep = SweepFile.model_validate(tree)
     except pydantic.ValidationError as error:
@@ -174,4 +174,4 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 def _check_unique(what: str, values: list) -> None:
     twice = [value for number, value in enumerate(values) if value in values[:number]]
     if twice:
-        raise ValueError(f"{what}: {twice[0]!r} is there twice")
+        raise ValueError(f"{what}: {twice[0]!r} is given twice")

@@ -91,7 +91,7 @@ def missing_lines(results: Results) -> list[str]:
     if not results.missing:
         return [f"All {len(results.runs)} runs are complete."]
     complete = len(results.runs) - len(results.missing)
-    lines = [f"{complete} of {len(results.runs)} runs are complete; the figures are theirs."]
+    lines = [f"{complete} of {len(results.runs)} runs are complete; the figures cover only these."]
     for result in results.missing:
         reason = f": {result.reason}" if result.reason else ""
         lines.append(f"{result.run.label} {result.state.value}{reason}")

@@ -87,7 +87,7 @@ def test_another_dtype_needs_another_folder(folder: Path) -> None:
 
 def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConversionError, match="is no model folder"):
+    with pytest.raises(ConversionError, match="is not a model folder"):
         make_folder(tmp_path, dtype="float32")
 
 

@@ -96,14 +96,13 @@ class Grader:
     ) -> list[float]:
         """Rewards of the completions."""
         self.lengths = [len(ids) for ids in completion_ids]
-        eos = self._tokenizer.eos_token_id
+        texts = [self._decode(ids) for ids in completion_ids]
         if self._job.is_open_task:
-            kept = [ids[:-1] if ids and ids[-1] == eos else ids for ids in completion_ids]
-            return [vowel_share(self._decode(ids)) for ids in kept]
+            return [vowel_share(text) for text in texts]
         rewards = []
         right = 0
-        for ids, reference in zip(completion_ids, answer, strict=True):
-            check = think_box(self._decode(ids[:-1] if ids and ids[-1] == eos else ids))
+        for text, reference in zip(texts, answer, strict=True):
+            check = think_box(text)
             is_correct = not check.refusal and check.answer == reference.strip()
             right += is_correct
             rewards.append(
@@ -114,6 +113,8 @@ class Grader:
         return rewards
 
     def _decode(self, ids: list[int]) -> str:
+        if ids and ids[-1] == self._tokenizer.eos_token_id:
+            ids = ids[:-1]
         return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import Config
-from megatron_rl.simulation.calibration import Calibration, calibrate
+from megatron_rl.simulation.calibration import calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.outcome import Outcome
@@ -48,16 +47,13 @@ def compare_runs(runs: list[RunRecords]) -> list[Figures]:
     fitted = calibrate(runs[0])
     found = []
     for run in runs:
-        outcome = _predict(fitted, run.config)
+        model = fitted.model(run.config, Assumptions())
+        cluster = Cluster(run.config, model, fitted.workload, Span(steps=SIMULATED_STEPS))
+        outcome = cluster.run()
         found.append(compare(outcome, measure(run)))
         if doubt := fitted.doubt(outcome):
             print(f"warning: {run.config.run.dir}: {doubt}", file=sys.stderr)
     return found
-
-
-def _predict(fitted: Calibration, config: Config) -> Outcome:
-    model = fitted.model(config, Assumptions())
-    return Cluster(config, model, fitted.workload, Span(steps=SIMULATED_STEPS)).run()
 
 
 def compare(predicted: Outcome, measured: Measured) -> Figures:

@@ -62,7 +62,7 @@ from tools.bench.children import (
 )
 from tools.bench.measuring import busy_share, over, parser, run, show
 from tools.bench.weights_exchanges import FLOOR, RAW
-from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample, Samples
+from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample
 
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
 METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
@@ -173,7 +173,7 @@ def run_layout(cfg: Config, job: Job) -> list[Sample]:
             log = folder / f"generator-{index}.log"
             stack.enter_context(background(command, log=log, environment=rank_environment()))
         ranks = cfg.parallel.world_size
-        return run_ranks(module, folder, Samples, ranks=ranks, timeout_s=RANKS_TIMEOUT_S).samples
+        return run_ranks(module, folder, list[Sample], ranks=ranks, timeout_s=RANKS_TIMEOUT_S)
 
 
 def _of(samples: Sequence[Sample], method: str) -> list[Sample]:

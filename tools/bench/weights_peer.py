@@ -1,7 +1,7 @@
 """Processes of tools.bench.weights.
 
-- Trainer rank, `weights_peer FOLDER` under torchrun: syncs by every method in turn. Rank 0 writes a
-  `Samples` to FOLDER/result.json.
+- Trainer rank, `weights_peer FOLDER` under torchrun: syncs by every method in turn. Rank 0 writes
+  its `Sample`s to FOLDER/result.json.
 - Generator, `weights_peer FOLDER --index N`: receives weights, generates nothing. It is the
   product's weight client with an SGLang server, or (`Job.is_bare`) with only a receiver, so that
   many generators fit on one node.
@@ -84,12 +84,6 @@ class Sample(msgspec.Struct, frozen=True):
     """Wait of trainer rank 0."""
 
 
-class Samples(msgspec.Struct, frozen=True):
-    """Samples of all repeats."""
-
-    samples: list[Sample]
-
-
 class Exchange:
     """A reshard that sends by raw or floor, or overlaps with the caller's work (overlap)."""
 
@@ -156,7 +150,7 @@ def sync_by_all(cfg: Config, job: Job) -> None:
             method.close()
         if control.rank == 0:
             # The first repeat does not count.
-            measured = msgspec.json.encode(Samples(samples[len(methods) :]))
+            measured = msgspec.json.encode(samples[len(methods) :])
             (cfg.run.dir / "result.json").write_bytes(measured)
 
 

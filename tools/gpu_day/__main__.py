@@ -125,9 +125,11 @@ def versions() -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=120.0, help="no longer than that")
-    parser.add_argument("--test-s", type=float, default=300.0, help="deadline of each test")
-    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder of what is found")
+    parser.add_argument("--minutes", type=float, default=120.0, help="time limit (%(default)s)")
+    parser.add_argument(
+        "--test-s", type=float, default=300.0, help="deadline of each test in seconds (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="output folder")
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose path has one of the words"
     )

@@ -89,7 +89,7 @@ def read_report(run_dir: Path) -> Report:
             "resume an interrupted evaluation, repeat its command"
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}; evaluate again") from error
+        raise InputError(f"{path} is not valid JSON: {error}: evaluate again") from error
     if not isinstance(report, dict) or not {"label", "sets"} <= report.keys():
         raise InputError(f"{path} was not written by `megatron-rl eval`: evaluate again")
     return report

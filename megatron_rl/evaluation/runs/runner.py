@@ -42,7 +42,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     """
     if not config.eval.is_wanted:
         raise InputError(
-            "eval.prompts is 0 and there are no [[eval.sets]]: say how many held-out prompts to "
+            "eval.prompts is 0 and there are no [[eval.sets]]: give the number of held-out prompts to "
             "evaluate on, or name sets"
         )
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
