@@ -191,14 +191,6 @@ install_torch_cpu() {
         limited "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$(torch_pin)"
 }
 
-# --no-deps: the files pin all dependencies.
-install_components() {
-    local pins=$VENV/.components.txt
-    cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
-    install_by_uv "$pins" || limited "${PIP_INSTALL[@]}" --no-deps -r "$pins" || return
-    rm "$pins"
-}
-
 # Fails when uv cannot be installed, or lacks a package that pip finds by its configuration.
 install_by_uv() {
     [ -x "$VENV/bin/uv" ] || limited "${PIP_INSTALL[@]}" "$UV_PIN" || return
@@ -215,9 +207,10 @@ install_sglang_only() {
 }
 
 install_cpu() {
-    local started=$SECONDS
+    local started=$SECONDS pins=$VENV/.components.txt
+    cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
     begin "torch (CPU build)" install_torch_cpu
-    begin "components (about 200 packages)" install_components
+    begin "components (about 200 packages)" install_pins "$pins"
     begin "torchvision, for SGLang alone" install_sglang_only
     if ! join; then
         [ "$FAILED" = "torch (CPU build)" ] || step_failed "$started"
@@ -232,7 +225,7 @@ install_cpu() {
 install_gpu() {
     local started=$SECONDS pins=$VENV/.components.txt
     grep -hv "^$BUILT_HERE==" "$ROOT/requirements/"{gpu,dev}.txt >"$pins"
-    begin "components (about 260 packages)" install_gpu_components "$pins"
+    begin "components (about 260 packages)" install_pins "$pins"
     join || step_failed "$started"
     done_step "torch, components (about 260 packages)" "$started"
     started=$SECONDS
@@ -241,8 +234,8 @@ install_gpu() {
     done_step "TransformerEngine's part for torch" "$started"
 }
 
-# Unpacks on the disk of .venv: /tmp may be small.
-install_gpu_components() {
+# install_pins FILE: the file pins all dependencies. Unpacks on the disk of .venv: /tmp may be small.
+install_pins() {
     mkdir -p "$VENV/.tmp"
     export TMPDIR=$VENV/.tmp
     install_by_uv "$1" || limited "${PIP_INSTALL[@]}" --no-deps -r "$1" || return

@@ -80,7 +80,11 @@ def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) 
     """
     variants = dict(_expand(sweep))
     baseline = sweep.baseline or next(iter(variants))
-    problems = [*_naming_problems(sweep, baseline, list(variants)), *_given_problems(overrides)]
+    problems = _naming_problems(sweep, baseline, list(variants))
+    try:
+        check_own_keys([key_of(text) for text in overrides])
+    except ValueError as error:
+        problems.append(str(error))
     common = (*sweep.overrides, *overrides)
     runs = []
     for seed in sweep.seeds:
@@ -148,11 +152,3 @@ def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[
         known = ", ".join(names)
         problems.append(f"baseline {baseline!r} is none of the variants, which are: {known}")
     return problems
-
-
-def _given_problems(overrides: Sequence[str]) -> list[str]:
-    try:
-        check_own_keys([key_of(text) for text in overrides])
-    except ValueError as error:
-        return [str(error)]
-    return []

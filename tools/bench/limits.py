@@ -16,6 +16,7 @@ and up in one) are assumed; a virtual machine shares caches and memory with othe
 cache makes the small footprint look like memory. The last line is one JSON object.
 """
 
+import math
 import multiprocessing
 import socket
 import statistics
@@ -60,14 +61,9 @@ class Shapes:
         return sum(rows * columns for rows, columns in self.layer)
 
     @property
-    def head_weights(self) -> int:
-        """Weights of the output layer."""
-        return self.head[0] * self.head[1]
-
-    @property
     def weights(self) -> int:
         """Weights of all products, the output layer included."""
-        return self.layers * self.layer_weights + self.head_weights
+        return self.layers * self.layer_weights + math.prod(self.head)
 
 
 def shapes_of(sizes: dict[str, int]) -> Shapes:
@@ -179,7 +175,7 @@ def model_rate(shapes: Shapes, rates: dict[str, float | None]) -> float:
     layers = max(rate for name, rate in rates.items() if rate and name.startswith("layers"))
     head = max(rate for name, rate in rates.items() if rate and name.startswith("head"))
     in_layers = shapes.layers * shapes.layer_weights
-    return shapes.weights / (in_layers / layers + shapes.head_weights / head)
+    return shapes.weights / (in_layers / layers + math.prod(shapes.head) / head)
 
 
 @torch.no_grad()
@@ -210,21 +206,21 @@ def with_threads(threads: int, function: Callable[[], Any]) -> Any:
         torch.set_num_threads(before)
 
 
-def all_gemm_rates(rows: Sequence[int], models: Sequence[str]) -> dict[str, Any]:
+def all_gemm_rates(rows: Sequence[int]) -> dict[str, Any]:
     """FLOP/s by model, dtype, rows and threads."""
 
-    def measure(model: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
+    def measure(shapes: Shapes, dtype: torch.dtype, count: int) -> dict[str, Any]:
         return {
-            f"{n}_threads": with_threads(n, lambda: gemm_rates(MODELS[model], count, dtype))
+            f"{n}_threads": with_threads(n, lambda: gemm_rates(shapes, count, dtype))
             for n in THREADS
         }
 
     return {
         model: {
-            name: {f"{count}_rows": measure(model, dtype, count) for count in rows}
+            name: {f"{count}_rows": measure(shapes, dtype, count) for count in rows}
             for name, dtype in DTYPES.items()
         }
-        for model in models
+        for model, shapes in MODELS.items()
     }
 
 
@@ -347,7 +343,7 @@ def main() -> int:
         "mode": "quick" if quick else "full",
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "gemm_flops_per_s": all_gemm_rates((64,) if quick else (64, 2048), list(MODELS)),
+        "gemm_flops_per_s": all_gemm_rates((64,) if quick else (64, 2048)),
         **memory_rates((1 << 30) if quick else LARGE_BYTES),
         "loopback": loopback(),
     }
