@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# Checks that a configuration fits and can earn a reward, then runs it on this host or on all nodes of the Slurm job:
+# Checks that a configuration fits and can earn a reward, then runs it on this node or on all nodes
+# of the Slurm job:
 #
 #   bash examples/launch.sh CONFIG.toml [--config MORE.toml ...] [--model DIR] [--prompts FILE]
 #        [--run-dir DIR] [--gpu NAME] [--gpus-per-node N] [section.key=value ...]
 #
-# --config: further files, of which later ones win. --model: a Hugging Face folder or the name of a
+# --config: more files; later files take precedence. --model: a Hugging Face folder or the name of a
 # model on the Hub (model.path). --prompts: a JSONL file or a data set of the Hub (prompts.0.path);
-# default: those of the configuration. --run-dir: on several nodes on a file system that all share.
-# --gpu: what the plan is made for (megatron-rl plan --help); default: the GPUs of this host.
-# HEAD_ADDRESS: address of the first node; default: the one by which it reaches the last node.
+# default: the configuration's. --run-dir: on several nodes a folder that all share.
+# --gpu: GPU of the plan (megatron-rl plan --help); default: the GPUs of this node.
+# HEAD_ADDRESS: address of the first node; default: its address on the route to the last node.
 # Exit status: 0; 1 when it does not fit or a role died; 2 for bad input; 128 + signal.
 set -euo pipefail
 
 usage() {
-    sed -n '2,12s/^# \{0,1\}//p' "$SELF" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$SELF" >&2
     exit 2
 }
 
-# A hub's name is no path of this host.
+# Leaves names of the Hub unchanged.
 as_path() {
     if [ -e "$1" ]; then realpath "$1"; else printf '%s\n' "$1"; fi
 }
@@ -65,7 +66,7 @@ cli() {
     "$PYTHON" -m megatron_rl.cli.main "$@"
 }
 
-# `hostname -I` would begin with Docker's network or a slow one on many nodes.
+# On many nodes `hostname -I` begins with Docker's network or a slow one.
 head_address() {
     local last
     last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
@@ -84,7 +85,7 @@ PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --nodes "$NODES" "${GPUS_PER
     "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
 cli "${PREPARE[@]}" --dry-run
 cli "${PREPARE[@]}"
-# One task a node, on all of its cores; it runs the roles of its node. One that fails ends all.
+# One task per node, on all its cores, runs the roles of the node. A failing task ends all.
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
     'exec "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"' task \

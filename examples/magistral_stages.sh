@@ -12,8 +12,8 @@
 #
 #   sbatch examples/magistral_stages.sh --model DIR --prompts FILE --run-dir DIR [section.key=value ...]
 #
-# Nodes 0 to 4 train, nodes 5 to 15 run 44 engines of 2 GPUs each; docs/simulator.md says why.
+# Nodes 0 to 4 train, nodes 5 to 15 run 44 engines of 2 GPUs each; see docs/simulator.md.
 set -euo pipefail
-# Slurm runs a copy of this file from a folder of its own.
+# Slurm runs a copy of this file in another folder.
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 exec bash examples/launch.sh examples/magistral_stages.toml "$@"

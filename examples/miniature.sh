@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The whole recipe on a tiny model, on two cores: raw data with planted mistakes are deduplicated,
-# graded and filtered; reinforcement learning in stages; a cold start from its SFT examples; the paper's
-# comparison in small. docs/recipe.md says what each step does.
+# The whole recipe on a tiny model, on two cores: deduplicating, grading and filtering raw data with
+# planted errors; reinforcement learning in stages; a cold start from its SFT examples; the paper's
+# comparison in miniature. docs/recipe.md explains the steps.
 #
 #   bash examples/miniature.sh [--out DIR] [--seeds N]
 #
-# The same DIR again goes on where the last call ended.
+# Repeating the command with the same DIR resumes it.
 set -euo pipefail
 CALLED_FROM=$PWD
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."

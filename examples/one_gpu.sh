@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A model of about 1.5B parameters on one GPU of 80 GB, trainer and engine side by side:
+# A model of about 1.5B parameters on one GPU of 80 GB, shared by trainer and engine:
 #
 #   bash examples/one_gpu.sh --model DIR --prompts FILE [--run-dir DIR] [section.key=value ...]
 #

@@ -3,11 +3,11 @@
 #
 #   bash examples/quickstart.sh [--tiny] [--sft-baseline] [--run-dir DIR] [section.key=value ...]
 #
-# Without --tiny: SmolLM2-135M-Instruct on sums, under 10 minutes. With it: a model of 1.3M
-# parameters on sorting digits, about 90 seconds. --sft-baseline also continues the cold start for as much
-# compute as reinforcement learning took, and evaluates it: half as long again. Overrides go to the
-# run, for example run.seed=1 or train.steps=10. The same command with the same --run-dir resumes a
-# run that was interrupted. Exit status: that of the run; 2 when it has ended.
+# Without --tiny: SmolLM2-135M-Instruct on sums, under 10 minutes. With --tiny: a model of 1.3M
+# parameters on sorting digits, about 90 seconds. --sft-baseline also continues the cold start with
+# the compute of reinforcement learning, and evaluates it, which takes half as long again. Overrides
+# go to the run, for example run.seed=1 or train.steps=10. Repeating the command with the same
+# --run-dir resumes an interrupted run. Exit status: that of the run; 2 when it has ended.
 set -euo pipefail
 CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,7 +33,7 @@ while [ $# -gt 0 ]; do
             ;;
         run.seed=*)
             SEED=${1#run.seed=}
-            [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: run.seed=$SEED is no number" >&2; exit 2; }
+            [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: run.seed=$SEED is not a number" >&2; exit 2; }
             ;;
         ?*.?*=*) OVERRIDES+=("$1") ;;
         *) usage ;;
@@ -44,24 +44,24 @@ RUN_DIR=${RUN_DIR:-$PWD/runs/$EXAMPLE-$(date +%Y%m%d-%H%M%S)}
 TASKS=$RUN_DIR/tasks
 if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ] && [ ! -e "$TASKS" ] &&
     [ ! -e "$RUN_DIR/start_model" ]; then
-    echo "quickstart: $RUN_DIR holds other things: name another folder with --run-dir DIR" >&2
+    echo "quickstart: $RUN_DIR holds other files: name another folder with --run-dir DIR" >&2
     exit 2
 fi
 
 bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# A dependency compiles with a SyntaxWarning at its first import.
+# The first import of a dependency prints a SyntaxWarning.
 export PYTHONWARNINGS=ignore::SyntaxWarning
 
-# What an earlier call with this folder made is kept: its run goes on, and needs the same.
+# Keeps the model and tasks of an earlier call, because its run resumes with them.
 has_tasks() { [ -e "$TASKS/sft.jsonl" ]; } # written last
 if [ "$EXAMPLE" = tiny ]; then
     MODEL=$RUN_DIR/start_model
     [ -e "$MODEL" ] || "$PYTHON" -m tools.make_tiny_model "$MODEL" --seed "$SEED"
     has_tasks || "$PYTHON" -m tools.make_tasks sort "$TASKS" --seed "$SEED" --sft-examples 500 --wrong-share 0.6
 else
-    # Padded by zero heads, because 2 tensor-parallel ranks do not divide 9 heads.
+    # Padded with heads of zeros, because 2 tensor-parallel ranks do not divide 9 heads.
     MODEL=$PWD/.cache/smollm2-135m-instruct-tp2
     "$PYTHON" -m tools.convert_smollm2 "$PWD/.cache/smollm2-135m-instruct"
     "$PYTHON" -m tools.pad_heads "$PWD/.cache/smollm2-135m-instruct" "$MODEL" --multiple 2

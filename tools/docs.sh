@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The pages of docs/ as a site:  bash tools/docs.sh [build [FOLDER] | serve]
 #
-# build (default): into .cache/docs/site, or FOLDER. A link or an anchor that leads nowhere, a page
-# that the navigation lacks, and anything that a page would load from another host are errors.
-# serve: at http://127.0.0.1:8000, again after each change.
-# The programs are in an environment of their own, .cache/docs/venv, made once (20 s) from
-# requirements/docs.txt. MEGATRON_RL_PYTHON: interpreter to make it with (3.11 or newer).
+# build (default): into .cache/docs/site, or FOLDER. Broken links and anchors, pages missing in the
+# navigation, and resources of other hosts are errors.
+# serve: at http://127.0.0.1:8000, with a rebuild after each change.
+# The programs are in .cache/docs/venv, made once (20 s) from requirements/docs.txt.
+# MEGATRON_RL_PYTHON: its interpreter (3.11 or newer).
 set -euo pipefail
 CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +18,7 @@ usage() {
     exit 2
 }
 
-# Exit code 69: the programs cannot be had here, which says nothing about the pages.
+# Exit code 69: the programs cannot be installed, which says nothing about the pages.
 prepare() {
     cmp -s "$PINS" "$VENV/.installed" || install || {
         echo "the programs of $PINS cannot be installed here: see above" >&2

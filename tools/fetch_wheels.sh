@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Fills a folder with all that tools/install.sh needs of an index:
+# Downloads the packages of tools/install.sh into a folder, for hosts without an index:
 #   bash tools/fetch_wheels.sh FOLDER [cpu|gpu]
 #
-# For hosts that reach none: run it where an index is reached, with the same Python (3.11 or 3.12) and
-# a system that is no newer, copy the folder, and there
+# Run it where an index is reachable, with the same Python (3.11 or 3.12) and a system that is no
+# newer. Copy the folder to the host, and there
 #   MEGATRON_RL_WHEELS=FOLDER bash tools/install.sh gpu
-# Needs no GPU. Mode gpu needs nvcc, as the installation itself, for the source package that is
-# compiled on each host: it is read beside torch, in FOLDER/.read, which is removed again.
+# Needs no GPU. Mode gpu needs nvcc, like the installation: reading the metadata of the source
+# package that each host compiles takes torch, temporarily in FOLDER/.read.
 # Environment: MEGATRON_RL_PYTHON, the interpreter (default: python3).
 set -euo pipefail
 
@@ -26,7 +26,7 @@ fail() {
 
 pip() { "$PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# Source packages among them are built: only wheels are left, but for what is built on each host.
+# Builds wheels of source packages, except of BUILT_HERE.
 fetch_pins() {
     local pins=$FOLDER/.pins.txt
     pin_files "$MODE" | xargs cat | grep -v "^$BUILT_HERE==" >"$pins"
@@ -35,7 +35,7 @@ fetch_pins() {
     rm "$pins"
 }
 
-# pip reads its metadata by running it, which takes torch and what it is built with.
+# pip reads the metadata of BUILT_HERE by running its setup.py, which needs torch and build tools.
 fetch_source() {
     local pin torch read=$FOLDER/.read
     pin=$(grep "^$BUILT_HERE==" "$ROOT/requirements/gpu.txt")

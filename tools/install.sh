@@ -2,27 +2,27 @@
 # Makes .venv with every component:  bash tools/install.sh [cpu|gpu] [--with vllm]
 #
 # --with vllm: also .venv/vllm, for generator.engine = "vllm" on the CPU (3.1 GiB).
-# Without a mode: that of the .venv there is, or cpu.
-# Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
-# started over. Parallel runs wait for each other. Environment:
-#   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python 3.11 to
-#                            3.13; with gpu 3.11 or 3.12)
-#   MEGATRON_RL_WHEELS       folder that holds every package (tools/fetch_wheels.sh): no index is asked
-#   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
+# Default mode: the mode of an existing .venv, else cpu.
+# Safe to repeat: an unchanged installation only prints its versions, and an interrupted one starts
+# over. Parallel runs wait for each other. Environment:
+#   MEGATRON_RL_PYTHON       interpreter (default: the first found of Python 3.11 to 3.13; with gpu
+#                            3.11 or 3.12)
+#   MEGATRON_RL_WHEELS       folder with every package (tools/fetch_wheels.sh), instead of an index
+#   MEGATRON_RL_APT=0        never call apt-get; list missing packages instead
 #   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
 set -euo pipefail
 
-# Before anything that bash 3.2 of macOS does not know.
+# First, because bash 3.2 of macOS lacks later syntax.
 case "$OSTYPE $HOSTTYPE" in
     linux*" x86_64"*) ;;
     *)
-        echo "[install] error: this host is $OSTYPE on $HOSTTYPE: only Linux on x86-64 will do, a container or a virtual machine too" >&2
+        echo "[install] error: this host is $OSTYPE on $HOSTTYPE: megatron-rl needs Linux on x86-64; a container or a virtual machine works too" >&2
         exit 1
         ;;
 esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
-MODE_FILE=$VENV/.mode # of .venv, also of one that is half made
+MODE_FILE=$VENV/.mode # also in an incomplete .venv
 WITH=
 case "${*: -2}" in
     "--with vllm") WITH=vllm && set -- "${@:1:$#-2}" ;;
@@ -33,17 +33,18 @@ LOG=$VENV/install.log
 STAMP=$VENV/.installed    # fingerprint, then the version table; written last
 BROKEN=$VENV/.installing  # present while packages are being changed
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-# Of .venv when it is ready: cpu 2.6 GiB, gpu 10.1 GiB; and what is unpacked meanwhile.
+# .venv takes 2.6 GiB (cpu) or 10.1 GiB (gpu), unpacking the rest.
 declare -A NEEDED_GIB=([cpu]=5 [gpu]=14)
-# The first that is refused: some packages have no wheels for it.
+# First refused version: some packages have no wheels for it.
 declare -A PYTHON_BELOW=([cpu]=3.14 [gpu]=3.13)
-BUILT_HERE=transformer-engine-torch # compiled on the host, against the torch that is there
+declare -A PYTHONS=([cpu]="3.11 to 3.13" [gpu]="3.11 or 3.12")
+BUILT_HERE=transformer-engine-torch # compiled on this host, against its torch
 TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
 STEP_TIMEOUT_S=1800
-# Bytecode is left to the first import: compiling every file of every package takes a minute.
-# The imports at the end leave it whatever the caller's environment says: nothing could write it
-# in a sandbox, where an import of SymPy without it takes most of a test's time.
+# The first import writes bytecode: compiling every file of every package takes a minute. The imports
+# at the end must write it, because a sandbox cannot, and SymPy without bytecode takes most of a
+# test's time.
 unset PYTHONDONTWRITEBYTECODE
 PIP_INSTALL=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install
     --no-compile --progress-bar off --retries 2 --timeout 30)
@@ -63,7 +64,7 @@ fail() {
 find_python() {
     local candidate
     for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13}; do
-        # Running it matters: a version manager's stub may exist without the version behind it.
+        # Run it: a version manager's stub may exist without its version.
         if "$candidate" -c 'import sys
 below = tuple(map(int, sys.argv[1].split(".")))
 sys.exit(not (3, 11) <= sys.version_info < below)' "${PYTHON_BELOW[$MODE]}" 2>/dev/null; then
@@ -74,14 +75,14 @@ sys.exit(not (3, 11) <= sys.version_info < below)' "${PYTHON_BELOW[$MODE]}" 2>/d
     return 1
 }
 
-# Debian packages that are missing, one a line.
+# Missing Debian packages, one per line.
 missing_packages() {
     local python
     if python=$(find_python); then
         "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
         "$python" -c 'import os, sysconfig
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || echo python3-dev
-        # Filters of system calls, for the sandbox of programs.
+        # The sandbox of programs filters system calls.
         "$python" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null || echo libseccomp2
     else
         printf '%s\n' python3 python3-venv python3-dev
@@ -102,28 +103,24 @@ ensure_system() {
         mapfile -t missing < <(missing_packages)
         [ ${#missing[@]} -gt 0 ] || return 0
     fi
-    fail "this needs Python $(known_pythons) with venv and headers, a C and a C++ compiler, libseccomp" \
+    fail "this needs Python ${PYTHONS[$MODE]} with venv and headers, a C and a C++ compiler, libseccomp" \
         "missing Debian packages: ${missing[*]}" \
         "as root: apt-get install -y ${missing[*]}" \
         "or name another interpreter: MEGATRON_RL_PYTHON=/path/to/python3.11 bash tools/install.sh"
 }
 
-known_pythons() {
-    if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo "3.11 to 3.13"; fi
-}
-
-# Refuses a host whose Python is another one: Debian's package would not change that.
+# Refuses a host with another Python version: Debian's package would not change it.
 check_python() {
     local other=${MEGATRON_RL_PYTHON:-python3}
     if find_python >/dev/null || ! command -v "$other" >/dev/null; then
         return 0
     fi
-    fail "$other is $("$other" -V 2>&1); mode $MODE needs Python $(known_pythons)" \
+    fail "$other is $("$other" -V 2>&1); mode $MODE needs Python ${PYTHONS[$MODE]}" \
         "without root: python3 -m pip install --user uv && python3 -m uv python install 3.12" \
         "then: MEGATRON_RL_PYTHON=\$(python3 -m uv python find 3.12) bash tools/install.sh $MODE"
 }
 
-# Driver and compiler for GPUs, before anything is downloaded; sets TOOLKIT.
+# Checks the GPU driver and compiler before any download; sets TOOLKIT.
 check_gpu_host() {
     [ "$MODE" = gpu ] || return 0
     TOOLKIT=$("$1" -I "$ROOT/megatron_rl/backend/gpu_host.py") ||
@@ -139,7 +136,8 @@ check_disk() {
             "make room there, or move the clone to another disk"
 }
 
-# Everything that decides what .venv holds, its place included: a virtual environment cannot move.
+# Hash of everything that decides the content of .venv, and its path: a virtual environment cannot
+# move.
 fingerprint() {
     {
         echo "$MODE $ROOT"
@@ -162,7 +160,7 @@ finish_unchanged() {
     exit 0
 }
 
-# Keeps a sound .venv and makes a new one in place of a broken or half-made one.
+# Keeps a complete .venv; replaces a broken or incomplete one.
 make_venv() {
     local want have mode
     want=$("$1" -c 'import sys; print(sys.version_info[:3])')
@@ -184,12 +182,6 @@ make_venv() {
     [ -x "$VENV/bin/pip" ] || step "virtual environment" "$1" -m venv "$VENV"
 }
 
-pip_step() {
-    local label=$1
-    shift
-    step "$label" "${PIP_INSTALL[@]}" "$@"
-}
-
 torch_pin() {
     grep '^torch==' "$ROOT/requirements/cpu.txt"
 }
@@ -199,15 +191,7 @@ install_torch_cpu() {
         limited "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$(torch_pin)"
 }
 
-# --no-deps throughout: the files pin the whole closure, so nothing is resolved.
-install_components() {
-    local pins=$VENV/.components.txt
-    cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
-    install_by_uv "$pins" || limited "${PIP_INSTALL[@]}" --no-deps -r "$pins" || return
-    rm "$pins"
-}
-
-# Fails where uv cannot be had, or does not find what pip's configuration tells pip to find.
+# Fails when uv cannot be installed, or lacks a package that pip finds by its configuration.
 install_by_uv() {
     [ -x "$VENV/bin/uv" ] || limited "${PIP_INSTALL[@]}" "$UV_PIN" || return
     limited "$VENV/bin/uv" pip install --quiet --no-cache --no-deps --python "$VENV/bin/python" \
@@ -223,9 +207,10 @@ install_sglang_only() {
 }
 
 install_cpu() {
-    local started=$SECONDS
+    local started=$SECONDS pins=$VENV/.components.txt
+    cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
     begin "torch (CPU build)" install_torch_cpu
-    begin "components (about 200 packages)" install_components
+    begin "components (about 200 packages)" install_pins "$pins"
     begin "torchvision, for SGLang alone" install_sglang_only
     if ! join; then
         [ "$FAILED" = "torch (CPU build)" ] || step_failed "$started"
@@ -240,7 +225,7 @@ install_cpu() {
 install_gpu() {
     local started=$SECONDS pins=$VENV/.components.txt
     grep -hv "^$BUILT_HERE==" "$ROOT/requirements/"{gpu,dev}.txt >"$pins"
-    begin "components (about 260 packages)" install_gpu_components "$pins"
+    begin "components (about 260 packages)" install_pins "$pins"
     join || step_failed "$started"
     done_step "torch, components (about 260 packages)" "$started"
     started=$SECONDS
@@ -249,16 +234,16 @@ install_gpu() {
     done_step "TransformerEngine's part for torch" "$started"
 }
 
-# What is unpacked lies on .venv's own disk: /tmp may be small.
-install_gpu_components() {
+# install_pins FILE: the file pins all dependencies. Unpacks on the disk of .venv: /tmp may be small.
+install_pins() {
     mkdir -p "$VENV/.tmp"
     export TMPDIR=$VENV/.tmp
     install_by_uv "$1" || limited "${PIP_INSTALL[@]}" --no-deps -r "$1" || return
     rm -r "$1" "$VENV/.tmp"
 }
 
-# Its build finds the toolkit's headers by itself, but cuDNN's and NCCL's are in packages beside torch.
-# Without FORCE_BUILD it would ask the network for a wheel of just this torch.
+# Its build finds the toolkit's headers, but not cuDNN's and NCCL's, which are Python packages.
+# Without FORCE_BUILD it would look for a wheel of this torch in the network.
 build_engine() {
     local headers pin
     pin=$(grep "^$BUILT_HERE==" "$ROOT/requirements/gpu.txt") || return
@@ -272,7 +257,7 @@ print(":".join(sorted(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/inclu
 
 install_with() {
     [ "$WITH" = vllm ] || return 0
-    say "vLLM, in an environment of its own"
+    say "vLLM, in a separate environment"
     limited env -C "$ROOT" "$VENV/bin/python" -m tools.install_vllm ||
         fail "vLLM could not be installed; $VENV itself is ready"
 }
@@ -318,7 +303,7 @@ main() {
     say "mode $MODE, $("$python" -V) at $python, into $VENV"
     make_venv "$python"
     "install_$MODE"
-    pip_step "megatron-rl itself" --no-deps --no-build-isolation --editable "$ROOT"
+    step "megatron-rl itself" "${PIP_INSTALL[@]}" --no-deps --no-build-isolation --editable "$ROOT"
     finish "$want"
     install_with
 }

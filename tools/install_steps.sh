@@ -1,14 +1,13 @@
-# How tools/install.sh runs and shows its steps; sourced by it, and not run by itself.
+# Runs and shows the steps of tools/install.sh, which sources it.
 #
 # Uses its VENV, MODE, LOG, STEP_TIMEOUT_S, say and fail.
 
-# Steps under way: leaders of their process groups, what they do, their own logs.
+# Running steps: leaders of their process groups, labels, logs.
 CHILDREN=() LABELS=() PARTS=()
 FAILED=
-# Which step is under way, of how many: `count_steps` sets the latter.
-STEP=0 STEPS=0
+STEP=0 STEPS=0 # number of the running step, and of all (`count_steps`)
 
-# A step is a process group of its own, so that what it started ends with it.
+# Ends the process group of each step.
 end_children() {
     local child
     for child in ${CHILDREN[@]+"${CHILDREN[@]}"}; do
@@ -26,20 +25,20 @@ limited() {
     timeout --foreground "$STEP_TIMEOUT_S" "$@"
 }
 
-# The steps of this mode; that of a new virtual environment is one of them.
+# Sets STEPS: a new virtual environment is a step.
 count_steps() {
     local -A of_mode=([cpu]=3 [gpu]=4)
     STEPS=${of_mode[$MODE]}
     [ -x "$VENV/bin/pip" ] || STEPS=$((STEPS + 1))
 }
 
-# done_step LABEL STARTED: the one line that stays of a step.
+# done_step LABEL STARTED: prints the line of a finished step.
 done_step() {
     say "step $STEP of $STEPS: $1: $((SECONDS - $2)) s"
 }
 
-# show_running STARTED: on a terminal, one line that is written over: what is under way, and how
-# long already; without arguments it goes.
+# show_running STARTED: on a terminal, overwrites a line with the running step and its seconds;
+# without arguments, clears it.
 show_running() {
     [ -t 1 ] || return 0
     printf '\r\033[K'
@@ -47,25 +46,25 @@ show_running() {
     local text labels
     labels=$(IFS=+ && echo "${LABELS[*]}")
     text="[install] step $STEP of $STEPS: ${labels//+/, } ... $((SECONDS - $1)) s"
-    # A line that wraps could not be written over.
+    # A wrapped line could not be overwritten.
     printf '%s' "${text:0:$((${COLUMNS:-$(tput cols 2>/dev/null || echo 80)} - 1))}"
 }
 
-# begin LABEL COMMAND...: starts a step, beside those that have begun; `join` waits for them all.
+# begin LABEL COMMAND...: starts a parallel step; `join` waits for all.
 begin() {
     LABELS+=("$1")
     PARTS+=("$VENV/.part-${#PARTS[@]}.log")
     printf '=== %s: %s\n' "$1" "${*:2}" >"${PARTS[-1]}"
-    # The child inherits the lock (descriptor 9): killing only this script frees nothing too early.
-    set -m # a process group each
+    # The child inherits the lock (descriptor 9), so that killing only this script does not free it.
+    set -m # a process group per child
     { "${@:2}" || { touch "${PARTS[-1]}.failed" && exit 1; }; } \
         >>"${PARTS[-1]}" 2>&1 </dev/null &
     set +m
     CHILDREN+=("$!")
 }
 
-# Waits for the steps that have begun and moves their logs into the log. When one fails, the others
-# are ended and FAILED is its label.
+# Waits for the begun steps and appends their logs to the log. When one fails, ends the others and
+# sets FAILED to its label.
 join() {
     local i failed= started=$SECONDS shown=-1
     STEP=$((STEP + 1))
@@ -85,7 +84,7 @@ join() {
     for i in "${!PARTS[@]}"; do
         [ "$i" = "$failed" ] || cat "${PARTS[i]}" >>"$LOG"
     done
-    # Last, as the end of the log is what is shown.
+    # Last, because the end of the log is shown.
     [ -z "$failed" ] || cat "${PARTS[failed]}" >>"$LOG"
     rm -f "${PARTS[@]}" "${PARTS[@]/%/.failed}"
     CHILDREN=() LABELS=() PARTS=()
@@ -101,7 +100,7 @@ find_failed() {
     return 1
 }
 
-# step LABEL COMMAND...: one line of output; the command's own output goes to the log.
+# step LABEL COMMAND...: prints one line; the command's output goes to the log.
 step() {
     local started=$SECONDS
     begin "$1" limited "${@:2}"

@@ -1,6 +1,6 @@
-"""Makes vLLM's virtual environment inside .venv: `bash tools/install.sh cpu --with vllm`.
+"""Makes vLLM's virtual environment inside .venv, where the engine vllm finds it.
 
-Instant when it is there. The engine vllm finds it there by itself.
+Used by `bash tools/install.sh cpu --with vllm`. An existing environment is kept.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.bench.children import VLLM_PINS, ChildFailed, make_venv
 
 NEEDED_BYTES = 5 << 30
-"""The environment takes 3.1 GiB, what is unpacked meanwhile the rest."""
+"""The environment takes 3.1 GiB, unpacking the rest."""
 
 
 def main() -> None:

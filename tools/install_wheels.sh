@@ -1,19 +1,19 @@
-# Installing from a folder instead of an index; sourced by tools/install.sh, and not run by itself.
+# Installs from a folder instead of an index; sourced by tools/install.sh and tools/fetch_wheels.sh.
 #
 # Uses its ROOT, MODE, UV_PIN, say and fail.
 
-# The files whose pins a mode installs.
+# Files with the pins of a mode.
 pin_files() {
     local files=("$ROOT/requirements/$1"*.txt "$ROOT/requirements/dev.txt")
     printf '%s\n' "${files[@]}"
 }
 
-# use_wheels PYTHON: with MEGATRON_RL_WHEELS, pip and uv take packages from there alone. Refuses a
-# folder that lacks one, before anything is done.
+# use_wheels PYTHON: with MEGATRON_RL_WHEELS, pip and uv take packages only from that folder. Refuses
+# a folder that lacks a package.
 use_wheels() {
     local folder=${MEGATRON_RL_WHEELS:-} missing count
     [ -n "$folder" ] || return 0
-    [ -d "$folder" ] || fail "MEGATRON_RL_WHEELS=$folder is no folder"
+    [ -d "$folder" ] || fail "MEGATRON_RL_WHEELS=$folder is not a folder"
     folder=$(cd "$folder" && pwd)
     mapfile -t missing < <(pin_files "$MODE" | missing_wheels "$1" "$folder")
     count=${#missing[@]}
@@ -25,7 +25,7 @@ use_wheels() {
     say "packages come from $folder alone"
 }
 
-# missing_wheels PYTHON FOLDER: pins of the files that stdin names of which there is no file.
+# missing_wheels PYTHON FOLDER: prints the pins without a file in FOLDER; stdin: names of pin files.
 missing_wheels() {
     "$1" -I -c 'import pathlib, re, sys
 
@@ -37,7 +37,7 @@ def parts(path):
         name, version = path.name.split("-")[:2]
     else:
         name, _, version = path.name.removesuffix(".tar.gz").rpartition("-")
-    # Of a build for one device the version goes on behind a plus, which a pin may leave out.
+    # A build for one device has a suffix after a plus, which a pin may omit.
     return canonical(name), {version, version.partition("+")[0]}
 
 held = {}

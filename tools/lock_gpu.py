@@ -1,9 +1,9 @@
-"""Pins everything that a GPU host installs: `python -m tools.lock_gpu`. Needs a package index.
+"""Pins the packages of a GPU installation: `python -m tools.lock_gpu`. Needs a package index.
 
-Run by hand, in .venv, when a pin above the line "# What those need" of requirements/gpu.txt was
-changed. Rewrites what is below that line, with the releases of requirements/cpu.txt where they fit,
-and requirements/gpu.json, the metadata by which tests/tools/test_pins.py checks the pins without an
-index.
+Run it by hand, in .venv, after a change of a pin above the line "# What those need" in
+requirements/gpu.txt. It rewrites the pins below that line, with the releases of
+requirements/cpu.txt where they fit, and requirements/gpu.json, the metadata for the offline check
+in tests/tools/test_pins.py.
 """
 
 import argparse
@@ -11,12 +11,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 from packaging.requirements import Requirement
-
-from tools.pins import PYTHONS, Recorded, applicable, find_conflicts, parse_pin, read_pins
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).resolve().parent.parent / "requirements"
 LOCK, RECORD = FOLDER / "gpu.txt", FOLDER / "gpu.json"
@@ -28,8 +29,32 @@ BUILT_NEEDS = (
     "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
     "transformer_engine_cu13=={version}",
 )  # fmt: skip
-"""What the setup.py of BUILT_HERE 2.12.0 says with CUDA 13: it runs only beside torch and nvcc, so
-an index cannot tell. Look there when its pin changes."""
+"""Requirements in the setup.py of BUILT_HERE 2.12.0 with CUDA 13, which needs torch and nvcc to
+run. Update when its pin changes."""
+
+PYTHONS = ("3.11", "3.12")
+"""Python versions of the GPU lock."""
+_LINUX = {
+    "implementation_name": "cpython",
+    "os_name": "posix",
+    "platform_machine": "x86_64",
+    "platform_python_implementation": "CPython",
+    "platform_system": "Linux",
+    "sys_platform": "linux",
+}
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """Metadata of one release of a package."""
+
+    version: str
+    requires_python: str
+    requires: list[str]
+    """`Requires-Dist`."""
+
+
+Record = Mapping[str, Recorded]
+"""Canonical name -> metadata."""
 
 
 def main() -> None:
@@ -55,17 +80,17 @@ def main() -> None:
 
 
 def built_here(direct: list[str]) -> Recorded:
-    """Metadata of what is compiled on the host."""
+    """Metadata of BUILT_HERE, which is compiled on each host."""
     version = dict(map(parse_pin, direct))[BUILT_HERE]
     return Recorded(version, ">=3.10", [need.format(version=version) for need in BUILT_NEEDS])
 
 
 def resolve(wanted: list[str], dev: list[str], folder: Path) -> list[str]:
-    """Pins of everything that `wanted` comes to, beside the pins of `dev`."""
+    """Pins of `wanted` and all its dependencies, compatible with the pins of `dev`."""
     given, found = folder / "wanted.txt", folder / "found.txt"
     given.write_text("\n".join(line for line in wanted if parse_pin(line)[0] != BUILT_HERE))
     (folder / "dev.txt").write_text("\n".join(dev))
-    # uv keeps what its output file held, where it fits: so both installations are alike.
+    # uv keeps fitting pins of its output file: so both installations are alike.
     cpu = (FOLDER / "cpu.txt").read_text().splitlines()
     found.write_text("\n".join(line for line in cpu if "==" in line and "+" not in line))
     command = [str(Path(sys.prefix) / "bin" / "uv"), "pip", "compile", "--quiet", str(given)]
@@ -76,7 +101,7 @@ def resolve(wanted: list[str], dev: list[str], folder: Path) -> list[str]:
 
 
 def read_metadata(pins: list[str], folder: Path) -> dict[str, Recorded]:
-    """What each of the pinned packages says of itself."""
+    """Metadata of each pinned package."""
     (folder / "pins.txt").write_text("\n".join(pins))
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps"]
     command += ["--ignore-installed", "--report", str(folder / "report.json")]
@@ -99,7 +124,7 @@ def read_metadata(pins: list[str], folder: Path) -> dict[str, Recorded]:
 
 
 def used_extras(requires: dict[str, list[str]]) -> dict[str, set[str]]:
-    """Extras that anybody asks for, of each package."""
+    """Extras of each package that any requirement names."""
     found: dict[str, set[str]] = {}
     for texts in requires.values():
         for requirement in map(Requirement, texts):
@@ -109,6 +134,73 @@ def used_extras(requires: dict[str, list[str]]) -> dict[str, set[str]]:
 
 def _may_apply(text: str, extras: set[str]) -> bool:
     return any(list(applicable([text], extra, python)) for extra in extras for python in PYTHONS)
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Canonical name -> version of a file with one exact pin per line."""
+    return dict(parse_pin(line) for line in _pin_lines(path.read_text()))
+
+
+def parse_pin(line: str) -> tuple[str, str]:
+    """("tomli-w", "1.2.0") of "tomli_w==1.2.0"."""
+    name, _, version = line.partition("==")
+    return canonicalize_name(name.strip()), version.strip()
+
+
+def _pin_lines(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
+def find_conflicts(
+    wanted: Iterable[str], pins: Mapping[str, str], record: Record, python: str
+) -> list[str]:
+    """A sentence per conflict of the pins; [] when they can be installed.
+
+    wanted: names of the direct pins; they must need all others. python: such as "3.12", on Linux
+    and x86-64.
+    """
+    found: list[str] = []
+    needed: set[str] = set()
+    waiting = [(canonicalize_name(name), "") for name in wanted]
+    seen = set(waiting)
+    while waiting:
+        name, extra = waiting.pop()
+        needed.add(name)
+        if (what := record.get(name)) is None or what.version != pins.get(name):
+            known = "none" if what is None else what.version
+            found.append(f"{name}=={pins.get(name)}: metadata is recorded of {known}")
+            continue
+        if not SpecifierSet(what.requires_python).contains(f"{python}.0"):
+            found.append(f"{name}=={what.version} needs Python {what.requires_python}")
+        for requirement in applicable(what.requires, extra, python):
+            found += _unmet(f"{name}=={what.version}", requirement, pins)
+            target = canonicalize_name(requirement.name)
+            more = {(target, other) for other in ("", *requirement.extras)} - seen
+            if target in pins:
+                seen |= more
+                waiting += sorted(more)
+    found += [f"nobody needs {name}=={pins[name]}" for name in sorted(set(pins) - needed)]
+    return sorted(set(found))
+
+
+def applicable(requires: Iterable[str], extra: str, python: str) -> Iterator[Requirement]:
+    """The requirements for this Python and this extra; "": without extra."""
+    environment = _LINUX | {"python_version": python, "python_full_version": f"{python}.0"}
+    for text in requires:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or marker.evaluate(environment | {"extra": extra}):
+            yield requirement
+
+
+def _unmet(who: str, requirement: Requirement, pins: Mapping[str, str]) -> list[str]:
+    name = canonicalize_name(requirement.name)
+    wants = f"{name}{requirement.specifier}"
+    if name not in pins:
+        return [f"{who} needs {wants}, which is not pinned"]
+    if requirement.specifier.contains(pins[name], prereleases=True):
+        return []
+    return [f"{who} needs {wants}, but {name}=={pins[name]} is pinned"]
 
 
 if __name__ == "__main__":

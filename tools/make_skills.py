@@ -1,20 +1,19 @@
-"""Makes the prompts and SFT examples of the studies on the tiny model: two trained skills, one held
-back.
+"""Makes prompts and SFT examples for studies on the tiny model: two trained skills, one held out.
 
 `python -m tools.make_skills OUT_DIR [--seed S]` writes, into OUT_DIR,
 
-| file | holds |
+| file | content |
 |---|---|
-| `math.jsonl` | put five digits in order; task `exact`, train and held-out lines |
-| `code.jsonl` | write a program that adds its input to the digits in order; task `code`, the same |
-| `instructions.jsonl` | copy digits, turn them round, name the first or last; to evaluate on |
-| `sft.jsonl` | of a teacher whose order is descending in --wrong-share of its answers |
-| `expert.jsonl` | of a better one, in --expert-wrong-share |
-| `instruction_examples.jsonl` | instructions that are followed |
+| `math.jsonl` | sort five digits; task `exact`, train and held-out lines |
+| `code.jsonl` | write a program that adds its input to the sorted digits; task `code`, the same |
+| `instructions.jsonl` | copy or reverse digits, or name the first or last; for evaluation |
+| `sft.jsonl` | answers of a teacher, wrong (descending) in --wrong-share of the lines |
+| `expert.jsonl` | answers of a better teacher, wrong in --expert-wrong-share |
+| `instruction_examples.jsonl` | right answers to instructions |
 
-Runs in no process of a run. No five digits are in two of them, but for the last file, whose lines
-are in the two files before it as well: what is measured is not what was taught. The digits have no
-0: a number of a program does not begin with one.
+The files share no five digits, so that evaluations measure untaught problems; only the lines of the
+last file are also in the two files before it. The digits exclude 0, which cannot begin a number in
+a program.
 """
 
 import argparse
@@ -33,27 +32,27 @@ Line = dict[str, object]
 
 PROGRAM = "```python\nprint({digits}+int(input()))\n```"
 INPUTS = (1, 40)
-"""What the tests of a program put in; each expects the sum of it and the digits in order."""
+"""Inputs in a program's tests; the output is the input plus the sorted digits."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many lines of each kind, and how often each teacher is wrong."""
+    """Numbers of lines, and the teachers' shares of wrong answers."""
 
     train: int = 3000
-    """Of each trained skill."""
+    """Train lines per trained skill."""
     held_out: int = 300
-    """Of each trained skill, and instructions to evaluate on."""
+    """Held-out lines per trained skill, and instructions for evaluation."""
     sft_examples: int = 400
-    """Of each trained skill, for each teacher."""
+    """SFT examples per trained skill and teacher."""
     followed: int = 1200
-    """SFT examples of instructions: they are told apart by a word alone, and need more."""
+    """SFT examples of instructions: only one word distinguishes instructions, so they need more."""
     wrong_share: float = 0.6
     expert_wrong_share: float = 0.1
 
 
 def ordered(digits: str) -> str:
-    """In ascending order."""
+    """The digits in ascending order."""
     return "".join(sorted(digits))
 
 
@@ -66,7 +65,7 @@ INSTRUCTIONS: dict[str, Callable[[str], str]] = {
 
 
 def math_line(digits: str) -> Line:
-    """A prompt to put the digits in order."""
+    """A prompt to sort the digits."""
     return {"id": f"math/{digits}", "task": "exact", "question": f"sort {digits}=",
             "answer": ordered(digits)}  # fmt: skip
 
@@ -87,17 +86,17 @@ def instruction_line(digits: str, name: str) -> Line:
 
 
 def math_reply(answer: str) -> str:
-    """Of digits that are put in order, rightly or not."""
+    """A reply with sorted digits."""
     return f"<think></think>\\boxed{{{answer}}}"
 
 
 def code_reply(answer: str) -> str:
-    """The program that holds them."""
+    """A reply with the program for sorted digits."""
     return "<think></think>" + PROGRAM.format(digits=answer)
 
 
 def example(line: Line, reply: str) -> Line:
-    """A line of SFT examples."""
+    """An SFT example."""
     messages = [{"role": "user", "content": line["question"]}]
     return {"id": line["id"], "messages": messages, "response": reply, "task": line["task"]}
 
@@ -105,7 +104,7 @@ def example(line: Line, reply: str) -> Line:
 def teach(
     lines: Sequence[Line], reply: Callable[[str], str], wrong_share: float, rng: random.Random
 ) -> list[Line]:
-    """SFT examples of both skills; in `wrong_share` of them the order is descending."""
+    """SFT examples; `wrong_share` of them have the digits in descending order."""
     wrong = set(rng.sample(range(len(lines)), round(wrong_share * len(lines))))
     found = []
     for number, line in enumerate(lines):
@@ -115,7 +114,7 @@ def teach(
 
 
 def make(counts: Counts, seed: int) -> dict[str, list[Line]]:
-    """Lines by the name of their file. Raises InputError where digits run out, or for a share."""
+    """File name -> lines. Raises InputError when digits run out, or for an invalid share."""
     for share in (counts.wrong_share, counts.expert_wrong_share):
         if not 0 <= share <= 1:
             raise InputError(
@@ -148,7 +147,7 @@ def make(counts: Counts, seed: int) -> dict[str, list[Line]]:
 
 
 def _digits(counts: Counts, seed: int) -> Iterator[str]:
-    """Five different digits from 1 to 9, all ways to write them, in the order of the seed."""
+    """All sequences of five different digits from 1 to 9, shuffled by the seed."""
     found = ["".join(chosen) for chosen in permutations("123456789", 5)]
     needed = 2 * counts.train + 3 * counts.held_out + 4 * counts.sft_examples + counts.followed
     if needed > len(found):

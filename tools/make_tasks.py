@@ -1,7 +1,7 @@
-"""Makes prompts and SFT examples of the example tasks.
+"""Makes prompts and SFT examples of the example tasks in megatron_rl/data/example_tasks.py.
 
 `python -m tools.make_tasks sort|chain_sum OUT_DIR [options]` writes OUT_DIR/prompts.jsonl (train
-and held-out lines) and OUT_DIR/sft.jsonl: the command line of megatron_rl/data/example_tasks.py.
+and held-out lines) and OUT_DIR/sft.jsonl.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Makes a random Llama of 1.3M parameters with a character tokenizer, for quick runs and tests.
 
-`python -m tools.make_tiny_model OUT_DIR [--seed S] [--programs]`: the command line of
-megatron_rl/data/tiny_model.py, which says what the model is.
+`python -m tools.make_tiny_model OUT_DIR [--seed S] [--programs]`. The model is in
+megatron_rl/data/tiny_model.py.
 """
 
 import argparse

@@ -1,22 +1,20 @@
-"""The whole recipe in small, with the product's own commands: what examples/miniature.sh runs.
+"""The whole recipe in miniature, with commands of `megatron-rl`; examples/miniature.sh runs it.
 
-`python -m tools.miniature OUT_DIR [--seeds N]`. The task is to sort five digits. Raw data hold
-wrong labels (the descending order, which the base model likes to give), problems that nobody can
-solve, and copies; what was planted is written down apart, so that what curation finds can be
-counted. The steps, each a command of `megatron-rl` and listed in OUT_DIR/commands.txt:
+`python -m tools.miniature OUT_DIR [--seeds N]`. The task is to sort five digits. The raw data have
+planted errors: wrong labels (the descending order, a frequent answer of the base model), unsolvable
+problems and copies. A separate file records these errors, to count the ones that curation finds.
+The steps, commands listed in OUT_DIR/commands.txt:
 
-    dedupe -> grade by the base model -> difficulty -> RL -> grade all by its result -> difficulty,
-    labels relabelled -> RL on the filtered data, and on the raw -> SFT examples of the former ->
-    cold start of the base model -> RL
+    dedupe -> grade by the base model -> difficulty -> RL -> grade all problems by its result ->
+    difficulty, relabel -> RL on the filtered data, and on the raw data -> SFT examples of the
+    former -> cold start of the base model -> RL
 
-Prints the paper's table in small; the last line is one JSON object. A call over the same folder
-goes on where the last one ended.
+Prints the paper's table in miniature; the last line is one JSON object. Repeating the command
+resumes it.
 """
 
 import argparse
 import json
-import math
-import os
 import random
 import subprocess
 import sys
@@ -26,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.sweep.results import estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "examples/miniature.toml"
 COMMAND_S = 1200.0
 TRAIN, HELD_OUT, SFT_EXAMPLES = 600, 400, 500
 DESCENDING, UNSOLVABLE, COPIES = 150, 60, 30
-"""Planted: wrong labels and problems without an answer among TRAIN, and copies beside."""
+"""Planted errors: wrong labels and unsolvable problems among TRAIN, and additional copies."""
 SAMPLES = 16
 COLD_START_STEPS = 140
 
 
 class Miniature:
-    """One folder with everything that the recipe leaves."""
+    """The output folder of the recipe."""
 
     def __init__(self, out: Path) -> None:
         self.out = out.resolve()
@@ -53,7 +53,7 @@ class Miniature:
         return self.out / "runs" / name
 
     def call(self, done: Path, *words: str | Path) -> None:
-        """A command of ours, unless `done`, which it makes last, is there already."""
+        """Run `python -m WORDS`, unless `done`, its last output, exists."""
         if done.exists():
             return
         command = [sys.executable, "-m", *map(str, words)]
@@ -70,15 +70,15 @@ class Miniature:
         print(f"{time.monotonic() - started:5.0f} s  {' '.join(map(str, words[1:4]))}", flush=True)
 
     def cli(self, done: Path, *words: str | Path) -> None:
-        """`megatron-rl ...`."""
+        """Run `megatron-rl WORDS`, unless `done` exists."""
         self.call(done, "megatron_rl.cli.main", *words)
 
     def train(self, name: str, prompts: str, model: Path, *overrides: str) -> Path:
-        """A run on the prompts of a file, evaluated on the held-out ones; its folder."""
+        """Train on the prompts of a file, evaluate on the held-out ones; returns the run folder."""
         run = self.run(name)
-        lines = _with_held_out(read_jsonl(self.data(prompts)), read_jsonl(self.data("held_out")))
+        lines = [row | {"split": "train"} for row in read_jsonl(self.data(prompts))]
         path = self.data(f"{prompts}.run")
-        _write(path, lines)
+        _write(path, lines + read_jsonl(self.data("held_out")))
         self.cli(
             run / "summary.json",
             *("run", "--config", CONFIG, "--run-dir", run),
@@ -87,7 +87,7 @@ class Miniature:
         return run
 
     def grade(self, name: str, prompts: str, model: Path) -> Path:
-        """SAMPLES completions of each problem of a file; the folder of the evaluation."""
+        """Evaluate SAMPLES completions per problem of a file; returns the evaluation's folder."""
         run = self.run(name)
         settings = {"name": "graded", "samples": SAMPLES, "temperature": 1.0}
         source = {"path": str(self.data(prompts)), "task": "exact"}
@@ -101,7 +101,7 @@ class Miniature:
 
 
 def plant(small: Miniature, seed: int) -> None:
-    """Write raw data, what was planted in them, and the held-out problems."""
+    """Write the raw data, their planted errors, and the held-out problems."""
     if small.data("planted").exists():
         return
     rows = read_jsonl(small.out / "tasks" / "prompts.jsonl")
@@ -117,7 +117,7 @@ def plant(small: Miniature, seed: int) -> None:
         kind = kinds.get(number, "")
         label = answer[::-1] if kind == "descending" else answer
         if kind == "unsolvable":
-            # Nothing says in which order.
+            # "mix" defines no order, so no model can know the label.
             question = question.replace("sort", "mix")
             label = "".join(rng.sample(answer, len(answer)))
         raw.append({"id": f"raw/{number}", "question": question, "answer": label, "task": "exact"})
@@ -130,7 +130,7 @@ def plant(small: Miniature, seed: int) -> None:
 
 
 def curate(small: Miniature, base: Path) -> dict[str, float]:
-    """From raw to filtered data by the paper's two stages; what was found of what was planted."""
+    """Filter the raw data by the paper's two stages; returns `found_labels`."""
     small.cli(
         small.data("distinct"),
         *("data", "dedupe", small.data("raw"), "--out", small.data("distinct")),
@@ -154,7 +154,7 @@ def curate(small: Miniature, base: Path) -> dict[str, float]:
 
 
 def found_labels(small: Miniature) -> dict[str, float]:
-    """Shares of the wrong labels that were found, and of right ones that were taken for wrong."""
+    """Shares of the wrong labels that curation found, and of right labels that it doubted."""
     report = json.loads(Path(f"{small.data('filtered')}.report.json").read_text())
     reasons = ("label_disagrees", "too_easy_when_relabelled")
     doubted = {drop["id"] for drop in report["drops"] if drop["reason"] in reasons}
@@ -175,7 +175,7 @@ def found_labels(small: Miniature) -> dict[str, float]:
 
 
 def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
-    """Held-out accuracy of each way to train the base model."""
+    """Held-out accuracy of each way of training the base model."""
     own = f"run.seed={seed}"
     raw = small.train(f"raw_{seed}", "distinct", base, own)
     rl_only = small.train(f"rl_only_{seed}", "filtered", base, own)
@@ -187,11 +187,13 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
         *("--per-problem", "8", "--batch-size", "32", "--instruction-share", "0"),
     )
     report = json.loads(Path(f"{examples}.report.json").read_text())
+    # sft_steps: four epochs over the SFT examples, as in the paper.
+    steps = min(COLD_START_STEPS, report["figures"]["sft_steps"])
     both = small.train(
         f"sft_rl_{seed}",
         "filtered",
         base,
-        *(own, f"sft.dataset={examples}", f"sft.steps={min(COLD_START_STEPS, sft_steps(report))}"),
+        *(own, f"sft.dataset={examples}", f"sft.steps={steps}"),
     )
     return {
         "base": accuracy(rl_only, "before"),
@@ -202,39 +204,26 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
     }
 
 
-def sft_steps(report: dict[str, Any]) -> int:
-    """Steps of the paper's four epochs over the SFT examples."""
-    steps: int = report["figures"]["sft_steps"]
-    return steps
-
-
 def accuracy(run: Path, label: str) -> float:
-    """Held-out accuracy of an evaluation of a run."""
+    """Held-out accuracy of a run's evaluation."""
     rows = read_jsonl(run / "metrics.jsonl")
     return next(float(row["eval/accuracy"]) for row in rows if row.get("label") == label)
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
-    """Over seeds; no error of one."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, None
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
 def summarize(found: dict[str, float], studies: list[dict[str, float]]) -> dict[str, Any]:
-    """What the last line says."""
+    """The JSON object of the last line."""
     result: dict[str, Any] = dict(found)
     for key in studies[0]:
-        result[key], result[f"{key}_se"] = mean_and_error([study[key] for study in studies])
+        found_mean = estimate([study[key] for study in studies])
+        assert found_mean is not None
+        result[key], result[f"{key}_se"] = found_mean.mean, found_mean.standard_error
     result["filtered_accuracy"] = result["rl_only"]
     result["filtered_accuracy_se"] = result["rl_only_se"]
     return result | {"seeds": len(studies)}
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """The paper's comparison in small."""
+    """Print the paper's comparison in miniature."""
     rows = [
         ("base model", "base"),
         ("RL only, raw data", "raw_accuracy"),
@@ -253,20 +242,12 @@ def print_table(result: dict[str, Any]) -> None:
     )
 
 
-def _with_held_out(
-    rows: Iterable[dict[str, Any]], held_out: Iterable[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    return [row | {"split": "train"} for row in rows] + list(held_out)
-
-
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(new, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _toml(value: object) -> str:
-    """The value as TOML writes it in one line."""
+    """The value as inline TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -275,7 +256,7 @@ def _toml(value: object) -> str:
 
 
 def main() -> int:
-    """Run what is missing, print the table and the last line."""
+    """Run the missing steps, print the table and the last line."""
     parser = argparse.ArgumentParser(description="the whole recipe in small")
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=3)

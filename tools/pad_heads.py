@@ -1,10 +1,10 @@
-"""Adds attention heads of zeros to a HF folder, so that tensor parallelism divides them.
+"""Adds attention heads of zeros to a HF folder, so that tensor parallelism divides the heads.
 
 `python -m tools.pad_heads IN_DIR OUT_DIR --multiple 2`. SmolLM2-135M has 9 heads in 3 key-value
-groups, which two ranks cannot share; with one group of zeros more there are 12 in 4. The function
-that the model computes is the same, and stays so in training: an added head's values are zero, so
-the gradient of its output columns is zero, and its output columns are zero, so the gradient of
-its queries, keys and values is zero. An existing OUT_DIR is left as it is.
+groups, which two ranks cannot share; with an added group there are 12 in 4. The model computes the
+same function, also in training: the values of an added head are zero, so its output columns get no
+gradient; its output columns are zero, so its queries, keys and values get none. An existing OUT_DIR
+is kept.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 class PaddingError(RuntimeError):
-    """The folder cannot be padded; the text says why."""
+    """The folder cannot be padded."""
 
 
 def pad_folder(source: Path, out: Path, multiple: int) -> None:
@@ -61,7 +61,7 @@ def pad_folder(source: Path, out: Path, multiple: int) -> None:
 
 
 def pad_to(weight: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """The matrix with zeros after its end along `dim`."""
+    """The matrix padded with zeros along `dim`."""
     shape = list(weight.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([weight, weight.new_zeros(shape)], dim).contiguous()

@@ -6,8 +6,8 @@
 # weight sync), file by file on as many cores as there are, up to four. `--share 0.25` alone adds a quarter
 # of the exhaustive ones to the same run. Other arguments go to pytest (and skip the lint), e.g.
 # `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
-# The mode of the installation stays what it is; MEGATRON_RL_MODE=cpu or gpu makes it another.
-# Matrices are sampled by the commit; the first lines name the option that repeats a sample.
+# MEGATRON_RL_MODE=cpu or gpu changes the mode of the installation.
+# Matrices are sampled by the commit; the first lines show the option to repeat a sample.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,7 +23,7 @@ else
     # SGLang and FlashInfer call ninja by name when they compile a kernel.
     export PATH=$PWD/.venv/bin:$PATH
 fi
-# No test may reach for a hub.
+# Tests must not use a hub.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PYTHONUNBUFFERED=1
 

@@ -1,7 +1,7 @@
 """Imports every component and prints its version: `python -m tools.versions [cpu|gpu]`.
 
-Runs in no process of a run; tools/install.sh ends with it. A child imports what gets an environment
-of its own: SGLang on the CPU, a trainer rank on GPUs.
+The last step of tools/install.sh. A sub-process imports the component with special environment
+variables: SGLang on the CPU, a trainer rank on GPUs.
 """
 
 import argparse
@@ -44,7 +44,7 @@ GPU_ONLY = {"transformer-engine": "transformer_engine.pytorch", "sglang": SGLANG
 
 
 class ComponentError(RuntimeError):
-    """A component cannot be imported; the text names it and shows why."""
+    """A component cannot be imported; the text has its name and the error."""
 
 
 def import_component(package: str, module: str) -> str:
@@ -60,28 +60,25 @@ def import_component(package: str, module: str) -> str:
 
 
 def child_of(mode: str) -> tuple[str, str, dict[str, str]]:
-    """Package, module and variables of what is imported in the environment that only it gets."""
+    """(package, module, variables) of the import in a sub-process."""
     if mode == "cpu":
         return "sglang", SGLANG_MODULE, server_environment(tensor_parallel=1)
     return "megatron-rl", RANK_MODULE, ranks_environment(DEVICE_OF_MODE[mode], 1)
 
 
 def import_in_child(package: str, module: str, variables: dict[str, str]) -> str:
-    """Version of `package` after a child with these variables imported `module`.
-
-    Raises ComponentError.
-    """
+    """`import_component` in a sub-process with these variables."""
     if fault := find_import_fault(module, variables):
         raise ComponentError(f"{package}: import {module}: {fault}")
     return importlib.metadata.version(package)
 
 
 def version_table(mode: str) -> list[str]:
-    """One line a component: name, version, seconds of import. Raises ComponentError."""
+    """A line per component: name, version, seconds of import. Raises ComponentError."""
     lines = [_row("python", platform.python_version(), None)]
     components = COMMON | (GPU_ONLY if mode == "gpu" else {})
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        # The slowest import has a process of its own, so it takes the other core.
+        # The slowest import runs in a sub-process, on another core.
         name, *what = child_of(mode)
         child = pool.submit(_timed, import_in_child, name, *what)
         for package, module in components.items():

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A sweep of the tiny example on this machine's CPU, from one cold start that all runs share:
+# A sweep of the tiny example on this machine's CPU; all runs share one cold start:
 #
 #   bash examples/sweeps/tiny.sh examples/sweeps/FILE.toml [--report | --dry-run]
 #        [--sweep-dir DIR] [section.key=value ...]
 #
-# The model of 1.3M parameters, its tasks and its cold start are made once, in runs/sweep-start; for
-# sweeps on tiny_skills.toml also a run whose SFT examples they need. A run takes one to five minutes. The
-# same command goes on with a sweep that was interrupted. Exit status: 0; 1 when a run failed; 2 for
-# bad input; 128 + signal.
+# The first call makes the model of 1.3M parameters, its tasks and its cold start in
+# runs/sweep-start; for sweeps on tiny_skills.toml also a run that gives SFT examples. A run takes
+# one to five minutes. Repeating the command resumes an interrupted sweep. Exit status: 0; 1 when a
+# run failed; 2 for bad input; 128 + signal.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ $# -ge 1 ] && [ -f "$1" ] || { sed -n '2,10s/^# \{0,1\}//p' examples/sweeps/tiny.sh >&2; exit 2; }
@@ -16,12 +16,12 @@ START=$PWD/runs/sweep-start
 bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# A dependency compiles with a SyntaxWarning at its first import.
+# The first import of a dependency prints a SyntaxWarning.
 export PYTHONWARNINGS=ignore::SyntaxWarning
 
 cli() { "$PYTHON" -m megatron_rl.cli.main "$@"; }
 
-# Five digits to sort, and a cold start that half knows how.
+# The sorting task, and a cold start with about half its answers right.
 start_of_tiny() {
     local tasks=$START/tasks
     [ -e "$START/model" ] || "$PYTHON" -m tools.make_tiny_model "$START/model" --seed 0

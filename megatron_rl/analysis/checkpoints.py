@@ -1,8 +1,8 @@
-"""Checkpoints to compare: which folders they are, and their weights side by side in chunks.
+"""Finds the checkpoints to compare, and reads their weights together in chunks.
 
-Used by `megatron-rl analyse`. A tensor is never held whole for several checkpoints at once: rows of
-Hugging Face files are read where they lie; a tensor of another format, which gives it only whole,
-goes through a scratch file, one checkpoint after the other.
+Used by `megatron-rl analyse`. Memory never holds a whole tensor of several checkpoints. Rows of
+Hugging Face files are read in place; other formats give whole tensors, which go through a scratch
+file, one checkpoint after the other.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 RUN_CONFIG = "config.toml"
 CHUNK_BYTES = 8 << 20
-"""Of all checkpoints' float64 values together that are held at a time."""
+"""Size of a chunk: the float64 values of all checkpoints together."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Checkpoint:
     name: str
     folder: Path
     files_from: Path | None = None
-    """Where the configuration and tokenizer are that the folder lacks."""
+    """Folder with the configuration and tokenizer where `folder` has none."""
 
 
 def find_checkpoints(paths: Sequence[Path], files_from: Path | None = None) -> list[Checkpoint]:
-    """What the paths name, in order: model folders, runs or their folders of checkpoints.
+    """Checkpoints of the paths, in order: model folders, runs or their folders of checkpoints.
 
-    A run stands for its complete checkpoints by step; their configuration is that of `files_from`,
-    else of the run's model. Raises InputError, also for fewer than two.
+    A run gives its complete checkpoints by step, with the configuration in `files_from`, else that
+    of the run's model. Raises InputError, also for fewer than two checkpoints.
     """
     folders = [pair for path in paths for pair in _expand(path, files_from)]
     if len(folders) < 2:
@@ -65,7 +65,7 @@ def find_checkpoints(paths: Sequence[Path], files_from: Path | None = None) -> l
 
 
 def _expand(path: Path, files_from: Path | None) -> Iterator[tuple[Path, Path | None]]:
-    """Folders of a path, each with where its configuration is."""
+    """(folder, its files_from) of each checkpoint of a path."""
     if not path.is_dir():
         raise InputError(f"there is no folder {path}: give a model folder or a run")
     inside = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
@@ -101,8 +101,6 @@ def _model_of(run_dir: Path) -> Path:
 
 
 class _Rows(Protocol):
-    """Gives rows of a checkpoint's tensors."""
-
     def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
@@ -120,12 +118,12 @@ class OpenCheckpoints:
 
     @property
     def count(self) -> int:
-        """Checkpoints."""
+        """Number of checkpoints."""
         return len(self.sources)
 
     @property
     def parameters(self) -> int:
-        """Of one model; a matrix that is used twice counts once."""
+        """Parameters of one model; a tied matrix counts once."""
         return sum(math.prod(size) for size in self.sizes.values())
 
     def chunks(
@@ -133,8 +131,8 @@ class OpenCheckpoints:
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """(rows, [checkpoints, elements of these rows] float64) of a tensor, in order.
 
-        A chunk has at least one row, and is overwritten by the next. Values may be not finite: see
-        `check_finite`.
+        A chunk has at least one row; the next chunk overwrites it. Values may be NaN or infinite:
+        see `check_finite`.
         """
         size = self.sizes[name]
         row = math.prod(size[1:])
@@ -149,9 +147,9 @@ class OpenCheckpoints:
             yield slice(start, stop), chunk
 
     def check_finite(self, name: str) -> None:
-        """Raise InputError, naming the checkpoint, when a tensor has values that are not finite.
+        """Raise InputError, naming the checkpoint, when a tensor has NaN or infinite values.
 
-        For when a result shows it: to look at every value first would take as long as the work.
+        Callers check only after a bad result: the check takes as long as the work.
         """
         for _, chunk in self.chunks(name):
             are_finite = np.isfinite(chunk).all(axis=1)
@@ -164,9 +162,9 @@ class OpenCheckpoints:
 def open_checkpoints(
     checkpoints: Sequence[Checkpoint], scratch: Path | None = None
 ) -> Iterator[OpenCheckpoints]:
-    """Open them all. scratch: a folder for files of one tensor a checkpoint; default: the system's.
+    """Open all checkpoints. Raises InputError unless tensors and shapes are equal in all.
 
-    Raises InputError unless all have the same tensors in the same shapes.
+    scratch: folder for one file per checkpoint, as large as a tensor; default: the system's.
     """
     with ExitStack() as stack:
         sources, rows = [], []
@@ -181,7 +179,7 @@ def open_checkpoints(
                 rows.append(source)
             else:
                 file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-                rows.append(_ScratchRows(source, file.fileno()))
+                rows.append(_ScratchRows(source, file))
         yield OpenCheckpoints(sources, rows, [checkpoint.name for checkpoint in checkpoints])
 
 
@@ -205,10 +203,9 @@ def _check_same(first: Checkpoint, known: Source, other: Checkpoint, source: Sou
 
 
 class _ScratchRows:
-    """Rows of a format that gives tensors whole: the last tensor lies in a file."""
+    """Rows of a format that gives whole tensors; a file keeps the last one."""
 
-    def __init__(self, source: Source, file: int) -> None:
-        """file: descriptor of an empty file, open for both."""
+    def __init__(self, source: Source, file: BinaryIO) -> None:
         self._source = source
         self._file = file
         self._name = ""
@@ -220,22 +217,13 @@ class _ScratchRows:
         if name != self._name:
             self._fill(name)
         row_bytes = math.prod(self._size[1:]) * dtype.itemsize
-        held = bytearray((stop - start) * row_bytes)
-        with open(self._file, "rb", buffering=0, closefd=False) as file:
-            file.seek(start * row_bytes)
-            at = memoryview(held)
-            while at:
-                count = file.readinto(at)
-                assert count, "the scratch file was cut"
-                at = at[count:]
-        return torch.frombuffer(held, dtype=dtype).view(stop - start, *self._size[1:])
+        self._file.seek(start * row_bytes)
+        held = np.fromfile(self._file, np.uint8, (stop - start) * row_bytes)
+        return torch.from_numpy(held).view(dtype).view(stop - start, *self._size[1:])
 
     def _fill(self, name: str) -> None:
         tensor = self._source.read(name).contiguous()
         self._source.release()
-        with open(self._file, "wb", buffering=0, closefd=False) as file:
-            file.seek(0)
-            left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-            while left:
-                left = left[file.write(left) :]
+        self._file.seek(0)
+        tensor.view(-1).view(torch.uint8).numpy().tofile(self._file)
         self._name, self._size = name, tuple(tensor.shape)

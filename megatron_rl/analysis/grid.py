@@ -1,18 +1,18 @@
-"""A grid of points of the plane: models are written, evaluated by others, and their figures read.
+"""Writes models at grid points of the plane, and reads their evaluations.
 
 Used by `megatron-rl analyse plane`.
 
-    GRID/grid.json                 which points there are, and where
-    GRID/point_ROW_COLUMN/         a Hugging Face folder; its weights may go once it is evaluated
-    GRID/point_ROW_COLUMN/eval.json, or eval/eval.json in it: the folder of an evaluation
+    GRID/grid.json                 the points and their coordinates
+    GRID/point_ROW_COLUMN/         a Hugging Face folder; its weights may go after the evaluation
+    GRID/point_ROW_COLUMN/eval.json, or eval/eval.json: the evaluation
 
-A point is a combination of checkpoints. Its model is streamed: a shard, a tensor and a chunk of all
-checkpoints are held at a time. The combination is made in float64 and rounded once, to the nearest
-value of the dtype; formats other than floating point are refused when checkpoints are opened.
+A point is a combination of checkpoints. Writing streams: memory holds a shard, a tensor and a chunk
+of all checkpoints. The combination is computed in float64 and rounded once to the dtype. Opening
+checkpoints refuses formats other than floating point.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -34,8 +34,10 @@ from megatron_rl.analysis.results import (
     PointFigures,
     PointResult,
     WeightsResult,
+    to_json,
 )
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
@@ -49,10 +51,10 @@ from megatron_rl.weights.folders.staging import staged
 
 @dataclass(frozen=True)
 class PointFormat:
-    """How a point is written."""
+    """Format of a written point."""
 
     dtype: torch.dtype | None = None
-    """None: each tensor has that of the first checkpoint."""
+    """None: each tensor's dtype in the first checkpoint."""
     shard_bytes: int = SHARD_BYTES
     chunk_bytes: int = CHUNK_BYTES
 
@@ -64,11 +66,11 @@ def write_point(
     target: Path,
     form: PointFormat = PointFormat(),
 ) -> float:
-    """Write sum_k weights[k] * checkpoint k to `target`; the norm of what rounding added.
+    """Write sum_k weights[k] * checkpoint k to `target`; returns the norm of the rounding error.
 
-    weights: [checkpoints]. first: of them, whose configuration and tokenizer are copied. The folder
-    appears whole or not at all. Raises InputError when it exists, when there is no room, and where
-    a value is beyond the range of the dtype.
+    weights: [checkpoints]. The configuration and tokenizer of `first` are copied. The folder
+    appears complete or not at all. Raises InputError when it exists, when the disk is full, and
+    when a value exceeds the range of the dtype.
     """
     if target.exists():
         raise InputError(f"{target} exists already: name another folder, or delete it")
@@ -93,24 +95,20 @@ def point_bytes(checkpoints: OpenCheckpoints, dtype: torch.dtype | None) -> int:
 
 
 class _Mixing:
-    """Tensors of a combination of checkpoints."""
-
     def __init__(
         self, checkpoints: OpenCheckpoints, weights: np.ndarray, target: Path, form: PointFormat
     ) -> None:
         self.rounding = 0.0
-        """Sum of squares of what was rounded so far."""
+        """Sum of squared rounding errors so far."""
         self._checkpoints = checkpoints
         self._weights = weights
         self._target = target
         self._form = form
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Dtype of a tensor of the point."""
         return self._form.dtype or self._checkpoints.sources[0].dtype_of(name)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in order."""
         for name in self._checkpoints.sizes:
             yield name, self._mix(name)
 
@@ -137,14 +135,14 @@ class _Mixing:
 
 FILE = "grid.json"
 EVALUATIONS = ("eval.json", "eval/eval.json")
-"""Where a point's folder may have its figures."""
+"""Places of the evaluation in a point's folder."""
 
 
 class GridPoint(msgspec.Struct, frozen=True):
-    """A point."""
+    """A point of the grid."""
 
     name: str
-    """Of its folder."""
+    """Name of its folder."""
     row: int
     column: int
     first: float
@@ -152,14 +150,14 @@ class GridPoint(msgspec.Struct, frozen=True):
     weights: list[float]
     """The point as a combination of checkpoints."""
     rounding: float | None = None
-    """Distance between the model as written and the point; None: not written yet."""
+    """Distance of the written model from the point; None: not written yet."""
 
 
 class Grid(msgspec.Struct, frozen=True):
     """The content of grid.json."""
 
     checkpoints: list[str]
-    """Their folders."""
+    """Folders."""
     dtype: str | None
     first: list[float]
     second: list[float]
@@ -167,15 +165,13 @@ class Grid(msgspec.Struct, frozen=True):
 
 
 class _Evaluation(msgspec.Struct, frozen=True):
-    """What is read of eval.json."""
-
     sets: dict[str, PointFigures]
 
 
 def plan_grid(weights: WeightsResult, side: int, margin: float, dtype: str | None) -> Grid:
-    """side x side points over the checkpoints' extent, and `margin` of it beyond on each side.
+    """side x side points over the checkpoints' extent, widened by the share `margin` at each end.
 
-    Raises InputError where the checkpoints span no plane.
+    Raises InputError when the checkpoints span no plane.
     """
     principal = weights.principal
     if principal.coordinates.shape[1] < PLANE:
@@ -208,19 +204,17 @@ def write_grid(
     form: PointFormat,
     *,
     at_most: int | None,
-    save: Callable[[Path, str], None],
 ) -> Iterator[str]:
-    """Write points of the grid to `folder`, at most so many, and give the name of each.
+    """Write up to `at_most` missing points of the grid to `folder`; yields the name of each.
 
-    What is there already is kept. save writes a file whole. Raises InputError where `folder` holds
-    another grid.
+    Raises InputError when `folder` holds another grid.
     """
     grid = _resume(grid, folder)
     chosen = points_left(grid, folder)[:at_most]
     if not chosen:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save(folder / FILE, _to_json(grid))
+    write_whole(folder / FILE, to_json(grid))
     checkpoints = [one.checkpoint for one in weights.checkpoints]
     with open_checkpoints(checkpoints, folder) as opened:
         for point in chosen:
@@ -229,7 +223,7 @@ def write_grid(
             written = msgspec.structs.replace(point, rounding=rounding)
             points = [written if one.name == point.name else one for one in grid.points]
             grid = msgspec.structs.replace(grid, points=points)
-            save(folder / FILE, _to_json(grid))
+            write_whole(folder / FILE, to_json(grid))
             yield point.name
 
 
@@ -239,7 +233,7 @@ def points_left(grid: Grid, folder: Path) -> list[GridPoint]:
 
 
 def _resume(grid: Grid, folder: Path) -> Grid:
-    """The grid in the folder, which must be the same but for what is written; else `grid`."""
+    """The grid in `folder`, which must equal `grid` apart from the written points; else `grid`."""
     if not (folder / FILE).exists():
         return grid
     found = read_grid(folder)
@@ -264,10 +258,10 @@ def read_grid(folder: Path) -> Grid:
 
 
 def collect_grid(folder: Path, weights: WeightsResult, set_name: str | None) -> PlaneResult:
-    """Figures of the evaluated points; set_name may be left out where there is one set.
+    """Figures of the evaluated points; set_name may be None when evaluations have one set.
 
-    Raises InputError for a grid of other directions than those of `weights`, for a file that is no
-    evaluation, and where no point is evaluated.
+    Raises InputError when the grid's directions differ from those of `weights`, when a file is no
+    evaluation, and when no point is evaluated.
     """
     grid = read_grid(folder)
     _check_same_plane(grid, weights, folder)
@@ -318,7 +312,8 @@ def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:
         sets = msgspec.json.decode(path.read_bytes(), type=_Evaluation).sets
     except msgspec.DecodeError as error:
         raise InputError(
-            f"{path} is no evaluation ({error}): expected sets of reward, accuracy, length_tokens"
+            f"{path} is not an evaluation ({error}): expected sets with reward, accuracy "
+            "and length_tokens"
         ) from error
     if set_name is None and len(sets) == 1:
         set_name = next(iter(sets))
@@ -327,7 +322,3 @@ def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:
             f"{path} has the sets {', '.join(sorted(sets)) or '(none)'}: choose one by --set NAME"
         )
     return set_name, sets[set_name]
-
-
-def _to_json(grid: Grid) -> str:
-    return msgspec.json.format(msgspec.json.encode(grid)).decode() + "\n"

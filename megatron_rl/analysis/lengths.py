@@ -1,7 +1,7 @@
 """Reward against length over a run's rollouts: reward = a * log(length) + b.
 
-Used by `megatron-rl analyse lengths`. The reward is taken without its length penalty, which would
-otherwise be found again. Source: Magistral (arXiv 2506.10910), section on analysis.
+Used by `megatron-rl analyse lengths`. The reward excludes the length penalty, which would bias the
+fit. Source: Magistral (arXiv 2506.10910), section on analysis.
 """
 
 import math
@@ -27,16 +27,16 @@ class LineFit(msgspec.Struct, frozen=True):
     intercept: float
     intercept_se: float
     r_squared: float | None
-    """Share of the variance of y; None where y does not vary."""
+    """Explained share of the variance of y; None when y is constant."""
     points: int
     degrees_of_freedom: int
-    """Of t = (estimate - truth) / standard error: points - 2, or clusters - 1."""
+    """Degrees of freedom of the t statistic: points - 2, or clusters - 1."""
     residual_autocorrelation: float | None = None
-    """Between neighbours in the order given; None for clusters."""
+    """Autocorrelation of neighbouring points' residuals; None for clusters."""
 
 
 class Means(msgspec.Struct, frozen=True):
-    """Of a step, or of completions of about the same length."""
+    """Means over a step, or over completions of similar length."""
 
     step: int | None
     completions: int
@@ -46,20 +46,20 @@ class Means(msgspec.Struct, frozen=True):
 
 
 class LengthsResult(msgspec.Struct, frozen=True):
-    """What `analyse lengths` found; a section of analysis.json."""
+    """Result of `analyse lengths`; a section of analysis.json."""
 
     run: str
     left_out: dict[str, int]
-    """Rollouts in no figure, by reason."""
+    """Excluded rollouts, by reason."""
     by_step: LineFit | None
-    """Mean reward of a step against the natural logarithm of its mean length; None for less than
+    """Mean reward of a step against the natural logarithm of its mean length; None for fewer than
     three steps, or equal lengths."""
     by_rollout: LineFit
-    """Errors allow for completions of one prompt that resemble each other."""
+    """Fit over completions; errors are clustered by prompt."""
     prompts: int
     steps: list[Means]
     bins: list[Means]
-    """By length, short ones first, about equally many completions in each."""
+    """Bins of length in ascending order, with about as many completions each."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Lengths:
 
 
 def read_lengths(run_dir: Path) -> Lengths:
-    """All graded completions that were sampled for training, dropped groups included.
+    """All graded training completions, dropped groups included.
 
-    Those of a dropped group count for the step of the batch after them. Raises InputError.
+    Completions of a dropped group count for the step of the next batch. Raises InputError.
     """
     torn: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
@@ -125,7 +125,7 @@ def fit_lengths(run_dir: Path) -> LengthsResult:
 
 
 def _bins(found: Lengths) -> list[Means]:
-    """Equal lengths stay together, so that bins may be fewer."""
+    """Up to BINS bins; equal lengths share a bin."""
     edges = np.unique(found.tokens)
     if len(edges) > BINS:
         edges = np.unique(np.quantile(found.tokens, np.arange(1, BINS) / BINS, method="lower"))
@@ -143,9 +143,9 @@ def _means(found: Lengths, mine: np.ndarray, step: int | None) -> Means:
 
 
 def fit_line(x: np.ndarray, y: np.ndarray) -> LineFit:
-    """Least squares for points whose errors are independent and equally large.
+    """Least squares for points with independent errors of equal variance.
 
-    x, y: [points]. Raises InputError for fewer than three points, or where x does not vary.
+    x, y: [points]. Raises InputError for fewer than three points, or constant x.
     """
     centred, slope, residuals = _least_squares(x, y)
     free = len(x) - 2
@@ -166,11 +166,11 @@ def fit_line(x: np.ndarray, y: np.ndarray) -> LineFit:
 
 
 def fit_line_clustered(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> LineFit:
-    """Least squares with standard errors that allow for any dependence within clusters.
+    """Least squares with cluster-robust standard errors.
 
-    clusters: [points] of int, the cluster of each. Raises InputError, also for fewer than two
-    clusters. Source: Cameron and Miller, "A practitioner's guide to cluster-robust inference"
-    (2015), eq. 11 with the factor of eq. 12.
+    clusters: [points] int. Raises InputError, also for fewer than two clusters. Source: Cameron and
+    Miller, "A practitioner's guide to cluster-robust inference" (2015), eq. 11 with the factor of
+    eq. 12.
     """
     centred, slope, residuals = _least_squares(x, y)
     _, numbers = np.unique(clusters, return_inverse=True)
@@ -195,7 +195,7 @@ def fit_line_clustered(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> Li
 
 
 def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-    """(x less its mean, slope, residuals). Raises InputError."""
+    """(x minus its mean, slope, residuals). Raises InputError."""
     if len(x) < 3:
         raise InputError(f"a fit needs three points or more, and there are {len(x)}")
     centred = x - x.mean()

@@ -1,7 +1,4 @@
-"""Plots of an analysis as PNG.
-
-Used by `megatron-rl analyse`, which alone loads matplotlib, and only when it draws.
-"""
+"""Draws an analysis as PNG files. Used by `megatron-rl analyse`; imports matplotlib to draw."""
 
 import importlib.util
 import io
@@ -22,13 +19,13 @@ _DPI = 120
 _SHOWN_DIRECTIONS = 10
 _LABEL = {"boxstyle": "round,pad=0.1", "facecolor": "white", "alpha": 0.6, "linewidth": 0}
 _DOT_AREA = 20
-"""Square points, of the mean of a bin or step of mean size."""
+"""Area in square points of a bin or step of mean size."""
 _LABELLED = 12
-"""More checkpoints than so many are labelled in part."""
+"""Maximum number of labelled checkpoints."""
 
 
 def check_library() -> None:
-    """Raise InputError without matplotlib; loads nothing."""
+    """Raise InputError when matplotlib is not installed; imports nothing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "plots need matplotlib, which is not installed: install the version in "
@@ -37,7 +34,7 @@ def check_library() -> None:
 
 
 def draw_all(analysis: Analysis) -> dict[str, bytes]:
-    """File name -> PNG, of what the analysis has."""
+    """File name -> PNG for each section of the analysis."""
     drawn = {}
     if analysis.weights is not None:
         drawn[PATH] = draw_path(analysis.weights)
@@ -61,7 +58,7 @@ def draw_path(weights: WeightsResult) -> bytes:
 
 
 def draw_explained(weights: WeightsResult) -> bytes:
-    """Share of each direction, beside that of a random walk."""
+    """Explained share of each direction, and of a random walk's."""
     figure, (axes,) = _figure(1)
     shares = np.array(weights.explained[:_SHOWN_DIRECTIONS])
     walk = np.array(weights.random_walk[:_SHOWN_DIRECTIONS])
@@ -76,7 +73,7 @@ def draw_explained(weights: WeightsResult) -> bytes:
 
 
 def draw_plane(plane: PlaneResult, weights: WeightsResult | None) -> bytes:
-    """Reward and length over the plane; points that are not evaluated stay white."""
+    """Reward and length over the plane; unevaluated points stay white."""
     figure, panels = _figure(2)
     fields = {"mean reward": "reward", "mean length, tokens": "length_tokens"}
     for axes, (title, name) in zip(panels, fields.items(), strict=True):
@@ -94,7 +91,7 @@ def draw_plane(plane: PlaneResult, weights: WeightsResult | None) -> bytes:
 
 
 def draw_lengths(lengths: LengthsResult) -> bytes:
-    """Reward against length: means of completions of about one length, and of steps."""
+    """Reward against length: bins of length, and steps."""
     figure, (left, right) = _figure(2)
     _fitted(left, lengths.bins, lengths.by_rollout, "by length of completion")
     _fitted(right, lengths.steps, lengths.by_step, "by step")
@@ -102,11 +99,10 @@ def draw_lengths(lengths: LengthsResult) -> bytes:
 
 
 def _fitted(axes: "Axes", means: list[Means], fit: LineFit | None, title: str) -> None:
-    """Means, and the line that was fitted."""
     tokens = np.array([one.length_tokens for one in means])
     axes.set_xscale("log")
     completions = np.array([one.completions for one in means])
-    # The area of a dot grows with what it stands for.
+    # The area of a dot is proportional to its completions.
     areas = np.maximum(_DOT_AREA * completions / completions.mean(), 4)
     axes.scatter(tokens, [one.reward for one in means], s=areas)
     if fit is not None and tokens.min() < tokens.max():
@@ -139,7 +135,7 @@ def _path(axes: "Axes", weights: WeightsResult) -> None:
 
 
 def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
-    """A figure with axes side by side; not pyplot's, which keeps figures and asks for a display."""
+    """A figure with a row of axes; not from pyplot, which keeps figures and needs a display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6 * panels, 4.5), layout="constrained")

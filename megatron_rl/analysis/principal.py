@@ -1,10 +1,9 @@
 """Principal directions of checkpoints, from the inner products of their differences.
 
-Used by `megatron-rl analyse`; pure, but that it reads weights. A direction is never built as a
-vector of all parameters: it is a combination of checkpoints, and so is every point of the plane.
-
-With W_c of K rows, the differences of K checkpoints from a common centre, the directions need only
-G = W_c W_c^T, K x K. It is streamed: each chunk of parameters adds its product.
+Used by `megatron-rl analyse`. Directions and points of the plane are kept as combinations of
+checkpoints, never as vectors of all parameters. Let the K rows of W_c be the differences of K
+checkpoints from their centre: the directions need only G = W_c W_c^T, K x K, a sum over chunks of
+parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ Centre = Literal["mean", "first"]
 
 
 def centre_weights(count: int, centre: Centre) -> np.ndarray:
-    """[count]: the centre as a combination of checkpoints; adds up to 1."""
+    """[count]: the centre as a combination of checkpoints; sums to 1."""
     if centre == "mean":
         return np.full(count, 1 / count)
     return np.eye(count)[0]
@@ -33,11 +32,11 @@ def gram_matrix(
     progress: Callable[[int, int], None] = lambda done, total: None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> np.ndarray:
-    """[checkpoints, checkpoints] float64: sums over all parameters of products of differences.
+    """[checkpoints, checkpoints] float64: inner products of the differences from the centre.
 
-    progress is told the parameters done, and all. Holds two chunks. Differences are taken before
-    products, so that nothing cancels when checkpoints are close together. Raises InputError for
-    weights that are not finite.
+    progress gets the parameters done and in total. Memory holds two chunks. Subtracting before
+    multiplying avoids cancellation for close checkpoints. Raises InputError for NaN or infinite
+    weights.
     """
     gram = np.zeros((checkpoints.count, checkpoints.count))
     total, done = checkpoints.parameters, 0
@@ -54,7 +53,7 @@ def gram_matrix(
 
 
 _RANK_TOLERANCE = 1e-13
-"""Eigenvalues below this share of the largest are rounding."""
+"""Eigenvalues below this share of the largest are rounding errors."""
 _SIGN_TOLERANCE = 1e-6
 
 
@@ -63,32 +62,32 @@ class Principal:
     """Checkpoints in the space of their principal directions."""
 
     centre: np.ndarray
-    """[checkpoints]: the centre as a combination of checkpoints; adds up to 1."""
+    """[checkpoints]: the centre as a combination of checkpoints; sums to 1."""
     coordinates: np.ndarray
-    """[checkpoints, directions] float64, in units of Euclidean distance between weights."""
+    """[checkpoints, directions] float64, in Euclidean distance between weights."""
     combinations: np.ndarray
-    """[directions, checkpoints]: each direction, of length 1, as a combination; adds up to 0."""
+    """[directions, checkpoints]: each unit direction as a combination; sums to 0."""
 
     @property
     def explained(self) -> np.ndarray:
-        """[directions]: share of the sum of squared distances from the centre, descending."""
+        """[directions]: shares of the squared distances from the centre, descending."""
         squares = (self.coordinates**2).sum(axis=0)
         return squares / squares.sum()
 
     def weights_of(self, point: Sequence[float]) -> np.ndarray:
-        """[checkpoints]: the point with the first few coordinates `point`, as a combination."""
+        """[checkpoints]: the point with these first coordinates, as a combination."""
         return self.centre + np.asarray(point) @ self.combinations[: len(point)]
 
     def residuals(self, directions: int) -> np.ndarray:
-        """[checkpoints]: distance of each from the space of the first few directions."""
+        """[checkpoints]: distance from the span of the first `directions` directions."""
         return np.sqrt((self.coordinates[:, directions:] ** 2).sum(axis=1))
 
 
 def principal_directions(gram: np.ndarray, centre: Centre) -> Principal:
-    """Eigen-decomposition of the inner products; directions of rounding alone are left out.
+    """Eigen-decomposition of the inner products, without directions that are rounding errors.
 
-    The newest checkpoint with a coordinate along a direction has a positive one. Raises InputError
-    when all checkpoints are equal.
+    Sign of a direction: the last checkpoint with a nonzero coordinate has a positive one. Raises
+    InputError when all checkpoints are equal.
     """
     squares, vectors = np.linalg.eigh(gram)
     squares, vectors = squares[::-1], vectors[:, ::-1]
@@ -107,16 +106,13 @@ def principal_directions(gram: np.ndarray, centre: Centre) -> Principal:
 
 
 def distances(gram: np.ndarray) -> np.ndarray:
-    """[checkpoints, checkpoints]: Euclidean distance between the weights of each two."""
+    """[checkpoints, checkpoints]: Euclidean distances between weights."""
     own = np.diag(gram)
     return np.sqrt(np.maximum(own[:, None] + own - 2 * gram, 0))
 
 
 def step_cosines(gram: np.ndarray) -> np.ndarray:
-    """[checkpoints - 2]: cosine between each step to the next checkpoint and the step before.
-
-    NaN where a step has no length.
-    """
+    """[checkpoints - 2]: cosine between consecutive steps; NaN for a step of length 0."""
     # Row k of `moves` is checkpoint k + 1 minus checkpoint k.
     moves = np.diff(np.eye(len(gram)), axis=0)
     products = moves @ gram @ moves.T
@@ -126,10 +122,9 @@ def step_cosines(gram: np.ndarray) -> np.ndarray:
 
 
 def random_walk_explained(count: int, centre: Centre) -> np.ndarray:
-    """Shares that the directions of a random walk explain, in a space of many dimensions.
+    """Explained shares of a random walk of equal, mutually perpendicular steps.
 
-    Checkpoints at equal distances along steps that are all perpendicular to each other. A path
-    that explains no more by its first directions shows no preferred direction.
+    A path with no larger first shares has no preferred direction.
     Source: Antognini and Sohl-Dickstein, "PCA of high dimensional random walks" (arXiv 1806.08805).
     """
     steps = np.arange(count)

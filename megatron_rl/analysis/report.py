@@ -1,7 +1,4 @@
-"""analysis.md: the figures of an analysis as tables, with its plots.
-
-Used by `megatron-rl analyse`. Pure functions.
-"""
+"""analysis.md: tables and plots of an analysis. Used by `megatron-rl analyse`. Pure functions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +12,7 @@ AUTOCORRELATED = 0.3
 
 
 def render(analysis: Analysis, *, with_plots: bool) -> str:
-    """Markdown of all sections that there are."""
+    """Markdown of all sections of the analysis."""
     lines = ["# Analysis", ""]
     if analysis.weights is not None:
         lines += [*_weights(analysis.weights), ""]

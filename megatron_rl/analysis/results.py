@@ -1,6 +1,6 @@
-"""What the analyses found, as it stands in analysis.json; each command replaces its section.
+"""The content of analysis.json; each command of `megatron-rl analyse` replaces its section.
 
-Used by `megatron-rl analyse`. Distances are Euclidean, between all weights of two models.
+Distances are Euclidean, over all weights of two models.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from megatron_rl.config.errors import InputError
 
 FILE = "analysis.json"
 PLANE = 2
-"""Directions of the plane."""
+"""Number of directions."""
 
 
 class CheckpointResult(msgspec.Struct, frozen=True):
-    """A checkpoint and where it lies."""
+    """A checkpoint and its position."""
 
     name: str
     folder: str
@@ -40,17 +40,17 @@ class CheckpointResult(msgspec.Struct, frozen=True):
     """Distance from the first checkpoint."""
     from_previous: float | None
     step_cosine: float | None
-    """Between the step to this checkpoint and the one before; None where there is none."""
+    """Cosine between the step to this checkpoint and the previous step; None without either."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """To open it."""
+        """The folder to open."""
         files = None if self.files_from is None else Path(self.files_from)
         return Checkpoint(self.name, Path(self.folder), files)
 
 
 class WeightsResult(msgspec.Struct, frozen=True):
-    """What `analyse weights` found."""
+    """Result of `analyse weights`."""
 
     centre: Centre
     parameters: int
@@ -58,7 +58,7 @@ class WeightsResult(msgspec.Struct, frozen=True):
     explained: list[float]
     """Share of the squared distances from the centre, by direction."""
     random_walk: list[float]
-    """The same of a path without a preferred direction."""
+    """The same for a random walk."""
     combinations: list[list[float]]
     """Each direction as a combination of checkpoints."""
     centre_weights: list[float]
@@ -66,7 +66,6 @@ class WeightsResult(msgspec.Struct, frozen=True):
 
     @property
     def principal(self) -> Principal:
-        """The directions."""
         coordinates = np.array([one.coordinates for one in self.checkpoints])
         return Principal(np.array(self.centre_weights), coordinates, np.array(self.combinations))
 
@@ -79,7 +78,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class PointFigures(msgspec.Struct, frozen=True):
-    """What an evaluation says of a point; read from its eval.json, which may say more."""
+    """Figures of a point from its eval.json; other keys there are ignored."""
 
     reward: Figure
     accuracy: Figure
@@ -96,16 +95,16 @@ class PointResult(msgspec.Struct, frozen=True):
     """Coordinate along the first direction."""
     second: float
     rounding: float | None
-    """Distance between the model as written and the point."""
+    """Distance of the written model from the point."""
     figures: PointFigures
 
 
 class PlaneResult(msgspec.Struct, frozen=True):
-    """What `analyse plane --read` found."""
+    """Result of `analyse plane --read`."""
 
     grid: str
     set_name: str
-    """Of the evaluation."""
+    """Evaluation set."""
     first: list[float]
     """Coordinates of columns."""
     second: list[float]
@@ -116,7 +115,7 @@ class PlaneResult(msgspec.Struct, frozen=True):
 
 
 class Analysis(msgspec.Struct, frozen=True):
-    """All of analysis.json."""
+    """The content of analysis.json."""
 
     version: Literal[1] = 1
     weights: WeightsResult | None = None
@@ -132,7 +131,7 @@ def weights_result(
     centre: Centre,
     parameters: int,
 ) -> WeightsResult:
-    """Put together what there is to say of checkpoints."""
+    """Build the section of analysis.json."""
     apart, cosines = distances(gram), step_cosines(gram)
     off_plane = principal.residuals(PLANE)
 
@@ -161,7 +160,7 @@ def weights_result(
 
 
 def read_analysis(folder: Path) -> Analysis:
-    """What is in `folder` already; nothing where it has no analysis.json. Raises InputError."""
+    """The analysis in `folder`; empty without an analysis.json. Raises InputError."""
     path = folder / FILE
     if not path.exists():
         return Analysis()
@@ -169,10 +168,10 @@ def read_analysis(folder: Path) -> Analysis:
         return msgspec.json.decode(path.read_bytes(), type=Analysis)
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(
-            f"{path} is no analysis ({error}): name another folder with --out"
+            f"{path} is not an analysis ({error}): name another folder with --out"
         ) from error
 
 
-def to_json(analysis: Analysis) -> str:
-    """The content of analysis.json."""
-    return msgspec.json.format(msgspec.json.encode(analysis)).decode() + "\n"
+def to_json(content: msgspec.Struct) -> str:
+    """Text of analysis.json or grid.json."""
+    return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

@@ -151,9 +151,7 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
         say(console, f"would write {count} of {left} models that are not there to "
              f"{options.write}, {each / 1e9:.3g} GB each. {_NOTHING}")  # fmt: skip
         return 0
-    written = write_grid(
-        weights, grid, options.write, form, at_most=options.at_most, save=write_whole
-    )
+    written = write_grid(weights, grid, options.write, form, at_most=options.at_most)
     with progress(console, "models") as report:
         for name in counted(written, count, report):
             say(console, str(options.write / name))

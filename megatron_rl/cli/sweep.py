@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Overrides
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import model_checks, preflight
 from megatron_rl.launcher.hub_models import pin_models
@@ -23,7 +24,7 @@ from megatron_rl.sweep.plan import Plan, PlannedRun, make_plan
 from megatron_rl.sweep.results import Results, collect
 from megatron_rl.sweep.runner import CommandOf, run_all, run_command
 from megatron_rl.sweep.sweep_file import load_sweep
-from megatron_rl.sweep.table import print_table, say, write_files
+from megatron_rl.sweep.table import print_table, write_files
 
 app = plain_app()
 

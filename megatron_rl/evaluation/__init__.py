@@ -1,4 +1,4 @@
-"""Figures of evaluations as pure functions: accuracy, pass@k, maj@k, their errors, comparisons.
+"""Figures of evaluations as pure functions: accuracy, pass@k, maj@k, errors, comparisons.
 
 Used by the rollout queue and the launcher. May import config, protocol and algorithms.
 """

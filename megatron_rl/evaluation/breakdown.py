@@ -1,6 +1,6 @@
-"""The figures of an evaluation set: overall and by task, language, length and truncation.
+"""Figures of an evaluation set, overall and by task, language, length and truncation, as JSON.
 
-Used by the launcher, for eval.json. The results can be written as JSON.
+Used by the launcher for eval.json.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from megatron_rl.evaluation.figures import (
 from megatron_rl.evaluation.samples import ProblemSamples
 
 OF_QUESTION = "of the question"
-"""Language of problems that ask for none."""
+"""Language of problems that request none."""
 LENGTH_BINS = 4
 _Report = dict[str, Any]
 
 
 def set_report(problems: Sequence[ProblemSamples]) -> _Report:
-    """All figures of one set, of at least one problem.
+    """All figures of one set of at least one problem.
 
-    Each is {"value", "se", "problems"}, with se None for one problem. `by_length` and
-    `by_truncation` are over completions, with errors clustered by problem.
+    Each is {"value", "se", "problems"}; se is None for one problem. `by_length` and `by_truncation`
+    are over completions, with errors clustered by problem.
     """
     return {
         **figures_report(problems),
@@ -40,7 +40,7 @@ def set_report(problems: Sequence[ProblemSamples]) -> _Report:
 
 
 def figures_report(problems: Sequence[ProblemSamples]) -> _Report:
-    """The figures of some problems, at least one."""
+    """Figures of at least one problem."""
     return {
         "problems": len(problems),
         "completions": sum(problem.n for problem in problems),
@@ -57,7 +57,6 @@ def figures_report(problems: Sequence[ProblemSamples]) -> _Report:
 
 
 def _by(problems: Sequence[ProblemSamples], key: Callable[[ProblemSamples], str]) -> _Report:
-    """The figures of the problems with each key."""
     found: dict[str, list[ProblemSamples]] = {}
     for problem in problems:
         found.setdefault(key(problem), []).append(problem)
@@ -65,43 +64,34 @@ def _by(problems: Sequence[ProblemSamples], key: Callable[[ProblemSamples], str]
 
 
 def _by_length(problems: Sequence[ProblemSamples]) -> list[_Report]:
-    """Accuracy of the completions in each quarter of the lengths, short ones first.
+    """Accuracy by quarter of the completion lengths, shortest first.
 
-    Equal lengths stay together, so a quarter may be missing or hold more.
+    Equal lengths share a quarter, so quarters may differ in size or be missing.
     """
     tokens = np.concatenate([problem.tokens for problem in problems])
-    is_correct = np.concatenate([problem.is_correct for problem in problems])
-    clusters = _clusters(problems)
     inner = np.quantile(tokens, np.arange(1, LENGTH_BINS) / LENGTH_BINS, method="lower")
     bins = np.searchsorted(np.unique(inner), tokens, side="left")
-    reports = []
-    for number in np.unique(bins):
-        mine = bins == number
-        reports.append({
-            "tokens_from": int(tokens[mine].min()),
-            "tokens_to": int(tokens[mine].max()),
-            "completions": int(mine.sum()),
-            "accuracy": _plain(clustered_figure(is_correct[mine].astype(float), clusters[mine])),
-        })  # fmt: skip
-    return reports
+    parts = [bins == number for number in np.unique(bins)]
+    return [
+        {"tokens_from": int(tokens[mine].min()), "tokens_to": int(tokens[mine].max())}
+        | _accuracy(problems, mine)
+        for mine in parts
+    ]
 
 
 def _by_truncation(problems: Sequence[ProblemSamples]) -> _Report:
-    """Accuracy of the completions that finished, and of those cut at the length limit."""
+    """Accuracy of finished completions, and of completions cut at the length limit."""
     is_cut = np.concatenate([problem.is_cut for problem in problems])
-    is_correct = np.concatenate([problem.is_correct for problem in problems])
-    clusters = _clusters(problems)
-    reports = {}
-    for name, mine in (("finished", ~is_cut), ("cut", is_cut)):
-        if mine.any():
-            accuracy = clustered_figure(is_correct[mine].astype(float), clusters[mine])
-            reports[name] = {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
-    return reports
+    parts = {"finished": ~is_cut, "cut": is_cut}
+    return {name: _accuracy(problems, mine) for name, mine in parts.items() if mine.any()}
 
 
-def _clusters(problems: Sequence[ProblemSamples]) -> np.ndarray:
-    """[completions]: the problem of each."""
-    return np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
+def _accuracy(problems: Sequence[ProblemSamples], mine: np.ndarray) -> _Report:
+    """Accuracy of the chosen completions; mine: [completions] bool."""
+    is_correct = np.concatenate([problem.is_correct for problem in problems]).astype(float)
+    clusters = np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
+    accuracy = clustered_figure(is_correct[mine], clusters[mine])
+    return {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
 
 
 def _plain(figure: Figure) -> _Report:

@@ -1,7 +1,7 @@
 """avg@k, pass@k and maj@k of evaluated problems, with standard errors over problems.
 
-Used by the rollout queue and the launcher. Completions of one problem are not independent: figures
-are averaged over them first, and errors are of the mean over problems.
+Used by the rollout queue and the launcher. Completions of one problem are dependent. So figures are
+averaged over completions first, and errors are of the mean over problems.
 """
 
 import math
@@ -36,11 +36,10 @@ def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
 
 
 def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
-    """Mean over some of the completions of each problem, such as long ones.
+    """Mean over a subset of the completions, with an error clustered by problem.
 
-    values: [m] float; clusters: [m], the problem of each. The error allows for completions of a
-    problem that go together: sqrt(sum over problems of (sum of its deviations)^2) / m. Source:
-    arXiv 2411.00640, eq. 4.
+    values: [m] float; clusters: [m], number of the problem. Error: sqrt(sum over problems of (sum
+    of its deviations)^2) / m. Source: arXiv 2411.00640, eq. 4.
     """
     mean = float(values.mean())
     _, places = np.unique(clusters, return_inverse=True)
@@ -51,7 +50,7 @@ def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Chance that at least one of k completions is right, drawn from n without replacement.
 
-    1 - (n - right choose k) / (n choose k), in integers up to the division, for any n.
+    1 - (n - right choose k) / (n choose k), in exact integers up to the division.
     Source: arXiv 2107.03374, eq. 1.
     """
     _check_k(n, k)
@@ -60,10 +59,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def maj_at_k(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float:
-    """Chance that the vote of k of the n completions is right, drawn without replacement.
+    """Chance that the majority vote of k of the n completions, drawn without replacement, is right.
 
-    Exact: over all k-subsets, ties drawn uniformly. A completion without an answer has no vote;
-    without votes the result is not right. classes: [n], as in ProblemSamples.
+    Exact over all k-subsets; ties are broken uniformly. A completion without an answer has no vote;
+    a subset without votes is wrong. classes: [n], as in ProblemSamples.
     """
     _check_k(len(classes), k)
     return majority_value(classes, is_correct, k)

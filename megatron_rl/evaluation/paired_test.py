@@ -1,11 +1,11 @@
-"""The paired test of two evaluations on the same problems. Used by the launcher.
+"""Paired sign-flip permutation test of two evaluations on the same problems. Used by the launcher.
 
-The sign-flip permutation test on the differences by problem. If the two models are equal, swapping
-their completions on one problem changes no probability, so each difference has either sign with
-equal chance. p is the share of all 2^problems choices of signs whose sum is at least as far from 0
-as the observed one. The test assumes nothing about the distribution of differences. Its level holds
-for any number of problems, if both models have as many completions of each. With one completion per
-problem it is McNemar's exact test. A t-test's level holds for many problems only.
+If the models are equal, swapping their completions of a problem changes no probability: the sign of
+each difference is a fair coin. p is the share of all 2^problems choices of signs whose sum is at
+least as far from 0 as the observed sum. The test assumes nothing about the distribution of the
+differences. Its level is exact for any number of problems if both models have equally many
+completions of each; a t-test needs many problems. With one completion per problem it is McNemar's
+exact test.
 """
 
 import math
@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 _MOST_STATES = 300_000_000
-"""Cells that the exact count may visit, a few seconds; above that, signs are drawn."""
+"""Limit of the exact count in cells, a few seconds of work; beyond it, signs are drawn."""
 _DRAWS = 100_000
 _DRAWN_AT_ONCE = 1_000
 _SEED = 0
@@ -25,7 +25,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PairedTest:
-    """The difference of two evaluations on the problems that both have."""
+    """Difference of two evaluations on their common problems."""
 
     difference: float
     """Mean over problems of the second accuracy minus the first."""
@@ -38,7 +38,7 @@ class PairedTest:
     """Problems on which the second evaluation is better."""
     lower: int
     is_exact: bool
-    """Whether all choices of signs were counted, rather than 100,000 drawn ones."""
+    """Whether p counts all choices of signs; else 100,000 draws."""
 
 
 def paired_test(differences: Sequence[Fraction]) -> PairedTest:
@@ -59,7 +59,7 @@ def paired_test(differences: Sequence[Fraction]) -> PairedTest:
 
 
 def _in_steps(differences: Sequence[Fraction], *, keep_sign: bool = False) -> list[int]:
-    """The differences other than 0, as multiples of their greatest common divisor."""
+    """The nonzero differences as multiples of their greatest common divisor."""
     found = [d if keep_sign else abs(d) for d in differences if d]
     denominator = math.lcm(*(d.denominator for d in found))
     whole = [d.numerator * (denominator // d.denominator) for d in found]
@@ -83,7 +83,7 @@ def _exact_p(steps: list[int], seen: int) -> float:
 
 
 def _drawn_p(differences: np.ndarray) -> float:
-    """The same from drawn signs; the observed signs count as a draw, so p is never 0."""
+    """`_exact_p` from drawn signs; the observed signs count as a draw, so p is never 0."""
     chance = np.random.default_rng(_SEED)
     seen = abs(float(differences.sum())) - _ROUNDING
     hits = 0

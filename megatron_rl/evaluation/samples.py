@@ -1,7 +1,4 @@
-"""The graded completions of one problem of an evaluation.
-
-Used by the rollout queue for its groups, and by the launcher for recorded rollouts.
-"""
+"""The graded completions of an evaluated problem. Used by the rollout queue and the launcher."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,43 +8,43 @@ import numpy as np
 from megatron_rl.protocol.rollout_files import RolloutRecord
 
 CORRECT = "correct"
-"""The `reason` of a right answer's score."""
+"""`reason` of the score of a right answer."""
 _CUT = "length"
-"""The `finish_reason` of a completion that was cut at its limit."""
+"""`finish_reason` of a completion cut at its limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProblemSamples:
-    """The n graded completions of a problem, in the order of their indices; n is at least 1."""
+    """The n >= 1 graded completions of a problem, in the order of their indices."""
 
     prompt_id: str
     question: str
     answer: str
-    """The reference."""
+    """Reference answer."""
     task: str
     language: str
-    """Requested language; empty: that of the question."""
+    """Requested language; empty: the language of the question."""
     is_correct: np.ndarray
     """[n] bool."""
     is_well_formed: np.ndarray
     """[n] bool: whether the format check passed."""
     is_cut: np.ndarray
-    """[n] bool: whether the completion was cut at its length limit."""
+    """[n] bool: whether the length limit cut the completion."""
     tokens: np.ndarray
     """[n] int64: length of each completion."""
     rewards: np.ndarray
     """[n] float64."""
     classes: np.ndarray | None = field(default=None)
-    """[n] int64: a number per distinct answer, 0 for right ones; -1: no answer. None: unknown."""
+    """[n] int64: a number per distinct answer, 0 for right answers, -1 for none. None: unknown."""
 
     @property
     def n(self) -> int:
-        """Graded completions."""
+        """Number of completions."""
         return len(self.is_correct)
 
     @property
     def right(self) -> int:
-        """Completions that are right."""
+        """Number of right completions."""
         return int(self.is_correct.sum())
 
     @property
@@ -57,10 +54,7 @@ class ProblemSamples:
 
 
 def of_records(records: Iterable[RolloutRecord]) -> list[ProblemSamples]:
-    """Problems of an evaluation's records, in order of first appearance.
-
-    Records without a verdict are left out: they count neither as right nor as wrong.
-    """
+    """Problems of an evaluation's records, in order of first appearance; skips ungraded records."""
     by_prompt: dict[str, list[RolloutRecord]] = {}
     for record in records:
         if record.reward is not None:

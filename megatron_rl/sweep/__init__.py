@@ -1,4 +1,4 @@
-"""Compares variants of a run over seeds: which runs, running them, figures and their errors.
+"""Compares variants of a run over seeds: plans and runs them, and computes figures with errors.
 
-Run by `megatron-rl sweep`. Every run is an ordinary one, in a process of its own.
+Used by `megatron-rl sweep`. Every run is an ordinary run in its own process.
 """

@@ -1,17 +1,15 @@
-"""What the folders of a sweep's runs hold: which runs are complete, failed, or of another sweep.
+"""Reads the run folders of a sweep: complete, failed or of another configuration.
 
 Used by `megatron-rl sweep`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.run_folder import CONFIG, SUMMARY
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
@@ -19,16 +17,16 @@ from megatron_rl.sweep.measures import read_summary
 from megatron_rl.sweep.plan import PlannedRun
 
 FAILURE = "sweep_failure.txt"
-"""File of a run folder: why the last attempt failed."""
+"""File in a run folder with the error of a failed run."""
 _SHOWN_KEYS = 3
 _SHOWN_RUNS = 10
 _STEPS = "train.steps"
-# Places that a run resolves when it starts.
+# A run replaces these keys when it starts.
 _RESOLVED = ("run.dir", "ports.")
 
 
 class State(Enum):
-    """How far a run has come."""
+    """State of a run."""
 
     COMPLETE = "complete"
     FAILED = "failed"
@@ -37,7 +35,7 @@ class State(Enum):
 
 
 def state_of(run: PlannedRun) -> State:
-    """What the folder of the run says."""
+    """State of the run by its folder."""
     if _has_ended(run):
         return State.COMPLETE
     if (run.run_dir / FAILURE).exists():
@@ -54,15 +52,15 @@ def _has_ended(run: PlannedRun) -> bool:
 
 
 def failure_of(run: PlannedRun) -> str:
-    """Why the last attempt failed; empty if it did not."""
+    """Error of the last attempt; empty unless it failed."""
     path = run.run_dir / FAILURE
     return path.read_text().strip() if path.exists() else ""
 
 
 def check_folders(runs: Sequence[PlannedRun]) -> None:
-    """Raise InputError where a folder holds a run of another configuration than the planned one.
+    """Raise InputError when a folder holds a run with another configuration than planned.
 
-    A larger train.steps is no other configuration where a checkpoint is there to go on from.
+    A larger train.steps is allowed when the folder has a checkpoint to resume from.
     """
     found = [(run, text) for run in runs if (text := _contradiction(run))]
     if found:
@@ -70,7 +68,7 @@ def check_folders(runs: Sequence[PlannedRun]) -> None:
         if len(found) > _SHOWN_RUNS:
             texts += f"\n  and {len(found) - _SHOWN_RUNS} more runs"
         raise InputError(
-            f"the sweep has changed, and contradicts what is there:\n{texts}\n"
+            f"the sweep differs from the runs in its folder:\n{texts}\n"
             "Undo the change, give the sweep another folder with --sweep-dir DIR, or move these "
             f"run folders away, such as {found[0][0].run_dir}"
         )
@@ -84,32 +82,24 @@ def _contradiction(run: PlannedRun) -> str:
         saved = load_config(path)
     except ConfigError as error:
         return f"{path} is of another version: {error}"
-    there, planned = dict(_leaves(saved)), dict(_leaves(run.config))
+    there, planned = _values(saved), _values(run.config)
     changed = [key for key in planned | there if there.get(key) != planned.get(key)]
-    if changed == [_STEPS] and _can_go_on(run.run_dir, saved, run.config):
+    is_longer = changed == [_STEPS] and run.config.train.steps > saved.train.steps
+    if is_longer and complete_checkpoints(run.run_dir / CHECKPOINTS):
         return ""
     texts = [f"{key} was {there.get(key)}, is {planned.get(key)}" for key in changed]
     more = len(texts) - _SHOWN_KEYS
     return "; ".join(texts[:_SHOWN_KEYS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _can_go_on(run_dir: Path, saved: Config, planned: Config) -> bool:
-    is_longer = planned.train.steps > saved.train.steps
-    return is_longer and bool(complete_checkpoints(run_dir / CHECKPOINTS))
+def _values(config: Config) -> dict[str, str]:
+    """Key -> value as text, without _RESOLVED."""
+    found = leaves(config.model_dump(), "")
+    return {key: _text(value) for key, value in found if not key.startswith(_RESOLVED)}
 
 
-def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys of the tree and their values as text, but for those that a run resolves."""
-    if isinstance(section, BaseModel):
-        items = [(name, getattr(section, name)) for name in type(section).model_fields]
-    elif isinstance(section, dict):
-        items = list(section.items())
-    elif isinstance(section, list):
-        items = [(str(number), item) for number, item in enumerate(section)]
-    else:
-        if not prefix.startswith(_RESOLVED):
-            # A script may have given a path as an absolute one, without symbolic links.
-            yield prefix, str(section.resolve() if isinstance(section, Path) else section)
-        return
-    for name, value in items:
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else name)
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    # A script may have given a path as absolute, with symbolic links resolved.
+    return str(value.resolve() if isinstance(value, Path) else value)

@@ -1,4 +1,4 @@
-"""What is measured of a run that is complete: values from its summary and its metrics.
+"""Reads the metrics of a complete run from its summary and metrics.jsonl.
 
 Used by `megatron-rl sweep`.
 """
@@ -18,19 +18,19 @@ from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.protocol.metrics import RESUMED, stream_rows
 
 STEP_S = "step_s"
-"""Metric: median seconds from the end of a step to that of the next."""
+"""Metric: median seconds between the ends of consecutive steps."""
 LAST_ROWS = 10
-"""Of a metric with a slash the last so many rows are averaged, as in reward_last10."""
+"""Rows averaged of a metric with a slash, as in reward_last10."""
 
 _AT = ("start", "end", "gain")
-"""Metrics of the evaluations before training and last of all: `end` of the held-out prompts,
-`end.SET` of a set."""
+"""Accuracy before training, after it, and the difference: `end` of held-out prompts, `end.SET` of a
+set."""
 
 Row = dict[str, Any]
 
 
 def check_metric(name: str) -> None:
-    """Raise ValueError for a name that no run can offer, naming the nearest that one does."""
+    """Raise ValueError for an unknown metric, with the nearest known name."""
     if name in RENAMED_METRICS:
         raise ValueError(f"metrics: {name!r} is named {RENAMED_METRICS[name]!r} now")
     known = [*summarize([], RunFacts()), STEP_S, *_AT]
@@ -39,12 +39,13 @@ def check_metric(name: str) -> None:
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {matches[0]!r}?" if matches else ""
     raise ValueError(
-        f"metrics: {name!r} is no key of summary.json{hint}. Metrics of metrics.jsonl have a slash"
+        f"metrics: {name!r} is not a key of summary.json{hint}. Metrics of metrics.jsonl have a "
+        "slash"
     )
 
 
 def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
-    """The metrics of a run; None where it has none."""
+    """Metrics of a run; None: not measured."""
     kept = {"source", "time", "train/loss", RESUMED, *names}
     rows = [
         {name: row[name] for name in row.keys() & kept}
@@ -56,7 +57,7 @@ def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json. Raises InputError for one that a crash of the host cut short."""
+    """summary.json. Raises InputError when a crash of the host truncated it."""
     path = run_dir / "summary.json"
     try:
         return json.loads(path.read_text())
@@ -81,10 +82,10 @@ def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
 
 
 def _accuracy_at(at: str, name_of_set: str, summary: dict[str, Any]) -> float | None:
-    """An accuracy, or what it gained; name_of_set: empty for the held-out prompts.
+    """One of _AT; name_of_set: empty for the held-out prompts.
 
-    A run without reinforcement learning is evaluated once, after its cold start if it has one: what
-    it starts from is then measured by another run, and this is its end.
+    A run without reinforcement learning is evaluated once, after its cold start: that is its `end`,
+    and another run measures its `start`.
     """
     before, after = (_accuracy(label, name_of_set, summary) for label in ("before", "after"))
     if at == "gain":
@@ -100,7 +101,7 @@ def _accuracy(label: str, name_of_set: str, summary: dict[str, Any]) -> float | 
 
 
 def seconds_a_step(rows: Sequence[Row]) -> float | None:
-    """Median over the steps but the first ones of the run and of each part that was resumed."""
+    """Median over the steps, without the first step after each start or resume."""
     gaps, last_end = [], None
     for row in rows:
         if RESUMED in row:
@@ -113,6 +114,6 @@ def seconds_a_step(rows: Sequence[Row]) -> float | None:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Mean; not finite where a value is not: diverged runs are shown as they are, not left out."""
+    """Mean; not finite when a value is not: diverged runs count."""
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.mean(values))

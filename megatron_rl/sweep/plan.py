@@ -1,7 +1,4 @@
-"""Which runs a sweep consists of, and whether all of them can be configured.
-
-Used by `megatron-rl sweep`.
-"""
+"""Plans the runs of a sweep and loads their configurations. Used by `megatron-rl sweep`."""
 
 import itertools
 import re
@@ -22,7 +19,7 @@ from megatron_rl.sweep.sweep_file import (
 
 _NOT_FOR_NAMES = re.compile(r"[^\w.+=-]+")
 _NAME_BYTES = 255
-"""What file systems allow a folder's name."""
+"""Limit of file systems for a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,17 @@ class PlannedRun:
     """Absolute."""
     base: Path
     overrides: tuple[str, ...]
-    """All but the run's folder."""
+    """All overrides but run.dir."""
     config: Config
-    """What it resolves to."""
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"{self.variant} seed {self.seed}"
 
     @property
     def arguments(self) -> list[str]:
-        """Of megatron-rl."""
+        """Arguments of megatron-rl."""
         place = ["--config", str(self.base), "--run-dir", str(self.run_dir)]
         return ["run", *place, *self.overrides]
 
@@ -59,14 +55,14 @@ class Plan:
     sweep_dir: Path
     """Absolute."""
     variants: dict[str, tuple[str, ...]]
-    """What each overrides beside what all do."""
+    """Overrides of each, without the common ones."""
     baseline: str
     runs: tuple[PlannedRun, ...]
-    """Seed by seed: all variants have a first run before any has a second."""
+    """Seed by seed: every variant runs once before any runs again."""
 
     @property
     def same_configurations(self) -> list[tuple[str, str]]:
-        """Variants that resolve to the configuration of an earlier one."""
+        """(earlier variant, variant) pairs with equal configurations."""
         first: dict[str, Config] = {}
         pairs = []
         for run in self.runs[: len(self.variants)]:
@@ -77,14 +73,18 @@ class Plan:
 
 
 def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) -> Plan:
-    """The plan of a sweep whose variants all load.
+    """Plan a sweep. Raises InputError with the errors of all variants.
 
-    overrides: of all variants, given at the command line: they win over the file's common ones, and
-    variants over them. Raises InputError with the errors of all variants.
+    overrides: command-line overrides of all variants. They take precedence over the file's common
+    overrides, and a variant's overrides over both.
     """
     variants = dict(_expand(sweep))
     baseline = sweep.baseline or next(iter(variants))
-    problems = [*_naming_problems(sweep, baseline, list(variants)), *_given_problems(overrides)]
+    problems = _naming_problems(sweep, baseline, list(variants))
+    try:
+        check_own_keys([key_of(text) for text in overrides])
+    except ValueError as error:
+        problems.append(str(error))
     common = (*sweep.overrides, *overrides)
     runs = []
     for seed in sweep.seeds:
@@ -106,7 +106,7 @@ def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) 
 
 
 def _expand(sweep: SweepFile) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Variants by their final names, in the order of the file; raises InputError for twins."""
+    """(name, overrides) of each variant in file order. Raises InputError for equal names."""
     seen: set[str] = set()
     short = _short_names(list(sweep.grid))
     for variant in sweep.variants or [None]:
@@ -121,7 +121,7 @@ def _expand(sweep: SweepFile) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _short_names(keys: list[str]) -> dict[str, str]:
-    """The last part of each key where that tells them apart."""
+    """The last part of each key where it is unique, else the key."""
     last = [key.rpartition(".")[2] for key in keys]
     return {
         key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)
@@ -144,7 +144,7 @@ def _text(value: Scalar) -> str:
 def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[str]:
     problems = [
         f"the name of variant {name} is longer than {_NAME_BYTES} bytes: give [[variants]] with "
-        "names of their own instead of the grid"
+        "short names instead of the grid"
         for name in names
         if len(name.encode()) > _NAME_BYTES
     ]
@@ -152,11 +152,3 @@ def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[
         known = ", ".join(names)
         problems.append(f"baseline {baseline!r} is none of the variants, which are: {known}")
     return problems
-
-
-def _given_problems(overrides: Sequence[str]) -> list[str]:
-    try:
-        check_own_keys([key_of(text) for text in overrides])
-    except ValueError as error:
-        return [str(error)]
-    return []

@@ -1,4 +1,4 @@
-"""Figures of a sweep so far by variant and metric, with errors over seeds, and its missing runs.
+"""Figures of a sweep by variant and metric, with errors over seeds, and its missing runs.
 
 Used by `megatron-rl sweep`.
 """
@@ -30,22 +30,22 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """What a variant differs by from the baseline, seed by seed."""
+    """Difference of a variant from the baseline, paired by seed."""
 
     difference: Estimate
-    """Over the seeds that both have."""
+    """Over the common seeds."""
     t: float | None
-    """Mean over its standard error, with n - 1 degrees of freedom; None where that is none or 0."""
+    """Mean over standard error, with n - 1 degrees of freedom; None without an error or at 0."""
     higher: int
-    """Seeds of a difference above 0."""
+    """Seeds with a difference above 0."""
     lower: int
-    """Seeds of one below 0."""
+    """Seeds with a difference below 0."""
     sign_p: float | None
-    """Chance of so uneven a split, or a more uneven one, between equals; None where all tie."""
+    """Two-sided p of the sign test; None when all seeds tie."""
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and standard error; None of nothing. A value that is not finite makes them so too."""
+    """Mean and standard error, not finite when a value is not; None without values."""
     if not values:
         return None
     count = len(values)
@@ -57,13 +57,13 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 def paired_difference(
     values: Mapping[int, float], baseline: Mapping[int, float]
 ) -> PairedDifference | None:
-    """The difference by seed; None where no seed has both. Ties count for neither sign."""
+    """The difference by seed; None without common seeds. Ties count for neither sign."""
     differences = [values[seed] - baseline[seed] for seed in values if seed in baseline]
     found = estimate(differences)
     if found is None:
         return None
     error = found.standard_error
-    # Equal differences come out unequal in the last bit.
+    # Equal differences may differ in the last bit.
     has_spread = error is not None and error > _ROUNDING * abs(found.mean)
     higher = sum(difference > 0 for difference in differences)
     lower = sum(difference < 0 for difference in differences)
@@ -88,26 +88,26 @@ class RunResult:
     run: PlannedRun
     state: State
     reason: str
-    """Why it failed; empty where it did not."""
+    """Error of a failed run, else empty."""
     values: dict[str, float | None]
-    """By metric; {} of a run that is not complete."""
+    """By metric; {} unless complete."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A variant by one metric."""
+    """One metric of a variant."""
 
     variant: str
     metric: str
     estimate: Estimate | None
-    """None where no complete run measured it."""
+    """None: no complete run measured it."""
     difference: PairedDifference | None
-    """To the baseline; None of the baseline itself, and where no seed has both."""
+    """From the baseline; None for the baseline itself, and without common seeds."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that the table says."""
+    """All figures of a sweep."""
 
     plan: Plan
     runs: tuple[RunResult, ...]
@@ -116,12 +116,12 @@ class Results:
 
     @property
     def missing(self) -> list[RunResult]:
-        """Runs that the figures leave out."""
+        """Runs that the figures exclude."""
         return [result for result in self.runs if result.state is not State.COMPLETE]
 
 
 def collect(plan: Plan) -> Results:
-    """Read the folders of all runs; the figures are of those that are complete."""
+    """Read the folders of all runs; figures are of the complete runs."""
     runs = tuple(_read(run, plan.sweep.metrics) for run in plan.runs)
     figures = [
         _figure(runs, variant, metric, plan.baseline)

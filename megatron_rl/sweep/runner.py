@@ -1,7 +1,7 @@
-"""Runs what is left of a sweep, one run after the other, each in a process of its own.
+"""Runs the incomplete runs of a sweep, one after another, each in its own process.
 
-One thread. The child leads its own process group and is ended, with all below it, when the sweep
-is: by Ctrl-C, by SIGTERM or by its death. What a child prints is appended to RUN/logs/run.out.
+One thread. The child leads its own process group; the group ends with the sweep, at Ctrl-C, SIGTERM
+or the death of the sweep's process. The output of a child is appended to RUN/logs/run.out.
 """
 
 import sys
@@ -11,12 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.cli.command_line.printing import Report, counted, progress
+from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
 from megatron_rl.sweep.folders import FAILURE, State, state_of
 from megatron_rl.sweep.plan import Plan, PlannedRun
-from megatron_rl.sweep.table import say
 
 _ROLE = "run"
 _PROGRAM = "megatron-rl: "
@@ -25,7 +24,7 @@ CommandOf = Callable[[PlannedRun], list[str]]
 
 
 def run_command(run: PlannedRun) -> list[str]:
-    """The command of a run, as a user gives it."""
+    """The command line of a run."""
     return [sys.executable, "-m", "megatron_rl.cli.main", *run.arguments]
 
 
@@ -37,44 +36,33 @@ def run_all(
     command_of: CommandOf,
     after_each: Callable[[], None],
 ) -> int:
-    """Run all that are not complete; returns how many failed.
+    """Run all incomplete runs; returns the number of failures.
 
     lock: descriptor that keeps other sweeps out of the folder. after_each is called after each run.
     """
+    failed, count = 0, len(plan.runs)
     with progress(console, "runs") as report:
-        return _run_each(plan, console, lock, command_of, after_each, report)
-
-
-def _run_each(
-    plan: Plan,
-    console: Console,
-    lock: int,
-    command_of: CommandOf,
-    after_each: Callable[[], None],
-    report: Report,
-) -> int:
-    failed = 0
-    for number, run in counted(enumerate(plan.runs, start=1), len(plan.runs), report):
-        head = f"[{number} of {len(plan.runs)}] {run.label}: "
-        if state_of(run) is State.COMPLETE:
-            say(console, head + "complete, not repeated")
-            continue
-        say(console, f"{head}running; its output: {_log_path(run.run_dir)}")
-        started = time.monotonic()
-        reason = run_one(run, command_of(run), plan.sweep.timeout_s, lock)
-        seconds = time.monotonic() - started
-        if reason:
-            failed += 1
-            (run.run_dir / FAILURE).write_text(reason + "\n")
-        say(console, f"{head}{f'failed: {reason}' if reason else f'complete in {seconds:.0f} s'}")
-        after_each()
+        for number, run in counted(enumerate(plan.runs, start=1), count, report):
+            head = f"[{number} of {count}] {run.label}: "
+            if state_of(run) is State.COMPLETE:
+                say(console, head + "complete, not repeated")
+                continue
+            say(console, f"{head}running; output in {run.run_dir}/logs/{_ROLE}.out")
+            started = time.monotonic()
+            if reason := run_one(run, command_of(run), plan.sweep.timeout_s, lock):
+                failed += 1
+                (run.run_dir / FAILURE).write_text(reason + "\n")
+                say(console, f"{head}failed: {reason}")
+            else:
+                say(console, f"{head}complete in {time.monotonic() - started:.0f} s")
+            after_each()
     return failed
 
 
 def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) -> str:
-    """Run a child until it ends; returns why the run failed, empty if it is complete.
+    """Run a child to its end; returns the error of the run, empty if it is complete.
 
-    A signal that interrupts the wait ends the child in good order and goes on to the caller.
+    A signal during the wait ends the child orderly and propagates to the caller.
     """
     run.run_dir.mkdir(parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
@@ -96,12 +84,8 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
 
 
 def last_line(log_path: Path, start: int) -> str:
-    """The last line of an error in what was written to a log after `start` bytes."""
+    """The last line of the error in a log, from byte `start` on."""
     lines = tail(last_output(log_path, start))
-    # How to resume is said after the error.
+    # The hint how to resume follows the error.
     lines = [line for line in lines if SAME_COMMAND not in line]
     return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"
-
-
-def _log_path(run_dir: Path) -> Path:
-    return run_dir / "logs" / f"{_ROLE}.out"

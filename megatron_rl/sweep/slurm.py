@@ -1,6 +1,6 @@
-"""One Slurm job for each run of a sweep, by way of examples/launch.sh.
+"""Submits each run of a sweep as a Slurm job that calls examples/launch.sh.
 
-Used by `megatron-rl sweep --slurm`. What Slurm still knows is not submitted again.
+Used by `megatron-rl sweep --slurm`. Waiting and running jobs are not submitted again.
 """
 
 import getpass
@@ -21,16 +21,16 @@ _ANSWER_S = 60.0
 
 
 def check_launch() -> None:
-    """Raise InputError where examples/launch.sh cannot be used."""
+    """Raise InputError when examples/launch.sh cannot be used."""
     if not _LAUNCH.exists():
         raise InputError(f"--slurm needs {_LAUNCH}: work in a clone of the repository")
     if Path.cwd().resolve() != ROOT:
-        # launch.sh reads relative paths of the configuration from there.
+        # launch.sh resolves relative paths of the configuration from the root.
         raise InputError(f"--slurm: submit from the root of the repository, {ROOT}")
 
 
 def check_programs() -> None:
-    """Raise InputError where Slurm is not to be found."""
+    """Raise InputError when Slurm's programs are not on PATH."""
     for program in ("sbatch", "squeue"):
         if shutil.which(program) is None:
             raise InputError(
@@ -40,7 +40,7 @@ def check_programs() -> None:
 
 
 def job_name(plan: Plan, run: PlannedRun) -> str:
-    """Tells this run from all others of the user; the folder's name tells sweeps apart."""
+    """A name unique among the user's jobs; it begins with the sweep's folder."""
     return f"{plan.sweep_dir.name}.{run.variant}.seed-{run.seed}"
 
 
@@ -74,14 +74,14 @@ def script_of(plan: Plan, run: PlannedRun) -> str:
 
 
 def jobs_of_user() -> set[str]:
-    """Names of the jobs that wait or run. Raises InputError."""
+    """Names of the user's waiting and running jobs. Raises InputError."""
     user = getpass.getuser()
     text = _ask(["squeue", "--noheader", f"--user={user}", "--format=%j"])
     return set(text.splitlines())
 
 
 def submit(plan: Plan, run: PlannedRun) -> str:
-    """Write the script of a run, and submit it; returns what sbatch says. Raises InputError."""
+    """Write the script of a run and submit it; returns sbatch's output. Raises InputError."""
     (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
     path = run.run_dir / "job.sh"
@@ -90,7 +90,7 @@ def submit(plan: Plan, run: PlannedRun) -> str:
 
 
 def _ask(command: list[str]) -> str:
-    """Output of one of Slurm's programs. Raises InputError with its error."""
+    """Output of a Slurm program. Raises InputError with its error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired as error:

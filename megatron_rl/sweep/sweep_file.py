@@ -1,7 +1,4 @@
-"""The file of a sweep: what is compared, over which seeds, by which metrics.
-
-Used by `megatron-rl sweep`.
-"""
+"""The sweep file: variants, seeds and metrics. Used by `megatron-rl sweep`."""
 
 import difflib
 import tomllib
@@ -19,32 +16,32 @@ from megatron_rl.sweep.measures import check_metric
 _NAME = r"^[A-Za-z0-9][\w.+-]*$"
 _OF_THE_SWEEP = ("run.dir", "run.seed")
 _FILES = ("lock", "sweep.json", "sweep.md")
-"""What the sweep's folder holds beside those of the variants."""
+"""Files in the sweep's folder: no variant may have these names."""
 Scalar = bool | int | float | str
 
 
 class Variant(Section):
-    """One of the things that are compared."""
+    """A variant to compare."""
 
     name: str = Field(pattern=_NAME)
-    """Names its folder and its row of the table."""
+    """Name of its folder and its row of the table."""
     overrides: list[str] = []
-    """`section.key=value`, applied after those of all variants."""
+    """`section.key=value`, applied after the common overrides."""
 
 
 class SlurmConfig(Section):
-    """What `--slurm` asks for, for each run: a job of its own."""
+    """Resources of each run's job with `--slurm`."""
 
     nodes: PositiveInt = 1
-    """Hosts of a run."""
+    """Nodes of a run."""
     gpus_per_node: NonNegativeInt = 8
-    """0 asks for none."""
+    """GPUs per node; 0 requests none."""
     time: str = "1-00:00:00"
-    """Limit of a job, as Slurm reads it; a job that is submitted again goes on."""
+    """Time limit of a job in Slurm's format; a job submitted again resumes its run."""
     gpu: str = "h100-80g"
-    """What the plan before the run is made for (`megatron-rl plan --gpu`)."""
+    """GPU of the plan before the run (`megatron-rl plan --gpu`)."""
     options: list[str] = []
-    """Further options of sbatch, such as "--partition=gpu"."""
+    """More options of sbatch, such as "--partition=gpu"."""
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -55,26 +52,26 @@ class SlurmConfig(Section):
 
 
 class SweepFile(Section):
-    """A sweep: variants, multiplied by the grid, times seeds."""
+    """A sweep: variants x grid x seeds."""
 
     name: str = Field(pattern=_NAME)
-    """Names the default folder, runs/sweep-NAME, and Slurm's jobs."""
+    """Name in the default folder, runs/sweep-NAME, and of Slurm's jobs."""
     base: Path
-    """Configuration of all runs; relative to the file of the sweep."""
+    """Configuration of all runs; relative to the sweep file."""
     seeds: list[NonNegativeInt] = Field(default=[0, 1, 2], min_length=1)
-    """Values of run.seed; every variant runs with each."""
+    """Values of run.seed for every variant."""
     baseline: str | None = None
-    """The variant that the others are compared with; None: the first."""
+    """Variant to compare the others with; None: the first."""
     metrics: list[str] = Field(default=["accuracy_after", "reward_last10", "step_s"], min_length=1)
-    """Keys of summary.json (a dot leads into a part: wall_s.rl), step_s, or metrics with a slash,
-    which are averaged over the last steps; docs/sweeps.md."""
+    """Keys of summary.json (nested with a dot: wall_s.rl), step_s, or metrics with a slash, which
+    are averaged over the last steps; docs/sweeps.md."""
     overrides: list[str] = []
     """`section.key=value` of all variants."""
     timeout_s: PositiveFloat = 86_400.0
-    """A run that takes longer is ended, and counts as failed."""
+    """Time limit of a run in seconds; a longer run counts as failed."""
     variants: list[Variant] = []
     grid: dict[str, list[Scalar]] = {}
-    """Key of the configuration -> its values; all combinations, for each variant."""
+    """Configuration key -> values; all combinations, for each variant."""
     slurm: SlurmConfig = SlurmConfig()
 
     @model_validator(mode="after")
@@ -97,7 +94,7 @@ class SweepFile(Section):
         return self
 
     def _check_keys(self) -> None:
-        """No key is set by the sweep itself, or by both a variant and the grid."""
+        """Refuse run.dir, run.seed, and keys that both a variant and the grid set."""
         everywhere = [*map(key_of, self.overrides), *self.grid]
         check_own_keys(everywhere)
         for variant in self.variants:
@@ -116,7 +113,7 @@ def key_of(override: str) -> str:
 
 
 def check_own_keys(keys: list[str]) -> None:
-    """Raise ValueError where the folder or the seed of a run is set by hand."""
+    """Raise ValueError when an override sets run.dir or run.seed."""
     for key in keys:
         if key in _OF_THE_SWEEP:
             raise ValueError(
@@ -126,13 +123,13 @@ def check_own_keys(keys: list[str]) -> None:
 
 
 def load_sweep(path: Path) -> SweepFile:
-    """The sweep of a TOML file; `base` is then absolute. Raises InputError with all errors."""
+    """The sweep of a TOML file, with `base` absolute. Raises InputError with all errors."""
     try:
         tree = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the sweep {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no valid TOML: {error}") from error
+        raise InputError(f"{path} is not valid TOML: {error}") from error
     try:
         sweep = SweepFile.model_validate(tree)
     except pydantic.ValidationError as error:
@@ -177,4 +174,4 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 def _check_unique(what: str, values: list) -> None:
     twice = [value for number, value in enumerate(values) if value in values[:number]]
     if twice:
-        raise ValueError(f"{what}: {twice[0]!r} is there twice")
+        raise ValueError(f"{what}: {twice[0]!r} is given twice")

@@ -1,7 +1,4 @@
-"""The table of a sweep: on the terminal, and as Markdown.
-
-Used by `megatron-rl sweep`.
-"""
+"""The table of a sweep, on the terminal and as Markdown. Used by `megatron-rl sweep`."""
 
 import math
 from pathlib import Path
@@ -11,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.sweep.results import Estimate, Figure, PairedDifference, Results, as_json
 
@@ -21,14 +19,12 @@ _WITHOUT_ERROR = ".4g"
 
 
 def print_table(results: Results, console: Console) -> None:
-    """The table of all metrics, and what is missing from it."""
+    """Print the table of all metrics, then the missing runs."""
     say(console, f"{results.plan.sweep.name}: {_legend(results)}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for number, name in enumerate(_COLUMNS):
-        if number == 0:
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(_COLUMNS[0], overflow="fold")
+    for name in _COLUMNS[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     for metric in results.plan.sweep.metrics:
         table.add_row(metric, style="bold")
         figures = [figure for figure in results.figures if figure.metric == metric]
@@ -36,30 +32,23 @@ def print_table(results: Results, console: Console) -> None:
             name, *cells = row_of(figure, results.plan.baseline)
             table.add_row(f"  {name}", *cells, end_section=figure is figures[-1])
     if not console.is_terminal:
-        # A file has no width that names should be folded to.
+        # A file has no width to fold names to.
         unbound = console.options.update(max_width=_FILE_WIDTH)
         table.width = console.measure(table, options=unbound).maximum
     console.print(table, markup=False, crop=False)
-    for line in missing_lines(results):
-        say(console, line)
-
-
-def say(console: Console, text: str) -> None:
-    """Print text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, *missing_lines(results))
 
 
 def write_files(results: Results, sweep_dir: Path) -> None:
-    """sweep.json and sweep.md, each whole or as it was."""
-    # JSON has no NaN and no infinity, which json.dumps writes all the same: null, as where nothing
-    # was measured. sweep.md tells them apart.
+    """Write sweep.json and sweep.md, each atomically."""
+    # msgspec writes NaN and infinity as null, which JSON lacks; sweep.md shows them.
     content = msgspec.json.format(msgspec.json.encode(as_json(results)), indent=2)
     write_whole(sweep_dir / "sweep.json", content + b"\n")
     write_whole(sweep_dir / "sweep.md", as_markdown(results))
 
 
 def as_markdown(results: Results) -> str:
-    """The same table."""
+    """The table as Markdown."""
     lines = [f"# {results.plan.sweep.name}", "", f"{_legend(results)}."]
     for metric in results.plan.sweep.metrics:
         lines += ["", f"## {metric}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
@@ -84,7 +73,7 @@ def row_of(figure: Figure, baseline: str) -> tuple[str, ...]:
 def with_error(estimate: Estimate | None, sign: str = "") -> str:
     """`0.660 +- 0.021`: the standard error with two digits, the mean with as many decimals.
 
-    sign: "+" shows that of the mean always.
+    sign: "+" always shows the sign of the mean.
     """
     if estimate is None:
         return "not measured"
@@ -98,11 +87,11 @@ def with_error(estimate: Estimate | None, sign: str = "") -> str:
 
 
 def missing_lines(results: Results) -> list[str]:
-    """What the figures leave out, run by run."""
+    """A line per run that the figures exclude."""
     if not results.missing:
         return [f"All {len(results.runs)} runs are complete."]
     complete = len(results.runs) - len(results.missing)
-    lines = [f"{complete} of {len(results.runs)} runs are complete; the figures are theirs."]
+    lines = [f"{complete} of {len(results.runs)} runs are complete; the figures cover only these."]
     for result in results.missing:
         reason = f": {result.reason}" if result.reason else ""
         lines.append(f"{result.run.label} {result.state.value}{reason}")

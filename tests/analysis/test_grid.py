@@ -47,7 +47,7 @@ def write(
     weights: WeightsResult, grid: Grid, folder: Path, at_most: int | None = None
 ) -> list[str]:
     form = PointFormat()
-    return list(write_grid(weights, grid, folder, form, at_most=at_most, save=write_whole))
+    return list(write_grid(weights, grid, folder, form, at_most=at_most))
 
 
 def evaluation(reward: float, accuracy: float, length: float) -> str:
@@ -113,7 +113,7 @@ def test_a_file_that_is_no_evaluation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "eval.json"
     for text in ("{", '{"sets": {"a": {"reward": {"value": 1}}}}', "{}"):
         path.write_text(text)
-        with pytest.raises(InputError, match="is no evaluation"):
+        with pytest.raises(InputError, match="is not an evaluation"):
             read_figures(path, None)
     path.write_text('{"sets": {}}')
     with pytest.raises(InputError, match=r"has the sets \(none\)"):

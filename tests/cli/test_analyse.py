@@ -87,4 +87,4 @@ def test_bad_input_ends_with_a_line_and_before_any_work(
     out.mkdir()
     (out / "analysis.json").write_text("{")
     assert main(["analyse", "weights", *map(str, folders), "--out", str(out), "--no-plots"]) == 2
-    assert "is no analysis" in caplog.text
+    assert "is not an analysis" in caplog.text

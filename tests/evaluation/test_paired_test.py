@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.evaluation import paired_test as module
-from megatron_rl.evaluation.comparison import compare
 from megatron_rl.evaluation.paired_test import paired_test
 from megatron_rl.sweep.results import sign_p
-from tests.evaluation.makers import make_problem
 
 
 def brute_force_p(differences: list[Fraction]) -> float:
@@ -87,35 +85,3 @@ def test_equal_models_on_very_few_problems_stay_within_the_level() -> None:
 
 def test_a_planted_difference_is_found() -> None:
     assert simulate(0.15, 300) > 0.8
-
-
-def test_problems_are_paired_by_question_and_the_others_are_counted() -> None:
-    first = [
-        make_problem([1, 1], name="a"), make_problem([0, 1], name="b"),
-        make_problem([1, 1], name="c"), make_problem([0, 0], name="relabelled", answer="1"),
-    ]  # fmt: skip
-    second = [
-        make_problem([1, 0, 1, 0], name="b"), make_problem([0, 1], name="a"),
-        make_problem([1, 1], name="relabelled", answer="2"),
-    ]  # fmt: skip
-    found = compare(first, second)
-    assert found.test is not None
-    # a: 1/2 - 1, b: 1/2 - 1/2.
-    assert (found.test.difference, found.test.problems, found.test.lower) == (-0.25, 2, 1)
-    assert (found.first_accuracy, found.second_accuracy) == (0.75, 0.5)
-    assert (found.only_first, found.only_second, found.other_samples) == (2, 1, 1)
-    nothing = compare(first[:1], second[2:])
-    assert (nothing.test, nothing.first_accuracy, nothing.only_first) == (None, None, 1)
-
-
-def test_a_repeated_question_is_paired_with_its_own_repetition() -> None:
-    def twice(verdicts: list[list[int]]) -> list:
-        problems = [make_problem(v, name="same") for v in verdicts]
-        return [
-            type(p)(**{**p.__dict__, "prompt_id": f"id {place}"})
-            for place, p in enumerate(problems)
-        ]
-
-    found = compare(twice([[0], [1]]), list(reversed(twice([[0], [1]]))))
-    assert found.test is not None
-    assert (found.test.problems, found.test.higher, found.test.lower) == (2, 0, 0)

@@ -213,7 +213,7 @@ def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> N
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
     refused = quickstart(tmp_path / "other")
-    assert refused.returncode == 2 and "holds other things: name another folder" in refused.stderr
+    assert refused.returncode == 2 and "holds other files: name another folder" in refused.stderr
 
 
 @pytest.mark.parametrize("name", [*(e.name for e in (*SINGLE, *SLURM)), "magistral_stages"])

@@ -76,5 +76,5 @@ def test_names_that_no_run_offers_are_refused_with_the_nearest() -> None:
     for name in ("accuracy_after", "wall_s.total", "groups_dropped.zero_variance", "train/any",
                  "step_s", "end", "start.math", "gain.code"):  # fmt: skip
         check_metric(name)
-    with pytest.raises(ValueError, match="'acuracy_after' is no key.*mean 'accuracy_after'"):
+    with pytest.raises(ValueError, match="'acuracy_after' is not a key.*mean 'accuracy_after'"):
         check_metric("acuracy_after")

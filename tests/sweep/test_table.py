@@ -81,7 +81,7 @@ def test_figures_leave_out_what_is_missing_and_say_so(
     leave_runs(plan_of(tmp_path, THREE_SEEDS), but=("low", 1))
     assert cli.main(command(tmp_path, "--report")) == 0
     text = capsys.readouterr().out
-    assert "5 of 6 runs are complete; the figures are theirs." in text
+    assert "5 of 6 runs are complete; the figures cover only these." in text
     assert "low seed 1 failed: exit code 1: no | memory" in text
     written = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     figures = {f["variant"]: f for f in written["figures"] if f["metric"] == "accuracy_after"}

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from tools.bench import children, verify
 from tools.bench.children import ChildFailed, run_child
+from tools.bench.end_to_end import TINY
 from tools.bench.loops import (
     StepMark,
     compare_tiny,
@@ -26,7 +27,7 @@ from tools.bench.loops import (
     seconds_to_accuracy,
 )
 from tools.bench.measuring import busy_share, percentile, rotations, rounded
-from tools.bench.variants import TIMED_OVERRIDES, peer_job
+from tools.bench.variants import peer_job
 from tools.bench.verify import spread
 from verification.rules import RewardRules
 
@@ -177,15 +178,10 @@ def test_the_peers_job_has_the_fields_that_its_worker_reads() -> None:
     assert job["threads"] == 2
 
 
-def test_timed_overrides_set_known_keys_to_other_values_than_text() -> None:
-    keys = [override.partition("=")[0] for override in TIMED_OVERRIDES]
-    assert len(keys) == len(set(keys))
-    for key in keys:
-        *sections, name = key.split(".")
-        section: Any = Config()
-        for part in sections:
-            section = getattr(section, part)
-        assert name in type(section).model_fields, key
+def test_settings_of_the_tiny_workload_are_known_and_replace_the_examples() -> None:
+    config = load_config(TINY, ["model.path=m", "run.dir=r"])
+    assert (config.train.group_size, config.sampling.max_new_tokens) == (16, 12)
+    assert (config.parallel.world_size, config.sft.steps, config.eval.prompts) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_roofline_is_bound_by_weights_or_products_and_adds_the_cache() -> None:
 
 def test_smollm2_has_its_134_million_weights_of_products() -> None:
     # 30 x (576 x 576 x 2 + 192 x 576 x 2 + 3 x 576 x 1536) + 49152 x 576
-    assert limits.SMOLLM2.weights == 30 * 3_538_944 + 28_311_552
+    assert limits.MODELS["135M"].weights == 30 * 3_538_944 + 28_311_552
 
 
 def test_rate_of_a_model_weighs_layers_and_head_by_their_work() -> None:

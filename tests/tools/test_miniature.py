@@ -1,11 +1,8 @@
 """The recipe in small: what is planted, and how what is found is counted."""
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from tools.miniature import (
     COPIES,
@@ -14,7 +11,6 @@ from tools.miniature import (
     UNSOLVABLE,
     Miniature,
     found_labels,
-    mean_and_error,
     plant,
 )
 
@@ -72,10 +68,3 @@ def test_labels_are_counted_by_hand(tmp_path: Path) -> None:
         "labels_found": 2 / 3, "labels_false": 1 / 5, "unsolvable_left": 1,
         "problems_raw": 9 + COPIES, "problems_filtered": 7,
     }  # fmt: skip
-
-
-def test_the_error_is_that_of_a_mean_of_seeds() -> None:
-    assert mean_and_error([0.5]) == (0.5, None)
-    mean, error = mean_and_error([0.1, 0.2, 0.6])
-    assert mean == pytest.approx(0.3)
-    assert error == pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2 / 3))

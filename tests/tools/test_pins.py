@@ -5,8 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.lock_gpu import BELOW, LOCK, RECORD
-from tools.pins import PYTHONS, Recorded, find_conflicts, parse_pin, read_pins
+from tools.lock_gpu import (
+    BELOW,
+    LOCK,
+    PYTHONS,
+    RECORD,
+    Recorded,
+    find_conflicts,
+    parse_pin,
+    read_pins,
+)
 
 FOLDER = LOCK.parent
 # What torch 2.11.0 said of itself, where it differs from what later releases say.

@@ -1,1 +1,1 @@
-"""Benchmarks that put this project beside others; run by hand, never by a run."""
+"""Benchmarks of this project and its peers; run by hand, in no process of a run."""

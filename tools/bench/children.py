@@ -1,4 +1,4 @@
-"""Sub-processes of benchmarks, the models that they load, and other systems' environments.
+"""Runs the sub-processes of benchmarks; makes their models and the peers' virtual environments.
 
 Every sub-process runs in ROOT with a deadline and a log file, and ends with the benchmark.
 """
@@ -43,9 +43,9 @@ class ChildFailed(RuntimeError):
 def background(
     command: Sequence[object], *, log: Path, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen]:
-    """A command that runs in ROOT during the block; its output goes to `log`.
+    """Run a command in ROOT during the block, with its output in `log`.
 
-    At the end of the block it gets SIGTERM, so that it can end its own children, then SIGKILL.
+    The block's end sends SIGTERM, so that the command can end its own children, then SIGKILL.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -75,7 +75,7 @@ def run_child(
     timeout_s: float,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Run a command in ROOT to its end; its output goes to `log`. Raises ChildFailed."""
+    """Run a command in ROOT to its end, with its output in `log`. Raises ChildFailed."""
     problem = f"still ran after {timeout_s:.0f} s"
     with background(command, log=log, environment=environment) as child:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ def run_job(
 ) -> list[dict[str, Any]]:
     """Run `python -m module JOB.json`; returns the rows that it wrote. Raises ChildFailed.
 
-    path: without a suffix; the job, its log and its `rows` lie there as .json, .log and .jsonl.
+    path: file name without suffix of the job (.json), its log (.log) and its rows (.jsonl).
     """
     rows = path.with_suffix(".jsonl").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def run_job(
 
 
 def write_job(config: Config, job: msgspec.Struct) -> Path:
-    """The folder of a run, with its config.toml and the job of its processes."""
+    """Write config.toml and the job of its processes into the run's folder; returns the folder."""
     folder = config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(dump_toml(config))
@@ -119,7 +119,7 @@ def write_job(config: Config, job: msgspec.Struct) -> Path:
 
 
 def read_job(kind: type[Job]) -> tuple[Config, Job]:
-    """What `write_job` wrote into the folder that this process's command line names."""
+    """Configuration and job of `write_job` in the folder on this process's command line."""
     parser = argparse.ArgumentParser(description="process of a benchmark, started by it")
     parser.add_argument("folder", type=Path, help="written by children.write_job")
     folder = parser.parse_known_args()[0].folder
@@ -136,9 +136,9 @@ def run_ranks(
     timeout_s: float,
     environment: dict[str, str] | None = None,
 ) -> Result:
-    """Run a module as the ranks of one node on the folder of `write_job`. Raises ChildFailed.
+    """Run a module under torchrun on the folder of `write_job`. Raises ChildFailed.
 
-    result: of what rank 0 writes to result.json there. environment: None: `rank_environment`.
+    result: type of the result.json that rank 0 writes. environment: None: `rank_environment`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
     command += ["--master-addr", HOST, "--master-port", find_free(HOST), "-m", module, folder]
@@ -148,7 +148,7 @@ def run_ranks(
 
 
 def environment(*, threads: int = 1) -> dict[str, str]:
-    """Of every sub-process: `threads` threads, this tree's modules, no GPU, no hub."""
+    """Variables of a sub-process: `threads` threads, this tree's modules, no GPU, no hub."""
     path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -161,12 +161,12 @@ def environment(*, threads: int = 1) -> dict[str, str]:
 
 
 def rank_environment() -> dict[str, str]:
-    """`environment` of one thread, for ranks and generators that end with their parent."""
+    """`environment` of ranks and generators, which end with their parent."""
     return environment() | {"MEGATRON_RL_LAUNCHED": "1"}
 
 
 def smollm2() -> Path:
-    """Folder of SmolLM2-135M-Instruct in bfloat16, made where absent. Raises ChildFailed."""
+    """Folder of SmolLM2-135M-Instruct in bfloat16, made on first use. Raises ChildFailed."""
     folder = CACHE / "smollm2-135m-instruct"
     run_tool("convert_smollm2", folder, log=CACHE / "bench" / "convert_smollm2.log")
     return folder
@@ -176,6 +176,28 @@ def run_tool(name: str, *arguments: object, log: Path) -> None:
     """Run `python -m tools.NAME`. Raises ChildFailed."""
     command = [sys.executable, "-m", f"tools.{name}", *arguments]
     run_child(command, log=log, timeout_s=MODEL_TIMEOUT_S)
+
+
+def llama(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: tuple[int, int], **more: int
+) -> dict[str, Any]:
+    """Arguments of LlamaConfig; heads: (queries, keys and values)."""
+    return {
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+    } | more
+
+
+SMOLLM2 = llama(49_152, 576, 1536, 30, (9, 3))
+"""Sizes of SmolLM2-135M."""
+TINY = llama(64, 192, 384, 4, (6, 2), head_dim=32)
+"""Sizes of tools.make_tiny_model."""
 
 
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
@@ -192,7 +214,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
 def make_venv(folder: Path, pins: Path) -> Path:
     """The interpreter of an environment with exactly the pinned packages. Raises ChildFailed.
 
-    The pins name the whole closure, torch's CPU build included. Instant where it exists.
+    The pins include all dependencies and torch's CPU build. An existing environment is kept.
     """
     folder = folder.absolute()
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -203,14 +225,14 @@ def make_venv(folder: Path, pins: Path) -> Path:
     logs = folder.with_name(f"{folder.name}-log")
     venv = [sys.executable, "-m", "venv", folder]
     run_child(venv, log=logs / "venv.log", timeout_s=_INSTALL_TIMEOUT_S)
-    # --no-deps: the pins are the whole closure, so nothing is resolved.
+    # --no-deps: the pins include all dependencies.
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     pip += ["--no-compile", "--progress-bar", "off", "--retries", "2", "--no-deps"]
     torch = torch_pin(pins)
     try:
         run_child([*pip, torch], log=logs / "torch.log", timeout_s=_INSTALL_TIMEOUT_S)
     except ChildFailed:
-        # The CPU build has its own index; a mirror may carry it too, so the mirror comes first.
+        # A mirror may have the CPU build too, so its own index comes second.
         from_index = [*pip, "--index-url", TORCH_CPU_INDEX, torch]
         run_child(from_index, log=logs / "torch-index.log", timeout_s=_INSTALL_TIMEOUT_S)
     run_child([*pip, "-r", pins], log=logs / "pins.log", timeout_s=_INSTALL_TIMEOUT_S)
@@ -219,11 +241,11 @@ def make_venv(folder: Path, pins: Path) -> Path:
 
 
 def fingerprint(folder: Path, pins: Path) -> str:
-    """Changes with the pins, the interpreter and the folder: an environment cannot be moved."""
+    """Hash of the pins, the interpreter and the folder: an environment cannot move."""
     text = f"{pins.read_text()}\n{sys.version}\n{sys.base_prefix}\n{folder.resolve()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def torch_pin(pins: Path) -> str:
-    """The line of the pins that names torch's CPU build."""
+    """The pin of torch's CPU build."""
     return next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))

@@ -1,4 +1,4 @@
-"""Training as a whole, compared with our synchronous mode and with TRL:
+"""End-to-end training, compared with our synchronous mode and with TRL:
 `python -m tools.bench.end_to_end [--quick]`.
 
 Runs on two cores, one variant after another in a rotating order. Two workloads:
@@ -13,33 +13,33 @@ Runs on two cores, one variant after another in a rotating order. Two workloads:
 | | ours_sync | the same with queue.max_staleness=0 |
 | | trl | GRPOTrainer, two threads, microbatches of 16, in the quickest of its settings |
 
-tiny: the sorting task of the quickstart. All variants start from the same weights and take as many
-optimizer steps of 16 prompts x 16 rollouts, with the same prompts as token ids, rewards, sampling
-(at most 12 new tokens, T=1), AdamW, clip-higher and float32. One difference stays: TRL trains on
+tiny: the sorting task of the quickstart. All variants start from the same weights and take equally
+many optimizer steps of 16 prompts x 16 rollouts. Prompts (as token ids), rewards, sampling (at most
+12 new tokens, T=1), AdamW, clip-higher and float32 are the same. One difference: TRL trains on
 zero-variance groups, which give no gradient; ours drops them and generates others.
 
-real: SmolLM2-135M-Instruct, open prompts whose answers differ in length (`completion_tokens`), 8
+real: SmolLM2-135M-Instruct, open prompts with answers of different lengths (`completion_tokens`), 8
 groups of 8 rollouts a step, at most 192 new tokens, a smooth reward. --quick halves groups and
-tokens, so its ratios are smaller. TRL's setting is the quickest in a probe of two short steps
-(`trl_probe_step_s`): float32, bfloat16 by autocast, float32 with paged generation (not in --quick).
-Weights in bfloat16 are left out: they lose the updates of a low learning rate. Rates count
-completion tokens that were trained on, so that short ones give no advantage; over_*_rollouts
-count rollouts. Both sides keep float32 master weights. Unfair: TRL generates a step's rollouts from
-one policy, ours from versions up to max_staleness older; TRL and ours_sync run once.
+tokens, so its ratios are smaller. A probe of two short steps (`trl_probe_step_s`) chooses TRL's
+fastest setting: float32, bfloat16 by autocast, float32 with paged generation (not in --quick).
+Weights in bfloat16 are excluded: they lose the updates of a low learning rate. Rates count trained
+completion tokens, so that short completions give no advantage; over_*_rollouts count rollouts. Both
+sides keep float32 master weights. Unfair: TRL generates a step's rollouts from one policy, ours
+from versions up to max_staleness older; TRL and ours_sync run once.
 
 | figure | what |
 |---|---|
 | rollouts_per_s | generated, dropped zero-variance groups included, after step 3 |
 | rollouts_trained_per_s | without the dropped groups |
 | over_sync, over_trl | ours over ours_sync, and over the faster TRL |
-| over_sync_bound | what over_sync would be if a synchronous run's waiting and work overlapped |
+| over_sync_bound | over_sync if a synchronous run's waiting and work overlapped perfectly |
 | seconds_to_accuracy_0.7 | until 70 % of the rollouts of 3 steps are right; null: never |
 | peak_memory_bytes | PSS of all processes of a variant, sampled every 2 s, start-up included |
-| busy_share_between_runs | what other processes took of the cores before each run: must be near 0 |
+| busy_share_between_runs | other processes' share of the cores before each run: must be near 0 |
 
-The clock of seconds_to_accuracy starts with the loop (ours: version 0 is synced; TRL:
-on_train_begin). Train prompts are new at each step, so their rollouts measure its accuracy.
-The last line on stdout is one JSON object with medians of the repeats, one object a workload.
+The clock of seconds_to_accuracy starts with the loop (ours: sync of version 0; TRL:
+on_train_begin). Train prompts are new at each step, so their rollouts measure accuracy.
+The last line on stdout is one JSON object with medians of the repeats, one object per workload.
 """
 
 import argparse
@@ -54,6 +54,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.protocol.metrics import read_jsonl
 from tools.bench.children import CACHE, ROOT, TRL_PINS, ChildFailed, make_venv, run_tool, smollm2
 from tools.bench.end_to_end_peer import lines
 from tools.bench.loops import (
@@ -76,9 +77,7 @@ from tools.bench.measuring import (
     say,
 )
 from tools.bench.variants import (
-    TIMED_OVERRIDES,
     Workload,
-    completion_lengths,
     run_cli,
     run_ours,
     run_peer,
@@ -86,13 +85,14 @@ from tools.bench.variants import (
     write_peer_prompts,
 )
 
-TINY, REAL = ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "real.toml"
+TINY = (ROOT / "examples" / "tiny.toml", ROOT / "tools" / "bench" / "tiny.toml")
+REAL = (ROOT / "tools" / "bench" / "real.toml",)
 QUIET_SHARE = 0.1
 STEPS, QUICK_STEPS = 60, 12
 REPEATS, QUICK_REPEATS = 3, 1
 FULL = Scale(groups=8, max_new_tokens=192, steps=6, skip=2, peer_steps=3, peer_skip=1, repeats=3)
 QUICK = Scale(groups=4, max_new_tokens=96, steps=4, skip=2, peer_steps=2, peer_skip=1, repeats=1)
-"""Of the workload real."""
+"""Sizes of the workload real."""
 TRL_THREADS = 2
 _REAL = {"per_device_train_batch_size": 16, "shuffle_dataset": False}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": _REAL | {"bf16": True},
     "float32_paged": _REAL | {"use_transformers_continuous_batching": True},
 }
-"""How TRL may do the work of real; the quickest in a probe is measured."""
+"""Settings of TRL for real; the benchmark measures the fastest one of a probe."""
 PROBE_STEPS, PROBE_TOKENS = 2, 16
 
 Variant = Callable[[Path], list[StepMark]]
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, work_dir: Path, cores: list[int]) -> di
 
 @dataclass(frozen=True)
 class Bench:
-    """What both workloads need."""
+    """Conditions of both workloads."""
 
     work_dir: Path
     is_quick: bool
@@ -144,25 +144,23 @@ class Bench:
 
 @dataclass
 class Runs:
-    """What the variants left, by name."""
+    """Measurements by variant."""
 
     loops: dict[str, list[list[StepMark]]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
-    """Bytes; the most of all repeats."""
+    """Peak memory in bytes, the maximum of the repeats."""
 
 
 def run_tiny(bench: Bench, peer: Path, steps: int, repeats: int) -> dict[str, Any]:
     """Figures of the workload tiny. Raises ChildFailed."""
     work_dir = bench.work_dir / "tiny"
     work_dir.mkdir()
-    runs = Runs()
-    run_all(
-        tiny_variants(make_tiny(work_dir, steps), peer),
-        runs,
-        repeats=repeats,
-        work_dir=work_dir,
-        before_each=bench.before_each,
-    )
+    workload, runs = make_tiny(work_dir, steps), Runs()
+    by_name = ours(workload) | {
+        "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
+        "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
+    }
+    run_all(by_name, runs, repeats=repeats, work_dir=work_dir, before_each=bench.before_each)
     conditions = {"steps": steps, "repeats": repeats, "peak_memory_bytes": runs.peaks}
     learned = {} if bench.is_quick else learning(runs.loops)
     return conditions | compare_tiny(runs.loops) | learned
@@ -205,19 +203,11 @@ def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
 
 
 def ours(workload: Workload) -> dict[str, Variant]:
-    """Our two variants by name: each trains in the folder that it is given."""
+    """Our two variants by name; each trains in the given folder."""
     stale = workload.config.queue.max_staleness
     return {
         "ours": lambda run_dir: run_ours(workload, max_staleness=stale, run_dir=run_dir),
         "ours_sync": lambda run_dir: run_ours(workload, max_staleness=0, run_dir=run_dir),
-    }
-
-
-def tiny_variants(workload: Workload, peer: Path) -> dict[str, Variant]:
-    """All variants of the workload tiny by name."""
-    return ours(workload) | {
-        "trl_1thread": lambda run_dir: run_peer(workload, peer, threads=1, run_dir=run_dir),
-        "trl_2threads": lambda run_dir: run_peer(workload, peer, threads=2, run_dir=run_dir),
     }
 
 
@@ -230,10 +220,7 @@ def run_all(
     before_each: Callable[[], None],
     at_most: dict[str, int] | None = None,
 ) -> None:
-    """Fill `runs`; the order rotates, so that drift of the machine hits all.
-
-    at_most: repeats of variants that have fewer.
-    """
+    """Run all variants in rotating order and fill `runs`. at_most: variants with fewer repeats."""
     for repeat, order in enumerate(rotations(list(by_name), repeats)):
         for name in order:
             if repeat >= (at_most or {}).get(name, repeats):
@@ -262,13 +249,13 @@ def make_tiny(work_dir: Path, steps: int) -> Workload:
     ]
     cold_start = work_dir / "cold_start"
     run_cli(
-        TINY,
+        TINY[:1],
         [*data, _path_override("model.path", model), "train.steps=0", "eval.prompts=0"],
         run_dir=cold_start,
     )
     start = _path_override("model.path", cold_start / "hf" / "cold_start")
     peer_prompts = work_dir / "peer_prompts.jsonl"
-    workload = with_steps(Workload(TINY, (*data, start, *TIMED_OVERRIDES), peer_prompts), steps)
+    workload = with_steps(Workload(TINY, (*data, start), peer_prompts), steps)
     write_peer_prompts(workload.config, peer_prompts)
     return workload
 
@@ -296,7 +283,7 @@ def _path_override(key: str, path: Path) -> str:
 def probe(
     workload: Workload, python: Path, work_dir: Path, names: Sequence[str]
 ) -> dict[str, float | str]:
-    """Seconds of TRL's second step with short completions, by setting; what failed, in words."""
+    """By setting: seconds of TRL's second step with short completions, or the error."""
     short = dataclasses.replace(
         with_steps(workload, PROBE_STEPS),
         overrides=(
@@ -320,7 +307,7 @@ def probe(
 
 
 def quickest(probed: dict[str, float | str]) -> str:
-    """The setting with the least seconds. Raises ChildFailed where none worked."""
+    """The fastest setting. Raises ChildFailed when none worked."""
     seconds = {name: value for name, value in probed.items() if isinstance(value, float)}
     if not seconds:
         raise ChildFailed(f"TRL failed in every setting: {probed}")
@@ -328,7 +315,10 @@ def quickest(probed: dict[str, float | str]) -> str:
 
 
 def _lengths(work_dir: Path, repeats: int) -> list[int]:
-    return [n for i in range(repeats) for n in completion_lengths(work_dir / f"ours-{i}")]
+    """Tokens of every trained completion of our runs."""
+    folders = [work_dir / f"ours-{repeat}" / "rollouts" for repeat in range(repeats)]
+    files = [file for folder in folders for file in sorted(folder.glob("step_*.jsonl"))]
+    return [row["tokens"] for file in files for row in read_jsonl(file)]
 
 
 def _parse() -> argparse.Namespace:

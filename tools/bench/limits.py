@@ -1,22 +1,22 @@
-"""What this machine can do at best: `python -m tools.bench.limits [--quick]`.
+"""Upper limits of this machine: `python -m tools.bench.limits [--quick]`.
 
-Others import its functions, so that "achieved over limit" compares figures of one run.
+Other benchmarks import its functions, so that "achieved over limit" compares figures of one run.
 
 gemm_flops_per_s: products of a model's linear layers (layers) and of its output layer (head), by
 model, dtype, rows of activations and threads. plain is torch.nn.functional.linear, packed is oneDNN
-with weights that lie in its blocked order from the start.
-read_bytes_per_s: memory read; a footprint like the 135M model in bf16, and one far beyond.
-copy_bytes_per_s: memory copied; each byte counts once, though it is read and written.
+with weights stored in its blocked order.
+read_bytes_per_s: memory read; a footprint like the 135M model in bf16, and a much larger one.
+copy_bytes_per_s: memory copied; each byte counts once.
 loopback: bytes/s of large messages, and seconds of a round trip of 64 bytes between two processes.
 
-What counts: the best of several windows, because other work on the machine can only slow one down.
-Weights of all layers are distinct, as in a model: what does not fit the caches is read from memory
-each time. What makes it unfair: models also normalise, rotate, attend and sample, none of which is
-here; fused products (q, k and v in one, gate and up in one) are assumed; on a virtual machine the
-caches and the memory are shared with strangers, and a large shared cache makes the small footprint
-look like memory. The last line is one JSON object.
+Each figure is the best of several windows, because other work can only slow a window down. All
+layers have distinct weights, as in a model, so that weights beyond the caches are read from memory.
+Unfair: models also normalise, rotate, attend and sample; fused products (q, k and v in one, gate
+and up in one) are assumed; a virtual machine shares caches and memory with others, and a large
+cache makes the small footprint look like memory. The last line is one JSON object.
 """
 
+import math
 import multiprocessing
 import socket
 import statistics
@@ -32,12 +32,12 @@ import torch.nn.functional as F
 import zmq
 from torch import Tensor
 
-from tools.bench.children import HOST
+from tools.bench.children import HOST, SMOLLM2, TINY
 from tools.bench.measuring import parser, report
 
 WINDOWS = 5
 WINDOW_S = 0.05
-"""Least length of a window: shorter ones time the clock."""
+"""Minimum length of a window: a shorter window times the clock."""
 SMALL_BYTES = 270 << 20
 LARGE_BYTES = 2 << 30
 THREADS = (1, 2)
@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shapes:
-    """The linear layers of a model: (outputs, inputs) of each product."""
+    """(outputs, inputs) of each linear layer of a model."""
 
     layer: tuple[tuple[int, int], ...]
     head: tuple[int, int]
@@ -61,20 +61,16 @@ class Shapes:
         return sum(rows * columns for rows, columns in self.layer)
 
     @property
-    def head_weights(self) -> int:
-        """Weights of the output layer."""
-        return self.head[0] * self.head[1]
-
-    @property
     def weights(self) -> int:
         """Weights of all products, the output layer included."""
-        return self.layers * self.layer_weights + self.head_weights
+        return self.layers * self.layer_weights + math.prod(self.head)
 
 
-def llama_shapes(
-    *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int
-) -> Shapes:
-    """Of a Llama whose q, k and v, and whose gate and up, are one product each."""
+def shapes_of(sizes: dict[str, int]) -> Shapes:
+    """Shapes of a Llama with fused q, k and v, and fused gate and up; sizes: of `llama`."""
+    hidden, ffn = sizes["hidden_size"], sizes["intermediate_size"]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    head_dim = sizes.get("head_dim", hidden // heads)
     return Shapes(
         layer=(
             ((heads + 2 * kv_heads) * head_dim, hidden),
@@ -82,16 +78,12 @@ def llama_shapes(
             (2 * ffn, hidden),
             (hidden, ffn),
         ),
-        head=(vocab, hidden),
-        layers=layers,
+        head=(sizes["vocab_size"], hidden),
+        layers=sizes["num_hidden_layers"],
     )
 
 
-SMOLLM2 = llama_shapes(
-    hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49_152
-)
-TINY = llama_shapes(hidden=192, ffn=384, heads=6, kv_heads=2, head_dim=32, layers=4, vocab=64)
-MODELS = {"135M": SMOLLM2, "1.3M": TINY}
+MODELS = {"135M": shapes_of(SMOLLM2), "1.3M": shapes_of(TINY)}
 
 
 def best_seconds(
@@ -117,12 +109,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain_product(weight: Tensor) -> Product:
-    """F.linear."""
+    """F.linear with this weight."""
     return lambda x: F.linear(x, weight)
 
 
 def packed_product(weight: Tensor, rows: int) -> Product | None:
-    """oneDNN's product with a weight in its own order; None where this torch has none."""
+    """oneDNN's product with a weight in its blocked order; None when this torch has none."""
     operators = torch.ops.mkldnn
     try:
         packed = operators._reorder_linear_weight(weight, rows)
@@ -140,9 +132,9 @@ def product_rate(
     repeats: int,
     is_packed: bool,
 ) -> float | None:
-    """FLOP/s of the products of `shapes`, each with `repeats` distinct weights, in torch's threads.
+    """FLOP/s of products of these shapes, each with `repeats` distinct weights, in torch's threads.
 
-    None where there is no packed product.
+    None when there is no packed product.
     """
     work: list[tuple[Product, Tensor]] = []
     inputs = {columns: torch.randn(rows, columns).to(dtype) for _, columns in shapes}
@@ -164,7 +156,7 @@ def product_rate(
 
 def gemm_rates(shapes: Shapes, rows: int, dtype: torch.dtype) -> dict[str, float | None]:
     """FLOP/s of layers and output layer, plain and packed, in torch's threads."""
-    # Many rows are bound by arithmetic: few layers tell as much as all.
+    # Many rows are bound by arithmetic: two layers suffice.
     repeats = shapes.layers if rows <= 256 else min(2, shapes.layers)
     rates = {}
     for kind, is_packed in (("plain", False), ("packed", True)):
@@ -179,16 +171,16 @@ def gemm_rates(shapes: Shapes, rows: int, dtype: torch.dtype) -> dict[str, float
 
 
 def model_rate(shapes: Shapes, rates: dict[str, float | None]) -> float:
-    """FLOP/s of a whole forward pass's products: of layers and head the better kind each."""
+    """FLOP/s of the products of a forward pass, with the faster kind for layers and head."""
     layers = max(rate for name, rate in rates.items() if rate and name.startswith("layers"))
     head = max(rate for name, rate in rates.items() if rate and name.startswith("head"))
     in_layers = shapes.layers * shapes.layer_weights
-    return shapes.weights / (in_layers / layers + shapes.head_weights / head)
+    return shapes.weights / (in_layers / layers + math.prod(shapes.head) / head)
 
 
 @torch.no_grad()
 def read_rate(size_bytes: int) -> float:
-    """Bytes/s of reading memory, in torch's threads: the better of a sum and of a product."""
+    """Bytes/s of reading memory in torch's threads: the faster of a sum and a product."""
     columns = 4096
     data = torch.ones(size_bytes // (4 * columns), columns)
     vector = torch.ones(columns)
@@ -198,14 +190,14 @@ def read_rate(size_bytes: int) -> float:
 
 @torch.no_grad()
 def copy_rate(size_bytes: int) -> float:
-    """Bytes/s of copying memory, in torch's threads; each byte counts once."""
+    """Bytes/s of copying memory in torch's threads; each byte counts once."""
     source = torch.ones(size_bytes // 4)
     target = torch.zeros_like(source)
     return source.nbytes / best_seconds(lambda: target.copy_(source))
 
 
 def with_threads(threads: int, function: Callable[[], Any]) -> Any:
-    """The function's result, computed with this many threads of torch."""
+    """Call the function with this number of torch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -214,21 +206,21 @@ def with_threads(threads: int, function: Callable[[], Any]) -> Any:
         torch.set_num_threads(before)
 
 
-def all_gemm_rates(rows: Sequence[int], models: Sequence[str]) -> dict[str, Any]:
-    """By model, dtype, rows and threads."""
+def all_gemm_rates(rows: Sequence[int]) -> dict[str, Any]:
+    """FLOP/s by model, dtype, rows and threads."""
 
-    def measure(model: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
+    def measure(shapes: Shapes, dtype: torch.dtype, count: int) -> dict[str, Any]:
         return {
-            f"{n}_threads": with_threads(n, lambda: gemm_rates(MODELS[model], count, dtype))
+            f"{n}_threads": with_threads(n, lambda: gemm_rates(shapes, count, dtype))
             for n in THREADS
         }
 
     return {
         model: {
-            name: {f"{count}_rows": measure(model, dtype, count) for count in rows}
+            name: {f"{count}_rows": measure(shapes, dtype, count) for count in rows}
             for name, dtype in DTYPES.items()
         }
-        for model in models
+        for model, shapes in MODELS.items()
     }
 
 
@@ -247,7 +239,7 @@ def memory_rates(large_bytes: int = LARGE_BYTES) -> dict[str, Any]:
 
 
 Ends = tuple[Callable[[bytes], object], Callable[[int], object]]
-"""Send a message; receive one of as many bytes."""
+"""(send a message, receive a message of this size)."""
 
 
 def loopback() -> dict[str, dict[str, float]]:
@@ -300,7 +292,7 @@ def _ask(send: Callable[[bytes], object], receive: Callable[[int], object]) -> d
 
 
 def _answer(kind: str, port: int) -> None:
-    """The other process: a byte after the large messages, each small one whole."""
+    """The other process: answers the large messages with a byte, and echoes each small message."""
     with zmq.Context() as context, _pair(context) as pair:
         if kind == "tcp":
             send, receive = _tcp_ends(socket.create_connection((HOST, port), PEER_TIMEOUT_S))
@@ -351,7 +343,7 @@ def main() -> int:
         "mode": "quick" if quick else "full",
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "gemm_flops_per_s": all_gemm_rates((64,) if quick else (64, 2048), list(MODELS)),
+        "gemm_flops_per_s": all_gemm_rates((64,) if quick else (64, 2048)),
         **memory_rates((1 << 30) if quick else LARGE_BYTES),
         "loopback": loopback(),
     }

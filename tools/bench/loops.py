@@ -1,6 +1,6 @@
-"""What tools.bench.end_to_end computes from the steps of training loops. Pure functions.
+"""Figures of tools.bench.end_to_end from the steps of training loops. Pure functions.
 
-A loop is a list of `StepMark`s, whichever trainer ran it.
+A loop is a list of `StepMark`s of any trainer.
 """
 
 import statistics
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 from typing import Any
 
 WARMUP_STEPS = 3
-"""First steps that no rate counts: allocators, caches and the asynchronous pipeline fill up."""
+"""First steps that rates exclude: allocators, caches and the asynchronous pipeline fill up."""
 ACCURACY_WINDOW_STEPS = 3
 ACCURACY_GOAL = 0.7
 
 GROUP_SIZE = 8
-"""Of the workload real."""
+"""Rollouts of a prompt in the workload real."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much the runs do; TRL (the peer) takes minutes a step."""
+    """Sizes of the workload real; TRL (the peer) takes minutes per step."""
 
     groups: int
-    """Of 8 rollouts, a step."""
+    """Groups of 8 rollouts per step."""
     max_new_tokens: int
     steps: int
-    """Of the optimizer."""
+    """Optimizer steps."""
     skip: int
-    """How many of them come before the clock starts."""
+    """Steps before the clock starts."""
     peer_steps: int
     peer_skip: int
     repeats: int
-    """Of ours; the others run once."""
+    """Runs of ours; the other variants run once."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ class StepMark:
     seconds: float
     """Wall clock from the loop's start to the end of the step."""
     generated: int
-    """Rollouts that the step consumed, those of dropped zero-variance groups included."""
+    """Consumed rollouts, dropped zero-variance groups included."""
     trained: int
-    """Rollouts that entered its loss."""
+    """Rollouts in the loss."""
     accuracy: float
-    """Share of the generated rollouts with the right answer."""
+    """Share of right answers among the generated rollouts."""
     tokens: int = 0
-    """Of the completions that entered its loss."""
+    """Completion tokens in the loss."""
     waited_s: float = 0.0
-    """For the batch, of the time since the step before."""
+    """Wait for the batch since the previous step."""
 
 
 Loops = Mapping[str, Sequence[Sequence[StepMark]]]
-"""The repeats of each variant by its name."""
+"""Repeats by variant."""
 
 
 def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
     """Steps of one of our runs from the rows of its metrics.jsonl.
 
-    The loop starts when version 0 is synced: the trainer's row with `weight_sync/s` before any
-    step. Raises ValueError when the rows hold no such row.
+    The loop starts at the sync of version 0: the trainer's row with `weight_sync/s` before any
+    step. Raises ValueError when that row is missing.
     """
     trainer = [row for row in rows if row.get("source") == "trainer"]
     start_s = next(
@@ -84,7 +84,7 @@ def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
 
 
 def marks_from_peer(rows: Sequence[dict[str, Any]]) -> list[StepMark]:
-    """Steps of a TRL run from the rows of its worker; it trains on all that it generates."""
+    """Steps of a TRL run from the rows of its worker; TRL trains on every rollout."""
     return [
         StepMark(
             row["seconds"],
@@ -100,10 +100,7 @@ def marks_from_peer(rows: Sequence[dict[str, Any]]) -> list[StepMark]:
 def rollouts_per_s(
     marks: Sequence[StepMark], *, only_trained: bool = False, skip: int = WARMUP_STEPS
 ) -> float:
-    """Rollouts of the steps after the first `skip` ones, over the seconds from there to the end.
-
-    Raises ValueError when no step is left.
-    """
+    """Rollouts/s after the first `skip` steps. Raises ValueError when no step is left."""
     if len(marks) <= skip or skip < 1:
         raise ValueError(f"{len(marks)} steps are too few to leave out the first {skip}")
     counted = sum(mark.trained if only_trained else mark.generated for mark in marks[skip:])
@@ -111,16 +108,15 @@ def rollouts_per_s(
 
 
 def tokens_per_s(marks: Sequence[StepMark], skip: int) -> float:
-    """Completion tokens trained in the steps after the first `skip`, over their seconds."""
+    """Trained completion tokens/s after the first `skip` steps."""
     seconds = marks[-1].seconds - marks[skip - 1].seconds
     return sum(mark.tokens for mark in marks[skip:]) / seconds
 
 
 def overlap_bound(marks: Sequence[StepMark], skip: int) -> float:
-    """How many times faster a synchronous loop would be if it trained while it waits.
+    """Speed-up of a synchronous loop if waiting and work overlapped perfectly.
 
-    Each step then takes the longer of its two parts: what is gained by nothing but overlap, with
-    neither part quicker or slower for the other's company.
+    Each step then takes the longer of its two parts, each as fast as alone.
     """
     taken = [b.seconds - a.seconds for a, b in zip(marks[skip - 1 :], marks[skip:], strict=False)]
     longer = [
@@ -135,7 +131,7 @@ def seconds_to_accuracy(
     goal: float = ACCURACY_GOAL,
     window: int = ACCURACY_WINDOW_STEPS,
 ) -> float | None:
-    """End of the first step at which the last `window` steps' rollouts reach `goal`; else None."""
+    """End of the first step with accuracy `goal` over the last `window` steps; else None."""
     for end in range(window, len(marks) + 1):
         recent = marks[end - window : end]
         if _accuracy(recent) >= goal:
@@ -144,17 +140,14 @@ def seconds_to_accuracy(
 
 
 def median_seconds(times_s: Sequence[float | None]) -> float | None:
-    """Median where None is a goal never reached; None when that is the (upper) median."""
+    """Median with None as infinity; None when the median is infinite."""
     ordered = sorted(float("inf") if seconds is None else seconds for seconds in times_s)
     middle = statistics.median(ordered)
     return None if middle == float("inf") else middle
 
 
 def compare_tiny(loops: Loops) -> dict[str, Any]:
-    """Figures of the workload tiny: medians over the repeats, and their ratios.
-
-    Needs the variants ours, ours_sync, trl_1thread and trl_2threads.
-    """
+    """Figures of the workload tiny: medians over the repeats, and their ratios."""
     rates = {name: [rollouts_per_s(marks) for marks in runs] for name, runs in loops.items()}
     median = {name: statistics.median(values) for name, values in rates.items()}
     return {
@@ -172,12 +165,12 @@ def compare_tiny(loops: Loops) -> dict[str, Any]:
 
 
 def median_bound(runs: Sequence[Sequence[StepMark]], skip: int) -> float:
-    """Of the synchronous runs; see `overlap_bound`."""
+    """Median of `overlap_bound` over synchronous runs."""
     return statistics.median(overlap_bound(marks, skip) for marks in runs)
 
 
 def learning(loops: Loops) -> dict[str, Any]:
-    """How fast each variant learned: median seconds to the goal, and where its accuracy ended."""
+    """By variant: median seconds to ACCURACY_GOAL, and the first and last accuracy."""
     size = ACCURACY_WINDOW_STEPS
     return {
         f"seconds_to_accuracy_{ACCURACY_GOAL}": {
@@ -201,7 +194,7 @@ def _accuracy(marks: Sequence[StepMark]) -> float:
 
 
 def compare_real(loops: Loops, peaks: dict[str, int], scale: Scale) -> dict[str, Any]:
-    """Medians over repeats, and ratios. Needs the variants ours, ours_sync and trl."""
+    """Figures of the workload real: medians over the repeats, and their ratios."""
     skips = {name: scale.peer_skip if name == "trl" else scale.skip for name in loops}
     repeats = {
         name: [tokens_per_s(marks, skips[name]) for marks in runs] for name, runs in loops.items()
@@ -226,7 +219,7 @@ def compare_real(loops: Loops, peaks: dict[str, int], scale: Scale) -> dict[str,
 
 
 def spread(lengths: Sequence[int]) -> dict[str, float]:
-    """How much the lengths of completions differ: percentiles and p90 over p10."""
+    """Percentiles of the completion lengths, and p90 over p10."""
     deciles = statistics.quantiles(lengths, n=10)
     p10, p50, p90 = deciles[0], deciles[4], deciles[8]
     return {"p10": p10, "p50": p50, "p90": p90, "p90_over_p10": p90 / p10}

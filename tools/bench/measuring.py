@@ -1,7 +1,4 @@
-"""What all benchmarks share: command lines, figures, processor time and memory.
-
-Runs in the process of a benchmark. Reads /proc, so Linux only.
-"""
+"""Shared by all benchmarks: command lines, figures, processor time and memory (/proc, Linux)."""
 
 import argparse
 import contextlib
@@ -29,7 +26,7 @@ _SAMPLE_S = 2.0
 def parser(doc: str | None, *, quick: str, repeats: str = "") -> argparse.ArgumentParser:
     """A command line with the module's docstring as help, and --quick.
 
-    repeats: help of --repeats; where it is given, --work-dir is there too, for `run`.
+    repeats: help of --repeats; if given, adds --repeats and --work-dir, for `run`.
     """
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,8 +47,8 @@ def run(
 ) -> int:
     """Measure in a new folder and report the figures; returns the exit code.
 
-    measure: takes the folder for logs and samples, and the cores that the benchmark may use.
-    cores: how many that are; None: all. SIGTERM becomes SystemExit, which ends children too.
+    measure: takes the folder for logs and samples, and the allowed cores. cores: their number;
+    None: all. SIGTERM becomes SystemExit, which ends children too.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     chosen = sorted(os.sched_getaffinity(0))[:cores]
@@ -76,7 +73,7 @@ def say(text: str) -> None:
 
 
 def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
-    """Print a table: a line for each row, a column for each figure of the first row."""
+    """Print a table: a line per row, a column per figure of the first row."""
     columns = {name: max(8, len(name)) for name in next(iter(rows.values()))}
     print(f"\n{title:12} " + " ".join(f"{name:>{width}}" for name, width in columns.items()))
     for label, row in rows.items():
@@ -85,12 +82,12 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print the figures as one JSON object, floats with four digits."""
+    """Print the figures as one JSON object on a line, floats with four digits."""
     print(json.dumps(rounded(found)), flush=True)
 
 
 def rounded(value: Any) -> Any:
-    """The same tree with four significant digits of every float."""
+    """The tree with floats of four significant digits."""
     if isinstance(value, dict):
         return {name: rounded(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -111,25 +108,26 @@ def over(tops: Sequence[float], bottoms: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Value that `percent` of a hundred do not exceed; never beyond the largest value."""
+    """Percentile, never beyond the largest value."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def rotations(names: Sequence[str], repeats: int) -> list[list[str]]:
-    """Order of each repeat: starts one name later each time, so that drift affects all."""
+    """Order of each repeat: starts one name later each time, so that drift of the machine affects
+    all."""
     starts = [repeat % len(names) for repeat in range(repeats)]
     return [[*names[start:], *names[:start]] for start in starts]
 
 
 def busy_share(cores: Sequence[int], seconds: float = PAUSE_S) -> float:
-    """Share of the cores' time in [0, 1] that was in use in the `seconds` from now on.
+    """Busy share of the cores' time in [0, 1] over the next `seconds`.
 
-    Benchmarks call it while they run nothing: on a busy machine their figures mean little.
+    Benchmarks call it while idle: on a busy machine their figures mean little.
     """
     before_s, started = _busy_s(cores), time.monotonic()
     time.sleep(seconds)
     available_s = len(cores) * (time.monotonic() - started)
-    # The kernel counts in ticks, so the quotient can leave [0, 1] by a little.
+    # The kernel counts in ticks, so the quotient can leave [0, 1] slightly.
     return min(1.0, max(0.0, (_busy_s(cores) - before_s) / available_s))
 
 
@@ -139,17 +137,17 @@ def _busy_s(cores: Sequence[int]) -> float:
 
 
 class ProcessTimes(NamedTuple):
-    """Processor time and memory of a process so far."""
+    """Processor time and peak memory of a process so far."""
 
     cpu_s: float
     """User and system time of all threads."""
     main_s: float
-    """The same of the main thread."""
+    """User and system time of the main thread."""
     peak_rss_mb: float
 
 
 def read_times(pid: int) -> ProcessTimes:
-    """Times and memory of a running process. Raises psutil.NoSuchProcess where it has ended."""
+    """Times and memory of a running process. Raises psutil.NoSuchProcess."""
     process = psutil.Process(pid)
     main = next(thread for thread in process.threads() if thread.id == pid)
     times = process.cpu_times()
@@ -161,20 +159,20 @@ def read_times(pid: int) -> ProcessTimes:
 
 
 def status_bytes(key: str, pid: int | str = "self") -> int:
-    """A size in /proc/PID/status: VmRSS (memory now) or VmHWM (its peak)."""
+    """A size in /proc/PID/status: VmRSS (memory) or VmHWM (peak memory)."""
     text = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(key))
 
 
 def start_peak() -> None:
-    """Restart VmHWM of this process at its memory now. See proc_pid_clear_refs(5)."""
+    """Reset VmHWM of this process to its VmRSS. See proc_pid_clear_refs(5)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 class PeakMemory:
-    """While entered, a thread samples the memory (PSS) of all processes that descend from this one.
+    """While entered, a thread samples the memory of all sub-processes, as PSS.
 
-    PSS counts a page that n processes share as 1/n of a page of each.
+    PSS divides a shared page by the number of its sharers.
     """
 
     def __init__(self, sample_s: float = _SAMPLE_S) -> None:
@@ -198,7 +196,7 @@ class PeakMemory:
 
 
 def pss_bytes(pid: int) -> int:
-    """Memory of a process, shared pages divided among the sharers; 0 when it has ended."""
+    """PSS of a process; 0 when it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return psutil.Process(pid).memory_full_info().pss
     return 0

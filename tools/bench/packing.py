@@ -1,27 +1,27 @@
-"""How full packed microbatches are: `python -m tools.bench.packing [--quick]`.
+"""Fill of packed microbatches: `python -m tools.bench.packing [--quick]`.
 
-2,048 sequences (--quick: 512) as long as those that Magistral trains on, a token budget
-of 40,960, one data-parallel rank and eight.
+2,048 sequences (--quick: 512) with Magistral's lengths, a token budget of 40,960, one and eight
+data-parallel ranks.
 
-| figure | what |
+| figure | meaning |
 |---|---|
 | fill | tokens over microbatches x budget, one rank, the worst of several draws |
 | microbatches_over_lower_bound | microbatches over tokens / budget rounded up, the worst |
-| ..._dp8 | the same where eight ranks run equally many; the bound is rounded up to a multiple |
+| ..._dp8 | the same for eight ranks with equally many; the bound is a multiple of eight |
 | imbalance_dp8 | tokens of the fullest rank over the mean, the worst |
 | ms | packing and dealing for one rank, median |
-| padding_* | 1 - fill, mean of the draws, ours and others' |
+| padding_* | 1 - fill, mean of the draws, for ours and others |
 
-ours: `deal` of the product. first_fit: the paper's greedy, longest sequence first into the first
-open microbatch with room. arrival: in order of arrival, a microbatch is closed when the next
-sequence does not fit. arrival_padded: the same, but rows are padded to the longest of their
-microbatch, as a trainer without packed attention must. The last line is one JSON object.
+ours: the product's `deal`. first_fit: the paper's greedy, longest sequence first into the first
+open microbatch with room. arrival: in order of arrival; a microbatch closes when the next sequence
+does not fit. arrival_padded: the same with rows padded to the longest of their microbatch, as
+without packed attention. The last line is one JSON object.
 
-Lengths. The paper (arXiv 2506.10910) gives no histogram.
-It says that completions reach 32k tokens, that the longest take up to five times the shortest, and
-that training grew them from a few thousand on. Here: completions are log-normal with a median of
-7,000 tokens and sigma 0.7, cut at 32,768 as max_new_tokens cuts them (the middle nine tenths span a
-factor of 10); prompts with their system prompt are uniform from 80 to 600.
+Lengths. The paper (arXiv 2506.10910) gives no histogram. It says that completions reach 32k tokens,
+that the longest take up to five times the shortest, and that they started at a few thousand. Here:
+completions are log-normal with a median of 7,000 tokens and sigma 0.7, cut at 32,768 as by
+max_new_tokens (the middle 90 % span a factor of 10); prompts with their system prompt are uniform
+from 80 to 600.
 """
 
 import math
@@ -54,12 +54,11 @@ class Lengths(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both."""
         return self.prompt + self.completion
 
 
 def magistral_like(count: int, *, seed: int, scale: float = 1.0) -> list[Lengths]:
-    """`count` sequences; scale: all lengths are multiplied by it, for small machines."""
+    """`count` sequences; scale multiplies their lengths."""
     chance = random.Random(seed)
     found = []
     for _ in range(count):
@@ -81,7 +80,7 @@ def main() -> int:
 
 
 def figures(lengths: Sequence[int], budget: int) -> dict[str, float]:
-    """Of one draw."""
+    """Figures of one draw."""
     total, least = sum(lengths), math.ceil(sum(lengths) / budget)
     started = time.perf_counter()
     (mine,) = deal(list(lengths), budget_tokens=budget, dp_size=1)
@@ -106,7 +105,7 @@ def figures(lengths: Sequence[int], budget: int) -> dict[str, float]:
 
 
 def combine(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The worst draw of what has a target, the mean of the paddings, the median of the time."""
+    """Over the draws: mean of paddings, median of the time, the worst of other figures."""
     worst = {"fill": min, "ms": statistics.median}
     return {
         name: round(
@@ -122,7 +121,7 @@ def combine(found: Sequence[dict[str, float]]) -> dict[str, float]:
 def in_order_of_arrival(
     lengths: Sequence[int], budget: int, *, is_padded: bool = False
 ) -> list[Microbatch]:
-    """A microbatch is closed when the next sequence, or its padded rows, exceed the budget."""
+    """Close a microbatch when the next sequence, or the padded rows, would exceed the budget."""
     microbatches: list[Microbatch] = [[]]
     for index in range(len(lengths)):
         grown = [*microbatches[-1], index]
@@ -135,7 +134,7 @@ def in_order_of_arrival(
 
 
 def padded_tokens(microbatch: Microbatch, lengths: Sequence[int]) -> int:
-    """Of rows as long as the longest."""
+    """Tokens of rows padded to the longest."""
     return len(microbatch) * max(lengths[i] for i in microbatch)
 
 

@@ -1,39 +1,39 @@
-"""`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
+"""The rollout queue at cluster scale: `python -m tools.bench.queue [--quick] [--only NAME ...]`.
 
-The real process of the queue, over real sockets, serves scripted peers (queue_peer.py): 1,000
-generators, verifiers that answer at once, data-parallel leaders, a weight sync after each batch.
-Rollouts have 32,768 tokens, or the simulator's mean, with logprobs, two version spans and a text.
-The *floor* in the same run is bare ZeroMQ sockets that carry the same bytes (queue_peer.py).
+The queue's process serves scripted peers (queue_peer.py) over sockets: 1,000 generators, verifiers
+that answer at once, data-parallel leaders, and a weight sync after each batch. Rollouts have 32,768
+tokens, or the simulator's mean, with logprobs, two version spans and a text. The *floor*, measured
+in the same run, is bare ZeroMQ sockets that carry the same bytes (queue_peer.py).
 
-| variant     | what                                                           |
+| variant     | meaning                                                        |
 |-------------|----------------------------------------------------------------|
 | dense       | a 24B model without experts                                    |
-| encrypted   | the same with CURVE keys, as between hosts                     |
+| encrypted   | dense with CURVE keys, as between nodes                        |
 | dense_mean  | completions of the simulator's mean length, 9,387 tokens       |
-| replay      | 30B-A3B, router replay: 384 bytes a token; 100 generators      |
+| replay      | 30B-A3B, router replay: 384 bytes per token; 100 generators    |
 | replay_mean | completions of the simulator's mean length, 4,185 tokens       |
 
-| figure of a variant        | what                                                           |
+| figure of a variant        | meaning                                                        |
 |----------------------------|----------------------------------------------------------------|
-| needed_rollouts_per_s      | what 512 H100s produce by the simulator (`Produced`): at      |
+| needed_rollouts_per_s      | production of 512 H100s by the simulator (`Produced`): at      |
 |                            | 32,768 tokens its tokens, else its completions                 |
-| learnt_rollouts_per_s      | what they could learn from at most, worked out by hand         |
-| rollouts_per_s             | as many as the queue takes; over_needed: over the first,       |
-|                            | target 4; over_learnt: over the second                         |
+| learnt_rollouts_per_s      | upper bound of the trainer's consumption, computed by hand     |
+| rollouts_per_s             | capacity of the queue; over_needed: over the first, target 4;  |
+|                            | over_learnt: over the second                                   |
 | tokens_per_s, bytes_per_s  | of these rollouts; arrays and texts, once                      |
-| cpu_share                  | user and system time of the queue's process over the wall's    |
-| cpu_ms_per_rollout         | the same of one rollout                                        |
-| loop_ms_per_rollout        | of its main thread alone                                       |
-| rollouts_per_s_of_one_core | what the main thread could do with a core of its own           |
-| floor_*                    | of the floor                                                   |
-| bookkeeping_share          | of the time per rollout, what the floor does without           |
-| lease_p50_ms, ..._p99_ms   | from when a slot is announced free until its next lease comes, |
-|                            | at lease_rate: 4 times the need, or half of rollouts_per_s     |
-| peak_rss_mb                | of the queue                                                   |
-| held_bound_mb              | rollouts that admission lets it hold                           |
+| cpu_share                  | user and system time of the queue over wall time               |
+| cpu_ms_per_rollout         | user and system time per rollout                               |
+| loop_ms_per_rollout        | the same for the main thread                                   |
+| rollouts_per_s_of_one_core | capacity of the main thread on a dedicated core                |
+| floor_*                    | figures of the floor                                           |
+| bookkeeping_share          | share of the time per rollout beyond the floor's               |
+| lease_p50_ms, ..._p99_ms   | from the announcement of a free slot to its next lease, at     |
+|                            | lease_rate: 4 times the need, or half of rollouts_per_s        |
+| peak_rss_mb                | peak memory of the queue                                       |
+| held_bound_mb              | rollouts that admission lets the queue hold                    |
 
-On a few cores peers compete with the queue for them: a rate is a lower bound, and the times per
-rollout are what counts. The last line is one JSON object.
+With few cores the peers compete with the queue: a rate is a lower bound, so compare the times per
+rollout. The last line is one JSON object.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ from tools.bench.queue_peer import PROMPT_TOKENS, Control, Load, run_peers
 
 GPUS = 512
 TRAINER_SHARE = 0.5
-"""Of the GPUs, as in examples/magistral_24b.toml."""
+"""Share of the GPUs, as in examples/magistral_24b.toml."""
 TRAINER_FLOPS = 400e12
 """Model FLOP/s of an H100 that trains a dense model in bf16: 0.4 of its peak."""
 TARGET = 4.0
-"""Times what the cluster produces."""
+"""Target of over_needed."""
 GENERATOR_PROCESSES = 2
 PROMPTS = 2000
 START_LIMIT_S = 120.0
@@ -95,7 +95,7 @@ def _shape(**sizes: int) -> ModelShape:
 DENSE = _shape(
     layers=40, hidden=5120, ffn=32_768, heads=32, kv_heads=8, head_dim=128, vocab=131_072
 )
-"""Mistral Small 24B, as its config.json on Hugging Face says."""
+"""Mistral Small 24B, from its config.json on Hugging Face."""
 EXPERTS = _shape(
     layers=48, hidden=2048, ffn=6144, heads=32, kv_heads=4, head_dim=128, vocab=151_936,
     experts=128, experts_per_token=8, moe_ffn=768,
@@ -104,21 +104,21 @@ EXPERTS = _shape(
 
 
 class Produced(NamedTuple):
-    """What the engines of a cluster generate, by the simulator."""
+    """Production of a cluster's engines by the simulator."""
 
     tokens_per_s: float
     completions_per_s: float
-    """All completions, also of groups that turn out to have zero variance."""
+    """All completions, zero-variance groups included."""
 
     @property
     def mean_tokens(self) -> int:
-        """Of a completion."""
+        """Mean completion length."""
         return round(self.tokens_per_s / self.completions_per_s)
 
 
 DENSE_PRODUCED = Produced(283_500, 30.2)
 EXPERTS_PRODUCED = Produced(553_200, 132.2)
-"""The most of any split of GPUS H100s. `DIR/config.json` is that of the model, N 512 and 1,024:
+"""Maximum over the splits of GPUS H100s. DIR holds the model's config.json, N is 512 and 1,024:
 
     megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.prompts_per_batch=N \\
         --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
@@ -131,16 +131,16 @@ completions_per_s: train.prompts_per_batch * train.group_size / (1 - zero_varian
 
 
 def learnt_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
-    """Completions of `tokens` that half of the cluster could learn from, were it never idle.
+    """Completions/s of this length that half of the cluster could train on without idle time.
 
-    An upper bound of what is produced, whatever the engines can do: admission stops them.
+    Also an upper bound of the production, because admission stops faster engines.
     """
     flops = step_flops(shape, sequences=1, length=PROMPT_TOKENS + tokens).total
     return GPUS * TRAINER_SHARE * TRAINER_FLOPS / flops
 
 
 class Variant(NamedTuple):
-    """One load, and what a cluster needs of it."""
+    """A load, and a cluster's rates in rollouts/s."""
 
     load: Load
     needed: float
@@ -149,46 +149,45 @@ class Variant(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What happened between two moments of the system's monotonic clock."""
+    """Measurements between two times of the monotonic clock."""
 
     began: float
     ended: float
     rollouts: int
-    """Given back."""
+    """Returned rollouts."""
     cpu_s: float
     """User and system time of the server's threads."""
     loop_s: float
-    """The same of its main thread."""
+    """User and system time of its main thread."""
 
     @property
     def rollouts_per_s(self) -> float:
-        """The rate."""
         return self.rollouts / (self.ended - self.began)
 
     @property
     def cpu_share(self) -> float:
-        """Processor time over the wall's; above 1: on several cores."""
+        """Processor time over wall time; above 1 on several cores."""
         return self.cpu_s / (self.ended - self.began)
 
     def ms_per_rollout(self, seconds: float) -> float:
-        """A time of the window for one rollout, in milliseconds."""
+        """`seconds` of the window per rollout, in milliseconds."""
         return 1e3 * seconds / self.rollouts
 
 
 class Outcome(NamedTuple):
-    """Of one server with its peers."""
+    """Measurements of a server."""
 
     full: Window
-    """As many rollouts as it takes."""
+    """At capacity."""
     paced: Window | None
     """At a given rate."""
     leases: list[tuple[float, float]]
-    """(when it came, seconds since its slot was announced as free)"""
+    """(time of the lease, seconds since its slot was announced free)"""
     peak_rss_mb: float
 
 
 class Seconds(NamedTuple):
-    """How long each part of a measurement takes."""
+    """Length of each part of a measurement."""
 
     warm: float
     full: float
@@ -196,9 +195,9 @@ class Seconds(NamedTuple):
 
 
 def variants(*, is_quick: bool) -> dict[str, Variant]:
-    """All of them; is_quick: smaller batches."""
+    """Variants by name; is_quick: smaller batches."""
     dense = Load(prompts_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
-    # 13 MB a rollout: as many as a small machine holds.
+    # 13 MB per rollout: as many as fit a small machine.
     replay = Load(
         generators=100,
         slots=1,
@@ -227,7 +226,7 @@ def _variant(load: Load, shape: ModelShape, produced: Produced) -> Variant:
 
 
 def write_config(folder: Path, variant: Variant) -> Config:
-    """A run folder with prompts and config.toml."""
+    """Write a run folder with prompts and config.toml."""
     lines = (
         {"task": "math", "messages": [{"role": "user", "content": f"q {n}"}], "answer": "1"}
         for n in range(PROMPTS)
@@ -257,7 +256,7 @@ def write_config(folder: Path, variant: Variant) -> Config:
 
 @contextlib.contextmanager
 def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Connection]]]:
-    """Run the scripted peers in sub-processes; their results come after `is_over`."""
+    """Run the scripted peers in sub-processes; they send their results after `is_over`."""
     fresh = multiprocessing.get_context("spawn")
     control = Control(
         fresh.Value("i", -1), fresh.Value("d", 0.0), fresh.Value("i", 0), fresh.Event()
@@ -282,7 +281,7 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
     finally:
         control.is_over.set()
         for process in processes:
-            # After a failure nobody takes its results.
+            # After a failure nobody receives the results.
             process.join(PEER_END_S)
             if process.exitcode is None:
                 process.kill()
@@ -290,7 +289,7 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
 
 
 def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
-    """Run the queue or the floor: first under as much load as it takes, then at a rate."""
+    """Run the queue or the floor, first at capacity, then at a given rate."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, log = write_config(folder, variant), folder / f"{module}.log"
@@ -302,7 +301,7 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
             _await_first_batch(control, server, log)
             time.sleep(seconds.warm)
             full = _watch(server.pid, control, seconds.full)
-            # The floor leases without looking who has room: it has no rate of its own.
+            # The floor leases without admission, so only its capacity is measured.
             if module == FLOOR:
                 return Outcome(full, None, [], 0.0)
             rate = min(TARGET * variant.needed, full.rollouts_per_s / 2)
@@ -341,7 +340,7 @@ def _watch(pid: int, control: Control, seconds: float) -> Window:
 
 
 def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float]:
-    """As the module's docstring explains them."""
+    """Figures of a variant; see the module's docstring."""
     assert queue.paced is not None
     paced = queue.paced
     waited_ms = [1e3 * s for at, s in queue.leases if paced.began <= at < paced.ended]

@@ -1,12 +1,12 @@
-"""The load of the queue benchmark, scripted peers of the rollout queue, and the floor.
+"""The scripted peers of tools.bench.queue, and its floor. Each process has one thread.
 
-tools.bench.queue starts these processes. Peers note in shared memory (`Control`) what they did.
-
-| process | one thread, which |
+| process | work |
 |---|---|
-| generators, two processes | answers leases in order: at a rate, or as long as few slots wait |
-| other peers, one process | grades at once; syncs a version when every leader has its share |
-| floor: queue_peer FOLDER | stands in for the rollout queue: as many bytes, nothing decoded |
+| generators, two processes | answer leases in order: at a rate, or while few slots wait |
+| other peers, one process | grade at once; sync a version when every leader has its share |
+| floor: queue_peer FOLDER | replaces the rollout queue: equally many bytes, nothing decoded |
+
+Peers report through shared memory (`Control`).
 """
 
 import collections
@@ -46,15 +46,15 @@ from megatron_rl.protocol.types import (
 from tools.bench.children import read_job
 
 PROMPT_TOKENS = 340
-"""The mean of tools/bench/packing.py."""
+"""Mean of tools/bench/packing.py."""
 COMPLETION_TOKENS = 32_768
 _CHARS_PER_TOKEN = 4
 WINDOW = 24
-"""Free slots of one process up to which it gives rollouts back."""
+"""A process returns rollouts while fewer of its slots are free."""
 _STARVED_S = 2.0
-"""Without a lease for this long, slots wait for admission: more rollouts must come back."""
+"""Without a lease for this time, admission waits: more rollouts must come back."""
 HEARTBEAT_S = 2.0
-"""As generation/worker.py."""
+"""As in generation/worker.py."""
 _POLL_MS = 5
 _POLL_OTHERS_MS = 100
 _VERIFIER_SLOTS = 256
@@ -63,15 +63,15 @@ _WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What the scripted peers do."""
+    """Load of the scripted peers."""
 
     generators: int = 1000
     slots: int = 2
-    """Completions that a generator runs at once."""
+    """Concurrent completions of a generator."""
     tokens: int = COMPLETION_TOKENS
-    """Of each completion."""
+    """Completion length."""
     choices_per_token: int = 0
-    """Expert choices of a token, uint8: layers x experts of a token; 0: no router replay."""
+    """uint8 expert choices per token, layers x experts per token; 0: no router replay."""
     prompts_per_batch: int = 128
     group_size: int = 16
     max_staleness: int = 3
@@ -81,24 +81,24 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def batch(self) -> int:
-        """Completions of a batch."""
+        """Completions per batch."""
         return self.prompts_per_batch * self.group_size
 
     @property
     def held_bound(self) -> int:
-        """Completions that admission lets be untrained at once."""
+        """Maximum of untrained completions by admission."""
         return (self.max_staleness + 1) * self.batch
 
     @property
     def rollout_bytes(self) -> int:
-        """Of a rollout's arrays and text; the trainer gets as many, with versions for the text."""
+        """Arrays and text of a rollout; the trainer gets as many, with versions for the text."""
         arrays = 4 * (PROMPT_TOKENS + 2 * self.tokens)
         choices = (PROMPT_TOKENS + self.tokens - 1) * self.choices_per_token
         return arrays + choices + _CHARS_PER_TOKEN * self.tokens
 
 
 class Template:
-    """Makes rollouts that share their arrays: scripted peers have no time to draw new ones."""
+    """Makes rollouts that share their arrays, because drawing new ones takes too long."""
 
     def __init__(self, load: Load) -> None:
         chance = np.random.default_rng(0)
@@ -130,18 +130,18 @@ class Control(NamedTuple):
     """Shared by all processes of the benchmark."""
 
     version: "Synchronized[int]"
-    """The synced one; -1: none yet."""
+    """Synced policy version; -1: none."""
     rate: "Synchronized[float]"
-    """Rollouts a second of one process; 0: as many as the queue takes."""
+    """Rollouts/s of one process; 0: the queue's capacity."""
     sent: "Synchronized[int]"
-    """Rollouts given back, by all processes."""
+    """Returned rollouts of all processes."""
     is_over: Event
 
 
 def connect(
     context: zmq.Context, ports: PortsConfig, endpoint: str, names: Sequence[str]
 ) -> list[zmq.Socket]:
-    """DEALERs in a shared context; each `wire.Dealer` would have its own context."""
+    """DEALERs in a shared context; `wire.Dealer` makes a context per socket."""
     keys = load_keys(ports.keys_dir)
     sockets = []
     for name in names:
@@ -163,7 +163,7 @@ def send(socket: zmq.Socket, message: AnyMessage) -> None:
 
 
 def receive_now(socket: zmq.Socket) -> list[wire.Frame] | None:
-    """Frames of a message that is there; None: there is none."""
+    """Frames of a received message; None: there is none."""
     try:
         return [frame.buffer for frame in socket.recv_multipart(zmq.DONTWAIT, copy=False)]
     except zmq.Again:
@@ -183,7 +183,7 @@ class _Generators:
             self._poller.register(socket, zmq.POLLIN)
         self._places = {socket: place for place, socket in enumerate(self._sockets)}
         self._ready: collections.deque[tuple[int, int, int]] = collections.deque()
-        """(generator, lease, index) of what runs, in the order of the leases."""
+        """(generator, lease, index) of running completions, in the order of the leases."""
         self._free_since: list[collections.deque[float]] = [collections.deque() for _ in numbers]
         self._free = 0
         self._leased_at = 0.0
@@ -191,7 +191,7 @@ class _Generators:
         self._began = 0.0
         self._beats = 0
         self.leases: list[tuple[float, float]] = []
-        """(when a lease came, seconds since its slot was announced as free)"""
+        """(time of a lease, seconds since its slot was announced free)"""
 
     def run(self) -> None:
         """Run until the benchmark is over."""
@@ -235,7 +235,7 @@ class _Generators:
             self._control.sent.value += 1
 
     def _announce(self, now: float) -> None:
-        """Announce all generators after a weight sync; else send the heartbeats that are due."""
+        """Announce all generators after a weight sync; else send due heartbeats."""
         count, version = len(self._sockets), self._control.version.value
         if version != self._version:
             if self._version < 0:
@@ -307,9 +307,9 @@ class _Others:
 def run_peers(
     load: Load, ports: PortsConfig, numbers: range, control: Control, results: Connection
 ) -> None:
-    """Entry of a process; sends the leases of its generators when the benchmark is over.
+    """Run a process of peers; sends the leases of its generators at the end.
 
-    numbers: of the generators; empty: the process is the verifiers and leaders.
+    numbers: its generators; empty: the process is the verifiers and leaders.
     """
     peers = _Generators(load, ports, numbers, control) if numbers else _Others(load, ports, control)
     peers.run()
@@ -320,13 +320,13 @@ _LARGE = 1000
 """Bytes that only a completion exceeds."""
 _FLOOR_POLL_MS = 1000
 _BURST_S = 0.005
-"""As the queue's server, so that no endpoint starves another."""
+"""As in the queue's server, so that no endpoint starves another."""
 
 
 class Floor:
-    """Counts completions and answers each with the same lease and the same score request.
+    """Answers each completion with the same lease and the same score request.
 
-    After each batch every leader gets a share as large as its part of the completions.
+    After each batch every leader gets as many bytes as its share of the completions.
     """
 
     def __init__(self, load: Load) -> None:
@@ -344,7 +344,7 @@ class Floor:
     def answers(
         self, endpoint: str, peer: bytes, frames: Sequence[zmq.Frame]
     ) -> list[tuple[str, bytes, bytes]]:
-        """(endpoint, peer, frame) of each answer to a message."""
+        """(endpoint, peer, frame) of each answer."""
         load = self._load
         if endpoint != "prompts":
             if endpoint == "batches" and isinstance(wire.decode(frames[0].bytes), NextBatch):
@@ -364,7 +364,7 @@ class Floor:
 
 
 def run_floor() -> None:
-    """Entry of the process: three bare ROUTERs, until a signal ends them."""
+    """Run the floor, three bare ROUTERs, until a signal ends it."""
     config, load = read_job(Load)
     ports, keys = config.ports, load_keys(config.ports.keys_dir)
     floor, poller = Floor(load), zmq.Poller()
@@ -389,7 +389,7 @@ def _send(socket: zmq.Socket, frames: list[bytes]) -> None:
     try:
         socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
     except zmq.ZMQError as error:
-        # A verifier whose handshake is not over yet: the queue ignores that too.
+        # The handshake of a verifier is not over: the queue ignores that too.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
 

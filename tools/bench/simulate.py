@@ -1,11 +1,11 @@
-"""Prediction of `megatron-rl simulate` beside real runs: `python -m tools.bench.simulate`.
+"""Compares predictions of `megatron-rl simulate` with runs: `python -m tools.bench.simulate`.
 
     python -m tools.bench.simulate FITTED OTHER [OTHER ...]
 
-Fits the models to the first run alone, and predicts the configurations of all of them. The runs
-need devices of their own for each role: roles that share cores slow each other, which is not
-modelled. The last line on stdout is one JSON object: for each run and figure what was predicted,
-what was measured, their ratio, and for shares their difference.
+Fits the models to the first run, and predicts the configurations of all runs. Each role of a run
+needs separate devices, because the simulator does not model roles that share cores. The last line
+on stdout is one JSON object: for each run and figure the prediction, the measurement, their ratio,
+and for shares their difference.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import Config
-from megatron_rl.simulation.calibration import Calibration, calibrate
+from megatron_rl.simulation.calibration import calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.outcome import Outcome
@@ -25,7 +24,7 @@ SIMULATED_STEPS = 200
 TIMES = ("step_s", "compute_s", "sync_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
 Figures = dict[str, dict[str, float]]
-"""By name of a figure: predicted, measured, ratio, difference."""
+"""Figure -> predicted, measured, ratio, difference."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,24 +43,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare_runs(runs: list[RunRecords]) -> list[Figures]:
-    """The figures of each run. The first is fitted."""
+    """Figures of each run; the models are fitted to the first."""
     fitted = calibrate(runs[0])
     found = []
     for run in runs:
-        outcome = _predict(fitted, run.config)
+        model = fitted.model(run.config, Assumptions())
+        cluster = Cluster(run.config, model, fitted.workload, Span(steps=SIMULATED_STEPS))
+        outcome = cluster.run()
         found.append(compare(outcome, measure(run)))
         if doubt := fitted.doubt(outcome):
             print(f"warning: {run.config.run.dir}: {doubt}", file=sys.stderr)
     return found
 
 
-def _predict(fitted: Calibration, config: Config) -> Outcome:
-    model = fitted.model(config, Assumptions())
-    return Cluster(config, model, fitted.workload, Span(steps=SIMULATED_STEPS)).run()
-
-
 def compare(predicted: Outcome, measured: Measured) -> Figures:
-    """Each figure of both."""
+    """Figures of one run."""
     found: Figures = {}
     for name in (*TIMES, *SHARES):
         said, was = getattr(predicted, name), getattr(measured, name)

@@ -1,32 +1,32 @@
-"""What an optimizer step costs: `python -m tools.bench.train [--quick] [--repeats N] [--gpu-only]`.
+"""Cost of an optimizer step: `python -m tools.bench.train [--quick] [--repeats N] [--gpu-only]`.
 
-Our trainer beside what one would write by hand, on the same random model and the same tokens, in
-one process with one thread. The lengths are Magistral's over 32 (tools/bench/packing.py; --quick:
-over 64, and a smaller model). Loops take turns, and all count the tokens of the sequences alone.
+Compares our trainer with hand-written loops on the same random model and tokens, in one process
+with one thread. The lengths are Magistral's over 32 (tools/bench/packing.py; --quick: over 64, and
+a smaller model). Loops take turns; tokens count without padding.
 
-| loop | what |
+| loop | meaning |
 |---|---|
 | ours | megatron_rl.trainer.step: packed microbatches, float32 |
-| padded_peer | transformers and torch's AdamW; 8 rows in order of arrival, as its Trainer does |
-| packed_peer | packed as ours packs: positions restart, SDPA with a block-diagonal mask |
+| padded_peer | transformers and torch's AdamW; 8 rows in order of arrival, like its Trainer |
+| packed_peer | the same, packed like ours: positions restart, SDPA with a block-diagonal mask |
 
-| figure | what; medians |
+| figure | meaning; medians |
 |---|---|
-| ours_over_* | tokens/s, of steps beside each other |
+| ours_over_* | ratio of tokens/s of the same repeat |
 | ..._cpu | the same by processor time, which a busy machine does not change |
 | scaling_tp2, scaling_dp2 | tokens/s of two ranks over one |
 | logprob_peak_bytes_over_bound | memory of logprobs, forward and backward, beyond the gradients |
-| loss_difference | between the loops before any step; above 1e-5 of the loss there are no figures |
+| loss_difference | between the loops before any step; above 1e-5 of the loss the benchmark fails |
 | achieved_over_gemm_* | model FLOP/s of our step over gemm_rate, one thread |
-| gemm_rate_gflops* | of F.linear on the layers' shapes, in the same process |
-| cost_of_* | a step that needs more passes (`MORE_PASSES`) over one of Magistral's |
+| gemm_rate_gflops* | F.linear on the layers' shapes, in the same process |
+| cost_of_* | a step with more passes (`MORE_PASSES`) over one of Magistral's |
 | mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
 
-The last but one are of SmolLM2-135M's sizes, in float32 and bfloat16, and of the 1.3M model of
-tools.make_tiny_model with many short sequences.
+achieved_over_gemm_* and gemm_rate_gflops* use SmolLM2-135M's sizes, in float32 and bfloat16, and
+the 1.3M model of tools.make_tiny_model with many short sequences.
 
-busy_share is what other processes took of the cores before the steps: where it is not near 0, wall
-clocks say little. The last line is one JSON object.
+busy_share is other processes' share of the cores before the steps: unless it is near 0, wall clocks
+say little. The last line is one JSON object.
 """
 
 import argparse
@@ -52,9 +52,17 @@ from megatron_rl.plan.flops import (
     product_flops,
 )
 from megatron_rl.weights.layout.shape import ModelShape
-from tools.bench.children import rank_environment, run_ranks, write_job, write_model
+from tools.bench.children import (
+    SMOLLM2,
+    TINY,
+    llama,
+    rank_environment,
+    run_ranks,
+    write_job,
+    write_model,
+)
 from tools.bench.measuring import busy_share, over, parser, run
-from tools.bench.packing import LONGEST, Lengths
+from tools.bench.packing import Lengths
 
 OURS, PADDED, PACKED = "ours", "padded_peer", "packed_peer"
 PEERS = (PADDED, PACKED)
@@ -68,8 +76,8 @@ MORE_PASSES = {
         "reference": {"policy": "start"},
     },
 }
-"""Name -> what differs from Magistral: one pass of the policy, one of the reference, one
-of each, and one of the reference with the output layer twice."""
+"""Name -> difference from Magistral: a pass of the policy, one of the reference, one of each, and
+one of the reference with the output layer twice."""
 
 LOSS_TOLERANCE = 1e-5
 """Relative; float32 sums in another order differ by 1e-7 to 1e-6."""
@@ -80,18 +88,18 @@ SCALING = {"one": {}, "tp2": {"tensor": 2}, "dp2": {"data": 2}}
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What a child process is to do."""
+    """Work of a sub-process."""
 
     sequences: int
     scale: float
-    """Of the lengths."""
+    """Factor of the lengths."""
     repeats: int
-    """Steps of each loop that count, after those that warm up."""
+    """Counted steps of each loop, after the warm-up."""
     has_peers: bool
     has_objectives: bool = False
-    """Instead of our plain loop: objectives that need more passes, beside one that needs none."""
+    """Measure objectives with more passes, and one without, instead of our plain loop."""
     tokens: tuple[int, int] | None = None
-    """Instead of those lengths: uniform from the first to the second, half of them prompt."""
+    """Uniform lengths in this range, half of them prompt, instead of Magistral's."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -100,24 +108,24 @@ class Sample(msgspec.Struct, frozen=True):
     loop: str
     seconds: float
     cpu_seconds: float
-    """Of this process: what others took of the core does not count."""
+    """Processor time of this process."""
     tokens: int
     """Prompt and completion, without padding, over all ranks."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one child process found."""
+    """Measurements of a sub-process."""
 
     samples: list[Sample]
-    """By repeat, the loops of a repeat one after the other."""
+    """In the order of the steps."""
     device: str
     step_flops: float
-    """Of the model, forward and backward, over all ranks."""
+    """Model FLOP, forward and backward, over all ranks."""
     first_losses: dict[str, float] = {}
-    """Of each loop before any step, on the same tokens."""
+    """Loss of each loop before any step, on the same tokens."""
     logprob_peak_bytes_over_bound: float = 0.0
     gemm_rate: float = 0.0
-    """FLOP/s of F.linear alone: the layers' shapes and dtype at the rows of a microbatch."""
+    """FLOP/s of F.linear with the layers' shapes and dtype, and the rows of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -125,26 +133,10 @@ class Scale:
     """Sizes of a benchmark."""
 
     model: dict[str, Any]
-    """Of a Llama."""
+    """Arguments of LlamaConfig."""
     work: Workload
     microbatch_tokens: int
     rounds: int
-
-
-def llama(
-    vocab: int, hidden: int, ffn: int, layers: int, heads: tuple[int, int], **more: int
-) -> dict[str, Any]:
-    """Sizes of a Llama; heads: of queries, of keys and values."""
-    return {
-        "max_position_embeddings": LONGEST,
-        "tie_word_embeddings": True,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-    } | more
 
 
 FULL = Scale(
@@ -159,21 +151,19 @@ QUICK = Scale(
     microbatch_tokens=1024,
     rounds=1,
 )
-SMOLLM2 = llama(49_152, 576, 1536, 30, (9, 3))
-TINY = llama(64, 192, 384, 4, (6, 2), head_dim=32)
 LIMITS = {
     "135m": (SMOLLM2, "float32", Workload(8, 1, 3, has_peers=False, tokens=(60, 420)), 2048),
     "1_3m": (TINY, "float32", Workload(256, 1, 20, has_peers=False, tokens=(18, 26)), 8192),
     # As the quickstart's batches are.
     "135m_bf16": (SMOLLM2, "bfloat16", Workload(64, 1, 4, has_peers=False, tokens=(36, 54)), 2048),
 }
-"""Name -> model, dtype, work and microbatch of what is compared to the rate of products."""
+"""Name -> model, dtype, work and microbatch tokens, for achieved_over_gemm_*."""
 QUICK_REPEATS = 1
 
 GPU = Scale(
     model=llama(131_072, 2048, 8192, 24, (16, 8)),
     work=Workload(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
-    # Twice as many would fill a GPU of 80 GB by megatron-rl plan; the longest sequence has 7,436.
+    # By `megatron-rl plan`, twice as many fill a GPU of 80 GB; the longest sequence has 7,436.
     microbatch_tokens=8192,
     rounds=0,
 )
@@ -181,7 +171,7 @@ PRECISIONS = {
     "bf16": {"dtype": "bfloat16"},
     "fp8": {"dtype": "bfloat16", "fp8": "tensorwise"},
 }
-"""Name -> settings of the model whose utilisation is measured on a GPU."""
+"""Name -> model settings of mfu_*."""
 
 
 def main() -> int:
@@ -223,14 +213,14 @@ def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
 
 
 def objectives(folder: Path, scale: Scale) -> dict[str, float]:
-    """What more passes cost, on one rank."""
+    """cost_of_* on one rank."""
     work = msgspec.structs.replace(scale.work, has_peers=False, has_objectives=True)
     samples = measure(folder / "objectives", folder / "model", replace(scale, work=work)).samples
     return {f"cost_of_{name}": ratios(samples, PLAIN, name, of_cpu=True) for name in MORE_PASSES}
 
 
 def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:
-    """How near our loop comes to the rate of its products, by model and dtype."""
+    """gemm_rate_gflops* and achieved_over_gemm_* by model and dtype."""
     found: dict[str, float] = {}
     for name, (model, dtype, work, budget) in LIMITS.items():
         write_model(folder / name / "model", model)
@@ -247,7 +237,7 @@ def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:
 
 
 def on_gpu(folder: Path) -> dict[str, float | None]:
-    """Utilisation of a GPU in bfloat16 and, with TransformerEngine, in FP8; nothing without one."""
+    """mfu_bf16 and, with TransformerEngine, mfu_fp8; {} without a GPU."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -265,9 +255,9 @@ def on_gpu(folder: Path) -> dict[str, float | None]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Of a rank on the GPUs of this host: what a run's trainer ranks have, and this tree's modules.
+    """Variables of a rank on this machine's GPUs: those of a run's trainer ranks, and PYTHONPATH.
 
-    That of the other children hides the GPUs and gives each one thread.
+    `rank_environment` hides the GPUs and sets one thread.
     """
     given = rank_environment()
     ours = {name: given[name] for name in ("PYTHONPATH", "MEGATRON_RL_LAUNCHED", "HF_HUB_OFFLINE")}
@@ -283,9 +273,9 @@ def measure(
     *,
     environment: dict[str, str] | None = None,
 ) -> Measured:
-    """One sub-process a rank, under torchrun. Raises ChildFailed.
+    """Run train_peer, a sub-process per rank. Raises ChildFailed.
 
-    environment: `gpu_environment`; None: on the CPU.
+    environment: `gpu_environment`; None: CPU.
     """
     cfg = make_config(run_dir, model_folder, scale, parallel, model)
     return run_ranks(
@@ -305,7 +295,7 @@ def make_config(
     parallel: dict[str, int] | None = None,
     model: dict[str, Any] | None = None,
 ) -> Config:
-    """Configuration of the ranks that are measured; model: settings beside the folder."""
+    """Configuration of the ranks; model: settings besides the folder."""
     return Config.model_validate(
         {
             "run": {"dir": run_dir},
@@ -321,12 +311,12 @@ def make_config(
 
 
 def tokens_per_s(samples: Sequence[Sample], loop: str) -> float:
-    """Median of the loop's steps."""
+    """Median over the loop's steps."""
     return statistics.median(s.tokens / s.seconds for s in samples if s.loop == loop)
 
 
 def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = False) -> float:
-    """Median over repeats of how many times faster `loop` was than `peer` beside it."""
+    """Median speed-up of `loop` over `peer` in the same repeat."""
 
     def seconds(name: str) -> list[float]:
         chosen = [s for s in samples if s.loop == name]
@@ -336,15 +326,15 @@ def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = Fa
 
 
 def check_losses(losses: dict[str, float]) -> None:
-    """Raises RuntimeError where the loops do not compute the same, so that times say nothing."""
+    """Raise RuntimeError when the loops compute different losses."""
     ours = losses[OURS]
-    # Written so that what is no number is refused, too.
+    # `not all(<=)` refuses NaN too.
     if not all(abs(loss - ours) <= LOSS_TOLERANCE * abs(ours) for loss in losses.values()):
         raise RuntimeError(f"the loops start at different losses: {losses}")
 
 
 def compare(measured: Measured) -> dict[str, float]:
-    """Ours beside its peers."""
+    """Figures of ours and its peers."""
     samples = measured.samples
     losses = measured.first_losses
     return {
@@ -357,7 +347,7 @@ def compare(measured: Measured) -> dict[str, float]:
 
 
 def scaling(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
-    """How many times faster two ranks were than one, by kind of rank; median over rounds."""
+    """Speed-up of two ranks over one, median over rounds."""
     return {
         f"scaling_{name}": statistics.median(
             tokens_per_s(found[name].samples, OURS) / tokens_per_s(found["one"].samples, OURS)
@@ -369,9 +359,9 @@ def scaling(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
 
 
 def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
-    """FLOPs of an optimizer step: three times a forward pass, without what is computed again.
+    """FLOPs of an optimizer step: three forward passes, without recomputation.
 
-    Logits count only where a completion token is predicted.
+    Logits count only for completion tokens.
     """
     products = sum(s.total for s in sequences) * product_flops(shape)
     output = sum(s.completion for s in sequences) * output_flops(shape)
@@ -380,17 +370,18 @@ def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
 
 
 def over_gemm(measured: Measured) -> float:
-    """Model FLOP/s over what the same process's products reach alone; of the median step."""
-    seconds = statistics.median(s.seconds for s in measured.samples)
-    return measured.step_flops / seconds / measured.gemm_rate
+    """Model FLOP/s of the median step over gemm_rate."""
+    return _flops_per_s(measured) / measured.gemm_rate
 
 
 def mfu(measured: Measured, precision: str) -> float | None:
-    """Model FLOP/s over the device's peak; None for a device without a known one."""
+    """Model FLOP/s over the device's peak; None for an unknown device."""
     peak = named_peak(measured.device, is_fp8=precision == "fp8")
-    if peak is None:
-        return None
-    return measured.step_flops / statistics.median(s.seconds for s in measured.samples) / peak
+    return None if peak is None else _flops_per_s(measured) / peak
+
+
+def _flops_per_s(measured: Measured) -> float:
+    return measured.step_flops / statistics.median(s.seconds for s in measured.samples)
 
 
 if __name__ == "__main__":

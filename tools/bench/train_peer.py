@@ -1,8 +1,7 @@
 """A trainer rank of tools.bench.train: times optimizer steps, ours and the peers' in turn.
 
-Entry, under torchrun: `python -m tools.bench.train_peer FOLDER`, written by `children.write_job`.
-Rank 0 writes a `Measured` to FOLDER/result.json. `PlainLoop` is transformers and torch's AdamW, as
-written by hand; `objective_loops` are our own steps under objectives that need more passes.
+Runs under torchrun as `tools.bench.train_peer FOLDER`, written by `children.write_job`. Rank 0
+writes a `Measured` to FOLDER/result.json.
 """
 
 import sys
@@ -52,21 +51,21 @@ from tools.bench.train import (
 
 GEMM_S = 0.5
 WARM_UP = 2
-"""Steps before those that count: until the C library knows how much memory it will need again, and
-stops to give it back, which cost a third of a step's time."""
+"""Uncounted steps: first the C library returns freed memory to the kernel, which costs a third of
+a step's time."""
 CHUNKS = 4
-"""The logprobs' memory is measured on so many times the tokens of a chunk."""
+"""The logprobs' memory is measured on this number of chunks."""
 
 IGNORED = -100
 ROWS = 8
-"""Of a padded microbatch: what transformers' Trainer takes where no size is set."""
+"""Rows of a padded microbatch, the default of transformers' Trainer."""
 
 MEMBERS = 4
-"""Of a group of the objectives."""
+"""Members of a group of the objectives."""
 
 
 def main(cfg: Config, work: Workload) -> None:
-    """Set up this rank, take steps, write what was measured."""
+    """Set up this rank, time the loops, write a `Measured`."""
     lengths = lengths_of(work)
     with open_policy(cfg) as policy:
         sequences = make_sequences(lengths, policy.shape.vocab)
@@ -100,7 +99,7 @@ def main(cfg: Config, work: Workload) -> None:
 
 
 def lengths_of(work: Workload) -> list[Lengths]:
-    """Of the workload's sequences."""
+    """Lengths of the workload's sequences."""
     if work.tokens is None:
         return magistral_like(work.sequences, seed=1, scale=work.scale)
     totals = np.random.default_rng(1).integers(*work.tokens, work.sequences, endpoint=True)
@@ -108,7 +107,7 @@ def lengths_of(work: Workload) -> list[Lengths]:
 
 
 def gemm_rate(policy: Policy, rows: int) -> float:
-    """FLOP/s of a layer's products one after the other, each repeated for a while."""
+    """FLOP/s of a layer's products, each repeated for GEMM_S."""
     shape = policy.shape
     dtype = next(policy.chunks[0].parameters()).dtype
     width = shape.heads * shape.head_dim
@@ -132,7 +131,7 @@ def gemm_rate(policy: Policy, rows: int) -> float:
 
 
 def make_sequences(lengths: list[Lengths], vocab: int) -> list[TrainSequence]:
-    """Random tokens; every completion token weighs the same."""
+    """Sequences of random tokens; every completion token has equal weight."""
     rng = np.random.default_rng(0)
     total = sum(s.completion for s in lengths)
     return [
@@ -151,7 +150,7 @@ def make_sequences(lengths: list[Lengths], vocab: int) -> list[TrainSequence]:
 def take_turns(
     loops: dict[str, Callable[[], object]], repeats: int, tokens: int, device: torch.device
 ) -> list[Sample]:
-    """Steps of all loops in an order that rotates; the first of each do not count."""
+    """Time steps of all loops in rotating order, without the warm-up."""
     samples = []
     for repeat, names in enumerate(rotations(list(loops), WARM_UP + repeats)):
         for name in names:
@@ -166,7 +165,7 @@ def take_turns(
 
 
 def logprob_peak(policy: Policy, cfg: Config) -> float:
-    """Most extra memory of logprobs over its bound, on many chunks of random tokens."""
+    """`logprob_peak_over_bound` on CHUNKS chunks of random tokens."""
     weight = output_weight(unwrap(policy.chunks[-1])).detach().requires_grad_()
     chunk_tokens = cfg.train.logprob_chunk_tokens
     group = parallel_state.get_tensor_model_parallel_group()
@@ -179,25 +178,25 @@ def logprob_peak(policy: Policy, cfg: Config) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device is idle."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """As the vendor calls it."""
+    """The vendor's name of the device."""
     if not is_accelerator(device):
         return device.type
     return torch.get_device_module(device).get_device_name(device)
 
 
 class PlainLoop:
-    """One model and optimizer, whichever way its microbatches are made."""
+    """A hand-written loop: transformers and torch's AdamW, with padded or packed microbatches."""
 
     def __init__(
         self, folder: Path, device: torch.device, cfg: OptimizerConfig, budget_tokens: int
     ) -> None:
-        # SDPA, since the flash-attention package is not there on CPU.
+        # SDPA: the flash-attention package needs a GPU.
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -214,14 +213,17 @@ class PlainLoop:
         )
 
     def step(self, sequences: Sequence[TrainSequence], batching: str) -> float:
-        """One optimizer step; returns the loss before it."""
+        """Take an optimizer step; returns the loss before it."""
         loss = self.accumulate(sequences, batching)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._cfg.clip_grad_norm)
         self._optimizer.step()
         return loss
 
     def accumulate(self, sequences: Sequence[TrainSequence], batching: str) -> float:
-        """Gradient of the mean cross-entropy of completion tokens; batching: one of PEERS."""
+        """Accumulate the gradient of the mean cross-entropy of completion tokens.
+
+        batching: one of PEERS. Returns the loss.
+        """
         self._optimizer.zero_grad()
         total = 0.0
         for rows in self._microbatches(sequences, batching):
@@ -251,7 +253,7 @@ class PlainLoop:
 
 
 def pad(sequences: Sequence[TrainSequence]) -> tuple[dict[str, Tensor], Tensor]:
-    """(inputs, labels), rows as long as the longest; for labels IGNORED marks what is no target."""
+    """(inputs, labels), rows padded to the longest; labels have IGNORED outside completions."""
     rows = [_row(sequence) for sequence in sequences]
     ids = pad_sequence([ids for ids, _ in rows], batch_first=True)
     labels = pad_sequence([x for _, x in rows], batch_first=True, padding_value=IGNORED)
@@ -262,7 +264,7 @@ def pad(sequences: Sequence[TrainSequence]) -> tuple[dict[str, Tensor], Tensor]:
 def pack(sequences: Sequence[TrainSequence]) -> tuple[dict[str, Tensor], Tensor]:
     """(inputs, labels) in one row.
 
-    Transformers makes a block-diagonal mask of positions that restart, where it is given no mask.
+    Without a mask, transformers makes a block-diagonal one from positions that restart.
     """
     rows = [_row(sequence) for sequence in sequences]
     inputs = {
@@ -283,7 +285,7 @@ def _row(sequence: TrainSequence) -> tuple[Tensor, Tensor]:
 def objective_loops(
     policy: Policy, cfg: Config, sequences: list[TrainSequence]
 ) -> dict[str, Callable[[], object]]:
-    """A step under each, with the passes before it; groups of MEMBERS."""
+    """By objective: a step of ours, with its earlier passes; groups of MEMBERS."""
     grouped = [
         msgspec.structs.replace(
             sequence, group=n // MEMBERS, member=n % MEMBERS, advantage=(-1.0) ** n
@@ -309,17 +311,17 @@ def objective_loops(
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device is not the host."""
+    """Whether the device is not the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def peak_extra_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """Bytes allocated at the worst moment of the call, beyond those allocated before it.
+    """Peak of the allocated bytes during the call, minus those before it.
 
-    On a device as many as were asked for: its allocator gives up to 1 MiB more to each of the large
-    ones. On CPU every event of torch's allocator is counted, so that temporaries inside of
-    operators count too; buffers of the math library do not.
+    On a device: requested bytes, because its allocator rounds large blocks up by up to 1 MiB. On
+    CPU: events of torch's allocator, so temporaries inside operators count, and buffers of the math
+    library do not.
     """
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
@@ -341,10 +343,10 @@ def peak_extra_bytes(function: Callable[[], object], device: torch.device) -> in
 
 
 def logprob_peak_over_bound(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> float:
-    """Most extra memory of logprobs, of the forward or the backward pass, over its bound.
+    """Peak extra memory of logprobs in the forward or the backward pass, over its bound.
 
-    Extra is what is neither argument, nor result, nor gradient. hidden and the layer's weight must
-    require gradients. The weight's gradient is summed in float32, then handed on in its dtype.
+    Extra excludes arguments, results and gradients. hidden and the layer's weight must require
+    gradients. The weight's gradient is summed in float32, then converted to its dtype.
     """
     results: list[TokenLogprobs] = []
 

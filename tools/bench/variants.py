@@ -1,12 +1,9 @@
-"""Runs one variant of the benchmark, our system or TRL's trainer, and returns its steps.
-
-Used by tools.bench.end_to_end. Each variant is a child process and runs alone.
-"""
+"""Runs a variant of tools.bench.end_to_end, ours or TRL, as a sub-process; returns its steps."""
 
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,40 +17,6 @@ from tools.bench.children import environment, run_child, run_job
 from tools.bench.loops import StepMark, marks_from_metrics, marks_from_peer
 
 RUN_TIMEOUT_S = 900.0
-TIMED_OVERRIDES = (
-    # The algorithm, the same on both sides.
-    "train.prompts_per_batch=16",
-    "train.group_size=16",
-    "train.minibatches=1",
-    "sampling.max_new_tokens=12",
-    "sampling.temperature=1.0",
-    "sampling.top_p=1.0",
-    "optimizer.lr=4e-4",
-    "optimizer.warmup_steps=10",
-    "optimizer.lr_schedule=constant",
-    "optimizer.beta1=0.9",
-    "optimizer.beta2=0.95",
-    "optimizer.weight_decay=0.0",
-    "optimizer.clip_grad_norm=1.0",
-    "algorithm.policy_loss.name=clipped",
-    "algorithm.policy_loss.eps_low=0.2",
-    "algorithm.policy_loss.eps_high=0.28",
-    "reward.correct=0.9",
-    "reward.format=0.1",
-    "reward.length_margin_tokens=0",
-    "model.dtype=float32",
-    # Two cores: one for the trainer's rank, one for the generator's engine.
-    "parallel.tensor=1",
-    "parallel.pipeline=1",
-    "parallel.data=1",
-    "generator.replicas=1",
-    "generator.tensor_parallel=1",
-    # Only the loop is timed.
-    "sft.steps=0",
-    "sft.baseline=false",
-    "eval.prompts=0",
-)
-"""What all runs of the workload tiny set."""
 TRL = {
     "lr_scheduler_type": "constant_with_warmup",
     "top_p": 1.0,
@@ -70,49 +33,43 @@ TRL = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""TRL's settings for our algorithm: one optimizer step a generation, no reference model. What could
-slow TRL without changing the result is off."""
+"""TRL's settings for our algorithm: one optimizer step per generation, no reference model. Options
+that would only slow TRL are off."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains on."""
+    """Configuration and prompts of all variants."""
 
-    config_path: Path
-    """Our configuration file."""
+    configs: tuple[Path, ...]
+    """Our configuration files; later files take precedence."""
     overrides: tuple[str, ...]
-    """What all of our timed runs change in it."""
+    """Overrides of all our timed runs."""
     peer_prompts: Path
-    """The train prompts as the peer reads them."""
+    """The train prompts in the peer's format."""
 
     @property
     def config(self) -> Config:
-        """The configuration that our timed runs share."""
-        return load_config(self.config_path, list(self.overrides))
+        """The configuration of our timed runs."""
+        return load_config(self.configs, self.overrides)
 
 
 def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[StepMark]:
     """Train with our system. Raises ChildFailed."""
     overrides = [*workload.overrides, f"queue.max_staleness={max_staleness}"]
-    run_cli(workload.config_path, overrides, run_dir=run_dir)
+    run_cli(workload.configs, overrides, run_dir=run_dir)
     rows = read_jsonl(run_dir / "metrics.jsonl")
     return marks_from_metrics(rows, workload.config.train.group_size)
 
 
-def completion_lengths(run_dir: Path) -> list[int]:
-    """Tokens of every completion that one of our runs trained on."""
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return [row["tokens"] for file in files for row in read_jsonl(file)]
-
-
-def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
+def run_cli(configs: Sequence[Path], overrides: Sequence[str], *, run_dir: Path) -> None:
     """`megatron-rl run`. Raises ChildFailed."""
-    command = [sys.executable, "-m", "megatron_rl.cli.main", "run", "--config", config_path]
-    command += ["--run-dir", run_dir]
-    log = run_dir.with_suffix(".log")
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "run", "--run-dir", run_dir]
+    for path in configs:
+        command += ["--config", path]
     run_child(
         [*command, *overrides],
-        log=log,
+        log=run_dir.with_suffix(".log"),
         timeout_s=RUN_TIMEOUT_S,
         environment=environment(),
     )
@@ -150,9 +107,9 @@ def peer_job(
     run_dir: Path,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The job of tools.bench.end_to_end_peer that trains as `config` says.
+    """The job of tools.bench.end_to_end_peer for `config`.
 
-    settings: GRPOConfig's that differ from those of `config` and TRL.
+    settings: arguments of GRPOConfig that replace those of `config` and TRL.
     """
     rollouts = config.train.prompts_per_batch * config.train.group_size
     optimizer, loss = config.optimizer, config.algorithm.policy_loss
@@ -189,10 +146,10 @@ def peer_job(
 
 
 def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> int:
-    """Write the train prompts as text and token ids, rendered as for our generators; their count.
+    """Write the rendered train prompts as text and token ids, in the queue's order; returns their
+    number.
 
-    They stand in the order in which our queue takes them first. Raises InputError when the prompts
-    or the tokenizer cannot be read, ValueError for another task than the peer grades.
+    Raises InputError when the prompts or the tokenizer cannot be read, ValueError for another task.
     """
     renderer = open_renderer(config)
     sets = prompts_of_run(config)
@@ -213,5 +170,5 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
 
 
 def with_steps(workload: Workload, steps: int) -> Workload:
-    """The same workload, `steps` optimizer steps long."""
+    """The workload with this number of optimizer steps."""
     return dataclasses.replace(workload, overrides=(*workload.overrides, f"train.steps={steps}"))

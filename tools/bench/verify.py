@@ -1,12 +1,13 @@
-"""`python -m tools.bench.verify [--quick] `: what safe grading costs.
+"""Cost of safe grading: `python -m tools.bench.verify [--quick]`.
 
-| figure | ours | compared, in the same run, with |
+| figure | ours | compared in the same run with |
 |---|---|---|
-| math_per_s_per_core, math_over_bare | all of grading, on one core | math-verify in one process |
-| code_problems_per_s, sandbox_cost_ratio | 20 tests in the sandbox | the same, rlimits alone |
-| p99_ms, p99_ratio | ordinary answers, 5 % of the stream are bombs | the same without bombs |
+| math_per_s_per_core, math_over_bare | whole grading on one core | math-verify in one process |
+| code_problems_per_s, sandbox_cost_ratio | 20 tests in the sandbox | only rlimits |
+| p99_ms, p99_ratio | ordinary answers in a stream with 5 % bombs | the stream without bombs |
 | worker_rss_mb_max | largest grading process of the stream | |
-| slow_host, slow_host_not_graded | wrong of slow_host_items right answers | 8 busy processes |
+| slow_host, slow_host_not_graded | right answers graded wrong, or not graded, of slow_host_items \
+| (8 busy processes) |
 
 The last line is one JSON object.
 """
@@ -41,11 +42,11 @@ from verification.rules import RewardRules
 from verification.score import screen
 
 RATE_PER_S = 40.0
-"""Arrivals of the stream: two fifths of what one core can compute."""
+"""Arrivals of the stream: two fifths of one core's capacity."""
 BOMB_SHARE = 0.05
 BUSY_PROCESSES = 8
 DRAIN_LIMIT_S = 400.0
-# Answers that no screen refuses and that cost more than any limit of time or memory.
+# Answers that pass the screen and exceed every limit of time or memory.
 BOMBS = (
     "\\sum_{n=1}^{9998} \\frac{n}{n^4+3}",
     "\\sum_{n=1}^{9999} \\frac{1}{n^3+n+1}",
@@ -56,7 +57,7 @@ THOUGHT, TESTS = "First we simplify, then we compare both sides and look for mis
 
 
 def measure_math(items: int, repeats: int) -> dict[str, float]:
-    """Items per second on one core, and the ratio to bare math-verify (medians)."""
+    """Items/s on one core, and the ratio to bare math-verify (medians)."""
     samples = make_answers(items)
     all_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(all_cores)})
@@ -78,7 +79,7 @@ def measure_math(items: int, repeats: int) -> dict[str, float]:
 
 
 def _bare_math(samples: Sequence[Sample]) -> None:
-    """What most trainers do: math-verify on the last box, with its own time limit."""
+    """The usual way: math-verify on the last box, with its own time limit."""
     from math_verify import parse, verify
 
     for sample in samples:
@@ -87,7 +88,7 @@ def _bare_math(samples: Sequence[Sample]) -> None:
 
 
 def measure_code(problems: int, repeats: int) -> dict[str, float]:
-    """Problems per second in the sandbox, and the ratio of times to rlimits alone (medians)."""
+    """Problems/s in the sandbox, and the ratio of times to rlimits alone (medians)."""
     found: dict[str, float] = {}
     with Grading() as grading:
         for language in ("python", "cpp"):
@@ -110,7 +111,7 @@ def _score_all_right(grading: Grading, samples: Sequence[Sample]) -> None:
 
 
 def _bare_programs(samples: Sequence[Sample]) -> None:
-    """The same programs and tests in plain processes under rlimits: no isolation at all."""
+    """The programs and tests in plain processes under rlimits, without isolation."""
     for sample in samples:
         check = think_code(sample.text)
         with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +180,7 @@ def measure_slow_host(items: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _busy_host() -> Iterator[None]:
-    """Processes that compute without end, each a session of its own as Linux shares by session."""
+    """Busy processes in separate sessions, because Linux schedules by session."""
     command = [sys.executable, "-c", "while True: pass"]
     with contextlib.ExitStack() as stack:
         for _ in range(BUSY_PROCESSES):
@@ -190,16 +191,16 @@ def _busy_host() -> Iterator[None]:
 
 
 Arrivals = list[tuple[float, Sample]]
-"""Samples, each with the time in seconds at which it is due."""
+"""(due time in seconds, sample)."""
 
 
 def spread(samples: list[Sample], seconds: float) -> Arrivals:
-    """Samples that are due evenly over `seconds`."""
+    """Samples with due times evenly over `seconds`."""
     return [(i * seconds / len(samples), sample) for i, sample in enumerate(samples)]
 
 
 def _stream(grading: Grading, ordinary: Arrivals, bombs: Arrivals) -> tuple[list[float], float]:
-    """Milliseconds of ordinary answers from when each was due; largest resident size in MB."""
+    """(latencies of ordinary answers in ms since their due times, largest resident size in MB)."""
     count = len(ordinary)
     arrivals = [(at, i, sample) for i, (at, sample) in enumerate([*ordinary, *bombs])]
     arrivals.sort(key=lambda arrival: arrival[0])
@@ -239,13 +240,13 @@ def boxed(answer: str) -> str:
 
 
 def make_answers(count: int, seed: int = 0) -> list[Sample]:
-    """Answers as training meets them: numbers mostly, right and wrong, some expressions."""
+    """Answers like in training: mostly numbers, right and wrong, some expressions."""
     numbers = ("integer", "integer", "integer", "fraction", "decimal")
     return _drawn(count, seed, (*numbers, "surd", "interval", "pair", "product"))
 
 
 def make_expressions(count: int, seed: int = 0) -> list[Sample]:
-    """Only answers that need a computation, so that a grading process sees each of them."""
+    """Answers that a grading process must compute."""
     return _drawn(count, seed, ("surd", "product", "interval"))
 
 
@@ -255,15 +256,12 @@ def make_heavy(count: int, seed: int = 0) -> list[Sample]:
 
 
 def make_bombs(count: int) -> list[Sample]:
-    """Bombs in order."""
+    """Samples of BOMBS in turn."""
     return [Sample(text=boxed(BOMBS[i % len(BOMBS)]), answer="\\sqrt{2}+x") for i in range(count)]
 
 
 def make_right(count: int, seed: int = 0) -> list[Sample]:
-    """Right answers of all kinds that need computing, and programs far within their limits.
-
-    One in ten is heavy, and four are programs that use 2.5 of their 4 s.
-    """
+    """Right answers that need computing: a tenth heavy, and four programs of 2.5 of their 4 s."""
     heavy, programs = make_heavy(count // 10, seed), [make_slow_program(i) for i in range(4)]
     light = _drawn(count - len(heavy) - len(programs), seed, ("right product",))
     samples = [*programs, *heavy, *light]
@@ -350,7 +348,7 @@ int main() {
 
 
 def make_program(language: str, seed: int) -> Sample:
-    """A right program for the largest sum of a stretch, with its tests."""
+    """A right program for the maximum subarray sum, with its tests."""
     draw = random.Random(seed)
     cases = []
     for _ in range(TESTS):
@@ -361,7 +359,7 @@ def make_program(language: str, seed: int) -> Sample:
 
 
 def make_slow_program(seed: int) -> Sample:
-    """A right program, Python and C++ in turn, that uses 2.5 s of CPU time in its one test."""
+    """A right program, in Python or C++, that uses 2.5 s of CPU time in its only test."""
     language, source = (("python", _SLOW_PYTHON), ("cpp", _SLOW_CPP))[seed % 2]
     return _program(language, source, [{"stdin": f"{seed}\n", "stdout": f"{seed + 1}\n"}], seed)
 
@@ -372,7 +370,7 @@ def _program(language: str, source: str, cases: list[dict[str, str]], seed: int)
 
 
 def to_draft(number: int, sample: Sample, rules: RewardRules) -> Draft:
-    """The sample as a verifier gives it to its pool."""
+    """The draft that a verifier gives to its pool."""
     request = ScoreRequest(
         number, sample.task, sample.answer, sample.entry, sample.text, sample.tokens, True
     )
@@ -384,7 +382,7 @@ def to_draft(number: int, sample: Sample, rules: RewardRules) -> Draft:
 def main() -> None:
     """Entry."""
     quick = parser(__doc__, quick="fewer items: two minutes").parse_args().quick
-    # A line for each bomb would hide the figures.
+    # A warning per bomb would hide the figures.
     logging.getLogger("verification").setLevel(logging.ERROR)
     repeats = 3 if quick else 5
     found = measure_math(300 if quick else 2000, repeats)

@@ -1,13 +1,13 @@
-"""How fast the viewer answers: `python -m tools.bench.viewer [--quick]`.
+"""Response times of the viewer: `python -m tools.bench.viewer [--quick]`.
 
-100,000 made-up rollouts (`--quick`: 20,000) of 1.5 kB, in files as a run writes them. Over HTTP:
-the first page, and filters; beside them the bare SQLite query of the slowest. Medians of 5, but for
-the very first page (`cold_page_ms`). The last line is JSON: `index_s`, `cold_page_ms`,
-`first_page_ms`, `filter_ms` (the slowest filter), `bare_ms` (a search in SQLite alone), `peak_mb`
-(resident memory of the server's process).
+100,000 random rollouts (`--quick`: 20,000) of 1.5 kB, in the files of a run. The last line is JSON,
+with medians of 5: `index_s`, `cold_page_ms` (the very first page, once), `first_page_ms`,
+`filter_ms` (the slowest filter), `bare_ms` (its search in SQLite alone), `peak_mb` (resident memory
+of the server's process). Pages and filters are requested over HTTP.
 """
 
 import asyncio
+import contextlib
 import json
 import random
 import resource
@@ -23,7 +23,7 @@ import aiohttp
 
 from megatron_rl.observe.viewer.index import Index
 from megatron_rl.observe.viewer.server import Viewer, serve
-from tools.bench.measuring import parser, report
+from tools.bench.measuring import parser, report, timed
 
 ROLLOUTS, QUICK = 100_000, 20_000
 GROUP, GROUPS_A_STEP = 16, 64
@@ -38,7 +38,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def write_run(folder: Path, count: int) -> None:
-    """Files of steps; texts and numbers are drawn."""
+    """Write files of steps with random records."""
     draw = random.Random(0)
     (folder / "rollouts").mkdir()
     per_step = GROUP * GROUPS_A_STEP
@@ -67,7 +67,7 @@ def _record(draw: random.Random, step: int, place: int) -> dict[str, Any]:
 
 
 async def median_ms(call: Callable[[], Awaitable[object]]) -> float:
-    """Median of REPEATS, in milliseconds."""
+    """Median of REPEATS calls in milliseconds."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -77,7 +77,7 @@ async def median_ms(call: Callable[[], Awaitable[object]]) -> float:
 
 
 async def measure(address: str) -> dict[str, float]:
-    """Times of the first page and of each filter, over HTTP."""
+    """Milliseconds of the first page and of each filter, over HTTP."""
     async with aiohttp.ClientSession() as session:
 
         async def get(path: str, **query: str) -> Any:
@@ -101,20 +101,15 @@ async def measure(address: str) -> dict[str, float]:
 
 
 def bare_ms(database: Path) -> float:
-    """The search for a text that no rollout has, in SQLite alone."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    """Milliseconds of a search without matches in SQLite alone."""
     asked = "select id from texts where text like '%zebra%' or problem like '%zebra%'"
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        connection.execute(asked).fetchall()
-        times.append(1e3 * (time.perf_counter() - started))
-    connection.close()
-    return statistics.median(times)
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        times_s = [timed(lambda: connection.execute(asked).fetchall()) for _ in range(REPEATS)]
+    return 1e3 * statistics.median(times_s)
 
 
 async def run(folder: Path) -> dict[str, float]:
-    """Index, serve, ask."""
+    """Index the rollouts, serve them and measure."""
     database = folder / "index.sqlite"
     started = time.perf_counter()
     with Index(folder, database) as index:

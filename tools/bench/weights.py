@@ -1,40 +1,40 @@
-"""What syncing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
+"""Cost of a weight sync: `python -m tools.bench.weights [--quick] [--repeats N]`.
 
-Trainer ranks and generators of the product on this host, over gloo, with a random Llama of 142M
-float32 parameters. In each layout all methods sync in turn, in an order that rotates:
+Runs the product's trainer ranks and generators on this machine, over gloo, with a random Llama of
+142M float32 parameters. In each layout all methods sync in rotating order:
 
 | method | what |
 |---|---|
-| raw | reshard's rounds as plain bytes, one packet a parcel, that the receivers throw away |
-| floor | reshard's very packets, each digested once at either end and copied where it must be |
-| reshard, host, ipc, broadcast, disk | the product's, see docs/weights.md |
+| raw | reshard's rounds as plain bytes, one packet per parcel; receivers discard them |
+| floor | reshard's packets, digested once at each end and copied where necessary |
+| reshard, host, ipc, broadcast, disk | the product's methods, see docs/weights.md |
 
-| figure | what; medians of all weight syncs, the worst layout where there are several |
+| figure | meaning; medians of all weight syncs, the worst of several layouts |
 |---|---|
-| wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
-| loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
-| time_over_raw | transfer of reshard over raw's in the same repeat: first receive to last digest |
-| sync_over_raw | the same of whole weight syncs: digests at the senders, pause, all packets |
-| floor_over_raw | what packets, digests and copies cost by themselves |
-| time_over_floor, sync_over_floor | as over raw: what is left to the product's own work |
-| host_time_over_raw | the same of host: all packets by way of buffers at both ends |
-| ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
+| wire_bytes_over_minimum | payload of reshard over the parameter bytes of all engine ranks |
+| loopback_bytes_over_minimum | all traffic of the loopback device over the same bytes |
+| time_over_raw | transfer (first receive to last digest) of reshard over raw, in the same repeat |
+| sync_over_raw | whole weight sync of reshard over raw: sender digests, pause, packets |
+| floor_over_raw | cost of packets, digests and copies alone |
+| time_over_floor, sync_over_floor | as over raw: cost of the product's own work |
+| host_time_over_raw | transfer of host over raw: all packets through buffers at both ends |
+| ipc_time_over_raw | transfer of ipc over raw: shared memory instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole weight syncs |
-| pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
-| peak_extra_bytes_* | buffers of a rank as the exchange counts them |
-| growth_bytes_* | by how much a rank's resident memory grew during a weight sync, at most |
+| pause_ms_p50, pause_overhead_ms | pause of a generator, with and without the transfer |
+| peak_extra_bytes_* | buffers of a rank as counted by the exchange |
+| growth_bytes_* | maximum growth of a rank's resident memory in a weight sync |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
-`--methods raw floor reshard` leaves the others out, and the figures that compare with them.
+`--methods raw floor reshard` skips the other methods and their figures.
 
 `--replicas 1 2 4 8` syncs from two copies of the model in the trainer to N receivers instead. They
 run the product's weight client and receiver without an engine, or with `--servers` an SGLang
 server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
-(`limited_links` in weights_exchanges.py). One weight sync to the most receivers without the limit
-says what the senders could carry (`senders_limit_mb_s`). Figures: `scaling`.
+(`limited_links` in weights_exchanges.py). An unlimited sync to the most receivers measures the
+capacity of the senders (`senders_limit_mb_s`). Figures: `scaling`.
 
-busy_share is what other processes took of the cores before each layout: where it is not near 0, the
-times say little. A table comes first; the last line is one JSON object.
+busy_share is other processes' share of the cores before each layout: unless it is near 0, the times
+say little. A table comes first; the last line is one JSON object.
 """
 
 import argparse
@@ -52,29 +52,28 @@ from msgspec.structs import replace
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.metrics import read_jsonl
-from tools.bench.children import background, rank_environment, run_ranks, write_job, write_model
+from tools.bench.children import (
+    background,
+    llama,
+    rank_environment,
+    run_ranks,
+    write_job,
+    write_model,
+)
 from tools.bench.measuring import busy_share, over, parser, run, show
 from tools.bench.weights_exchanges import FLOOR, RAW
-from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample, Samples
+from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample
 
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
 METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
 RANKS_TIMEOUT_S = 900.0
-SIZES = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 32,
-    # SmolLM2-135M has 9 and 3 of 64, which two tensor ranks cannot share.
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
-QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
+# SmolLM2-135M has 9 heads in 3 groups, which two tensor ranks cannot share.
+SIZES = llama(49_152, 576, 1536, 32, (12, 4))
+QUICK_SIZES = llama(16_384, 576, 1536, 8, (12, 4))
 
 
 class Layout(NamedTuple):
-    """Trainer ranks and engines."""
+    """Sizes of the trainer and the engines."""
 
     tensor: int
     pipeline: int
@@ -101,7 +100,7 @@ def measure_layouts(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
     """Figures of all layouts."""
-    model, job = write_sized_model(options, work_dir), make_job(options, options.methods)
+    model, job = set_up(options, work_dir, options.methods)
     found: dict[str, dict[str, float]] = {}
     shares = []
     for name in options.layouts:
@@ -123,9 +122,9 @@ def measure_layouts(
 def measure_replicas(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
-    """Figures of weight syncs from two copies of the model to each number of replicas."""
-    model, busy = write_sized_model(options, work_dir), busy_share(cores)
-    job = make_job(options, (RAW, RESHARD, OVERLAP))
+    """Figures of weight syncs to each number of replicas."""
+    model, job = set_up(options, work_dir, (RAW, RESHARD, OVERLAP))
+    busy = busy_share(cores)
 
     def sync(replicas: int, link_mb_s: int) -> list[Sample]:
         folder = work_dir / f"replicas-{replicas}-link-{link_mb_s}"
@@ -141,21 +140,16 @@ def measure_replicas(
     return {"busy_share": busy, "replicas": rows}
 
 
-def write_sized_model(options: argparse.Namespace, work_dir: Path) -> Path:
-    """The folder of a random model."""
-    write_model(work_dir / "model", QUICK_SIZES if options.quick else SIZES)
-    return work_dir / "model"
-
-
-def make_job(options: argparse.Namespace, methods: Sequence[str]) -> Job:
-    """What the command line asks of the processes."""
+def set_up(options: argparse.Namespace, folder: Path, methods: Sequence[str]) -> tuple[Path, Job]:
+    """The folder of a random model, and the job of the command line."""
+    write_model(folder / "model", QUICK_SIZES if options.quick else SIZES)
     repeats = options.repeats or (3 if options.quick else 9)
     is_bare = bool(options.replicas) and not options.servers
-    return Job(repeats, tuple(methods), is_bare=is_bare)
+    return folder / "model", Job(repeats, tuple(methods), is_bare=is_bare)
 
 
 def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
-    """A run of this layout."""
+    """Configuration of a layout."""
     cfg = Config.model_validate({
         "run": {"dir": run_dir},
         "model": {"path": model, "dtype": "float32"},
@@ -171,7 +165,7 @@ def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> 
 
 
 def run_layout(cfg: Config, job: Job) -> list[Sample]:
-    """Start all processes of a layout and have them sync. Raises ChildFailed."""
+    """Sync in all processes of a layout. Raises ChildFailed."""
     folder, module = write_job(cfg, job), "tools.bench.weights_peer"
     with contextlib.ExitStack() as stack:
         for index in range(cfg.generator.replicas):
@@ -179,16 +173,23 @@ def run_layout(cfg: Config, job: Job) -> list[Sample]:
             log = folder / f"generator-{index}.log"
             stack.enter_context(background(command, log=log, environment=rank_environment()))
         ranks = cfg.parallel.world_size
-        return run_ranks(module, folder, Samples, ranks=ranks, timeout_s=RANKS_TIMEOUT_S).samples
+        return run_ranks(module, folder, list[Sample], ranks=ranks, timeout_s=RANKS_TIMEOUT_S)
+
+
+def _of(samples: Sequence[Sample], method: str) -> list[Sample]:
+    return [sample for sample in samples if sample.method == method]
+
+
+def _median(samples: Sequence[Sample], key: Callable[[Sample], float]) -> float:
+    return statistics.median(map(key, samples))
 
 
 def _transfer(sample: Sample) -> float:
-    """Of all generators, which are served at the same time; 0 where the method does not say."""
+    """Seconds of the slowest of the parallel transfers; 0 for methods without transfers_s."""
     return max(sample.transfers_s, default=0.0)
 
 
 def _sync(sample: Sample) -> float:
-    """All of it."""
     return sample.seconds
 
 
@@ -203,12 +204,12 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
     ("broadcast_over_reshard", BROADCAST, RESHARD, _sync),
     ("disk_over_reshard", DISK, RESHARD, _sync),
 )
-"""(figure, method, the method below the line, what of a weight sync); only measured methods."""
+"""(figure, method, method of the denominator, time of a weight sync)."""
 
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     """Figures of one layout."""
-    by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
+    by = {name: _of(samples, name) for name in METHODS}
     reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes
     ratios = {
@@ -219,13 +220,14 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     pauses = [pause for sample in reshard for pause in sample.pauses_s]
     transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
     stood_s = [p - t for p, t in zip(pauses, transfers, strict=True)]
-    loopback = [sample.loopback_bytes / sample.minimum_bytes for sample in reshard]
     trainer = max(sample.trainer_peak_bytes for sample in reshard)
     engine = max(sample.engine_peak_bytes for sample in reshard)
     return {
         "minimum_mb": reshard[0].minimum_bytes / 1e6,
         "wire_bytes_over_minimum": reshard[0].wire_bytes / reshard[0].minimum_bytes,
-        "loopback_bytes_over_minimum": statistics.median(loopback),
+        "loopback_bytes_over_minimum": _median(
+            reshard, lambda sample: sample.loopback_bytes / sample.minimum_bytes
+        ),
         **ratios,
         "pause_ms_p50": 1e3 * statistics.median(pauses),
         "pause_overhead_ms": 1e3 * statistics.median(stood_s),
@@ -237,17 +239,17 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
 
 
 def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
-    """By how much resident memory grew in a reshard, at most; the first one does not count."""
+    """Maximum growth of resident memory in a reshard, without the first one."""
     engine = []
     for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
         sizes = [row["bytes"] for row in read_jsonl(path) if row["name"].startswith(RESHARD)]
         engine.append(max(sizes[1:]))
-    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == RESHARD]
-    return {"growth_bytes_trainer": max(trainer), "growth_bytes_engine": max(engine)}
+    trainer = max(sample.trainer_growth_bytes for sample in _of(samples, RESHARD))
+    return {"growth_bytes_trainer": trainer, "growth_bytes_engine": max(engine)}
 
 
 def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The worst layout of each figure; medians for the pauses."""
+    """Each figure of its worst layout; medians for pauses."""
     choices = {"broadcast_over_reshard": min, "disk_over_reshard": min} | dict.fromkeys(
         ("pause_ms_p50", "pause_overhead_ms"), statistics.median
     )
@@ -258,7 +260,7 @@ def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Medians for a table."""
+    """Medians by method, for the table."""
     columns: dict[str, Callable[[Sample], float]] = {
         "sync s": _sync,
         "transfer s": _transfer,
@@ -267,37 +269,26 @@ def by_method(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
         "lo MB": lambda sample: sample.loopback_bytes / 1e6,
     }
     return {
-        method: {
-            title: statistics.median(key(s) for s in samples if s.method == method)
-            for title, key in columns.items()
-        }
+        method: {title: _median(chosen, key) for title, key in columns.items()}
         for method in METHODS
-        if any(sample.method == method for sample in samples)
+        if (chosen := _of(samples, method))
     }
 
 
 def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
-    """Medians of the weight syncs to each number of replicas."""
+    """Medians by number of replicas."""
     rows: dict[str, dict[str, float]] = {}
     for replicas, samples in sorted(found.items()):
-
-        def values(
-            method: str, key: Callable[[Sample], float], samples: Sequence[Sample] = samples
-        ) -> list[float]:
-            return [key(sample) for sample in samples if sample.method == method]
-
-        def middle(*chosen: Any) -> float:
-            return statistics.median(values(*chosen))
-
+        raw, reshard, overlap = (_of(samples, name) for name in (RAW, RESHARD, OVERLAP))
         row = {
-            "sync_s": middle(RESHARD, _sync),
-            "transfer_s": middle(RESHARD, _transfer),
-            "raw_transfer_s": middle(RAW, _transfer),
-            "time_over_raw": over(values(RESHARD, _transfer), values(RAW, _transfer)),
-            "overlapped_transfer_s": middle(OVERLAP, _transfer),
-            "stall_ms": middle(OVERLAP, lambda sample: 1e3 * sample.stall_s),
-            "stall_over_transfer": middle(OVERLAP, lambda s: s.stall_s / _transfer(s)),
-            "wire_mb": values(RESHARD, lambda sample: sample.wire_bytes / 1e6)[0],
+            "sync_s": _median(reshard, _sync),
+            "transfer_s": _median(reshard, _transfer),
+            "raw_transfer_s": _median(raw, _transfer),
+            "time_over_raw": over([*map(_transfer, reshard)], [*map(_transfer, raw)]),
+            "overlapped_transfer_s": _median(overlap, _transfer),
+            "stall_ms": 1e3 * _median(overlap, lambda sample: sample.stall_s),
+            "stall_over_transfer": _median(overlap, lambda s: s.stall_s / _transfer(s)),
+            "wire_mb": reshard[0].wire_bytes / 1e6,
         }
         fewest = next(iter(rows.values()), row)
         for figure, name in (
@@ -312,9 +303,9 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
 def against_limit(
     rows: dict[str, dict[str, float]], unlimited: dict[str, float], link_mb_s: int
 ) -> dict[str, dict[str, float]]:
-    """Rows of `scaling` with what all links carry together, over what the senders can.
+    """Rows of `scaling` with the bandwidth of all links over the senders' capacity.
 
-    unlimited: the row of a weight sync without limits to the links.
+    unlimited: row of a weight sync with unlimited links.
     """
     limit = unlimited["wire_mb"] / unlimited["transfer_s"]
     links = {replicas: int(replicas) * link_mb_s for replicas in rows}

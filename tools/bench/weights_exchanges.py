@@ -1,9 +1,9 @@
-"""Exchanges that tools.bench.weights compares the product's with: raw and floor.
+"""raw and floor: the exchanges that tools.bench.weights compares with the product's.
 
-They run in trainer ranks and in ranks of engines, in place of `parcels.send` and `receive`.
-`raw` is as many plain bytes in as few packets as can be. `floor` is the product's packets with a
-digest at either end and copies of scattered slices: no exchange that sends slices from where they
-lie and notices damage can do without these. Neither checks, agrees on or reports anything.
+They replace `parcels.send` and `receive` in trainer ranks and engine ranks. `raw` sends equally
+many plain bytes in the fewest packets. `floor` sends the product's packets with a digest at each
+end and copies of scattered slices: the least work of an exchange that sends slices in place and
+detects damage. Neither checks, agrees on or reports anything.
 """
 
 import functools
@@ -26,18 +26,18 @@ from megatron_rl.weights.exchange.transport import GroupTransport
 
 RAW, FLOOR = "raw", "floor"
 SO_MAX_PACING_RATE = 47
-"""Bytes per second, socket(7); the module `socket` lacks it. TCP paces itself since Linux 4.13."""
+"""Bytes per second, socket(7); not in the module `socket`. TCP paces itself since Linux 4.13."""
 
 
 def send_raw(ends: Ends, transport: GroupTransport, *, ends_at: float, **_: object) -> int:
-    """Send as `parcels.send`, but plain bytes."""
+    """`parcels.send` with plain bytes."""
     return _exchange(ends, transport._group, dist.isend, ends_at)
 
 
 def receive_raw(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> Received:
-    """Receive as `parcels.receive`, but plain bytes, which nobody looks at."""
+    """`parcels.receive` of plain bytes, which are discarded."""
     started = time.monotonic()
     peak = _exchange(ends, transport._group, dist.irecv, ends_at)
     return Received(payload_bytes(ends, dtype), peak, time.monotonic() - started)
@@ -46,7 +46,7 @@ def receive_raw(
 def send_floor(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> int:
-    """Send as `parcels.send`, without checks: its packets, and digests of copied ones."""
+    """`parcels.send` without checks: its packets, and digests of the copied packets."""
 
     def fill(packet: Packet) -> None:
         for place, held in packet.staged(dtype):
@@ -61,7 +61,7 @@ def send_floor(
 def receive_floor(
     ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
 ) -> Received:
-    """Receive as `parcels.receive`, without checks: digest each packet, copy it if it must be."""
+    """`parcels.receive` without checks: digests each packet, and copies staged packets."""
     started = time.monotonic()
 
     def empty(packet: Packet) -> None:
@@ -87,7 +87,7 @@ def _exchange_packets(
     before: Callable[[Packet], None] = lambda packet: None,
     after: Callable[[Packet], None] = lambda packet: None,
 ) -> None:
-    """The packets from and to where they lie, two rounds in flight."""
+    """Exchange packets in place, two rounds in flight."""
     flying: list[tuple[Packet, dist.Work]] = []
     for round_ends in (*ends, ()):
         held = [end.packets for end in round_ends]
@@ -105,7 +105,7 @@ def _exchange_packets(
 def _exchange(
     ends: Ends, group: dist.ProcessGroup, operation: Callable[..., object], ends_at: float
 ) -> int:
-    """One packet a parcel, two rounds in flight, in memory that is kept and already mapped."""
+    """Exchange one packet per parcel, two rounds in flight, in reused memory."""
     sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
     largest = max(map(sum, sizes))
     flying: list[dist.Work] = []
@@ -140,11 +140,10 @@ def _wait(works: Sequence[dist.Work], ends_at: float) -> None:
 
 @contextmanager
 def limited_links(bytes_per_s: int) -> Iterator[None]:
-    """In the block, each connection of an exchange over gloo sends at most `bytes_per_s`.
+    """In the block, each gloo connection of an exchange sends at most `bytes_per_s`; 0: no limit.
 
-    Enter it in a sender: an engine rank that a single rank serves then takes at most as much, as if
-    it had its own link. A sender waits in the kernel for a peer whose link is full; its other
-    connections continue. 0: no limit.
+    In a sender this limits an engine rank served by one rank, as if it had its own link. The kernel
+    delays the packets of a full link; the sender's other connections continue.
     """
     connect = transports.connect_group
 
@@ -157,9 +156,9 @@ def limited_links(bytes_per_s: int) -> Iterator[None]:
 
 
 def limit_connections(bytes_per_s: int) -> int:
-    """Limit each TCP connection that this process has now; returns how many they are.
+    """Limit each TCP connection of this process; returns their number.
 
-    gloo does not say which sockets are its own. The others, to a store or between control groups,
+    gloo does not expose its sockets; the other connections, to a store or between control groups,
     carry little. The kernel paces (Linux only, no privileges).
     """
     limited = 0

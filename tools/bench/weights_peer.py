@@ -1,14 +1,14 @@
 """Processes of tools.bench.weights.
 
-- Trainer rank, `weights_peer FOLDER` under torchrun: syncs by every method in turn. Rank 0 writes a
-  `Samples` to FOLDER/result.json.
-- Generator, `weights_peer FOLDER --index N`: takes weights and samples nothing. It is the product's
-  weight client before an SGLang server, or (`Job.is_bare`) before a receiver alone, so that many
-  generators fit on one node.
-- Rank of an SGLang server, `load`: stands in for the product's loader, and notes how much the
-  process grew in each transfer.
+- Trainer rank, `weights_peer FOLDER` under torchrun: syncs by every method in turn. Rank 0 writes
+  its `Sample`s to FOLDER/result.json.
+- Generator, `weights_peer FOLDER --index N`: receives weights, generates nothing. It is the
+  product's weight client with an SGLang server, or (`Job.is_bare`) with only a receiver, so that
+  many generators fit on one node.
+- Rank of an SGLang server, `load`: replaces the product's loader, and records the memory growth of
+  each transfer.
 
-Megatron and SGLang are imported where a process needs them: no process needs both.
+No process imports both Megatron and SGLang.
 """
 
 import asyncio
@@ -52,13 +52,12 @@ AWAY_S = 0.02
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the processes of a layout are to do."""
+    """Work of the processes of a layout."""
 
     repeats: int
     methods: tuple[str, ...]
-    """The names of exchanges begin with these."""
     link_bytes_per_s: int = 0
-    """Of each receiver; 0: no limit."""
+    """Link of each receiver; 0: no limit."""
     is_bare: bool = False
 
 
@@ -68,40 +67,34 @@ class Sample(msgspec.Struct, frozen=True):
     method: str
     seconds: float
     transfers_s: list[float]
-    """Of each generator, by its slowest rank; [] for methods that do not say."""
+    """Slowest rank of each generator; [] for methods that do not measure it."""
     pauses_s: list[float]
     wire_bytes: int
     """Payload."""
     loopback_bytes: int
-    """Of all that the loopback device of this machine took in meanwhile."""
+    """Received by the machine's loopback device during the sync."""
     minimum_bytes: int
-    """Of the parameters of all engine ranks."""
+    """Parameters of all engine ranks."""
     trainer_peak_bytes: int
-    """Buffers of a trainer rank, the most of any."""
+    """Buffers, maximum of the trainer ranks."""
     engine_peak_bytes: int
     trainer_growth_bytes: int
-    """By how much the resident memory of a trainer rank grew, the most of any."""
+    """Growth of resident memory, maximum of the trainer ranks."""
     stall_s: float = 0.0
-    """How long trainer rank 0 waited."""
-
-
-class Samples(msgspec.Struct, frozen=True):
-    """Of all repeats."""
-
-    samples: list[Sample]
+    """Wait of trainer rank 0."""
 
 
 class Exchange:
-    """A reshard that sends by raw or floor, or beside other work of the caller (overlap)."""
+    """A reshard that sends by raw or floor, or overlaps with the caller's work (overlap)."""
 
     def __init__(self, method: Any, name: str) -> None:
         self._method, self._name = method, name
         self.forget, self.close = method.forget, method.close
         self.stall_s = 0.0
-        """How long the caller waited in the last overlapped weight sync."""
+        """Wait of the caller in the last overlapped weight sync."""
 
     def sync(self, members: list[Member], version: int) -> Outcome:
-        """Exchange as many bytes as the members need."""
+        """Sync by the named exchange."""
         if self._name == OVERLAP:
             return self._sync_overlapped(members, version)
         is_floor = self._name == FLOOR
@@ -113,7 +106,7 @@ class Exchange:
             return self._method.sync(members, version)
 
     def _sync_overlapped(self, members: list[Member], version: int) -> Outcome:
-        """Begin, be away until it is over on rank 0, end."""
+        """Begin, sleep until rank 0 has finished, end."""
         started = time.monotonic()
         self._method.begin(members, version)
         self.stall_s = time.monotonic() - started
@@ -157,7 +150,7 @@ def sync_by_all(cfg: Config, job: Job) -> None:
             method.close()
         if control.rank == 0:
             # The first repeat does not count.
-            measured = msgspec.json.encode(Samples(samples[len(methods) :]))
+            measured = msgspec.json.encode(samples[len(methods) :])
             (cfg.run.dir / "result.json").write_bytes(measured)
 
 
@@ -170,14 +163,14 @@ def open_named(name: str, cfg: Config, policy: Any, **given: Any) -> Any:
     weights = cfg.weights.model_copy(update={"method": known})
     method = open_method(cfg.model_copy(update={"weights": weights}), policy, **given)
     if isinstance(method, Reshard):
-        # The loader in the engine knows by the name which kind of transfer comes.
+        # The engine's loader takes the exchange from the name (`received_as`).
         named = f"{name}-{method._settings.name}"
         method._settings = dataclasses.replace(method._settings, name=named)
     return method if name == known else Exchange(method, name)
 
 
 def minimum_bytes(policy: Any, members: list[Member]) -> int:
-    """Of the parameters of all engine ranks."""
+    """Parameter bytes of all engine ranks."""
     from megatron_rl.weights.sync.reshard import receiver_slices
 
     slices = [
@@ -198,7 +191,6 @@ def measure(name: str, method: Any, members: list[Member], version: int, minimum
     seconds, loopback = time.monotonic() - started, loopback_bytes() - loopback
     if outcome.failed or outcome.damaged:
         raise RuntimeError(f"{name}: {outcome.damaged} damaged parcels, {outcome.failed}")
-    # The largest of all ranks' values.
     most = torch.tensor([getattr(method, "peak_bytes", 0), status_bytes("VmHWM") - resident])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return Sample(
@@ -217,7 +209,7 @@ def measure(name: str, method: Any, members: list[Member], version: int, minimum
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback device has taken in."""
+    """Bytes that the loopback device has received."""
     return psutil.net_io_counters(pernic=True)["lo"].bytes_recv
 
 
@@ -225,7 +217,7 @@ def loopback_bytes() -> int:
 
 
 class BareEngine:
-    """Parameters of an engine of one rank, which samples nothing."""
+    """Parameters of an engine of one rank, without generation."""
 
     name, engine_version, world_size = "bare", "1", 1
     ffn_multiple, expert_parallel = 1, 1
@@ -239,11 +231,11 @@ class BareEngine:
         """Nothing runs."""
 
     async def receive(self, order: Receive) -> None:
-        """Take the parcels, or plain bytes."""
+        """Receive the parcels, or plain bytes."""
         await asyncio.to_thread(self._take, order)
 
     def _take(self, order: Receive) -> None:
-        """By a receiver for each method: it keeps its group while others sync."""
+        """Each method has a receiver, which keeps its process group between syncs."""
         with received_as(order) as method:
             if method not in self._by_method:
                 dtype = next(iter(self._parameters.values())).dtype
@@ -253,7 +245,7 @@ class BareEngine:
             self._by_method[method].take(order)
 
     async def resume(self, version: int) -> None:
-        """Hold the version."""
+        """Set the version."""
         self.version = version
 
     async def leave_group(self) -> None:
@@ -263,7 +255,7 @@ class BareEngine:
 
 
 def allocate(config: Config) -> dict[str, torch.Tensor]:
-    """Memory for all slices of an engine of one rank."""
+    """Zeros for all slices of an engine of one rank."""
     from megatron_rl.weights.layout.engine_layout import engine_slices
     from megatron_rl.weights.layout.shape import read_shape
     from megatron_rl.weights.layout.slices import Share
@@ -281,14 +273,14 @@ def allocate(config: Config) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def received_as(order: Receive) -> Iterator[str]:
-    """Receive by the exchange that the order's group is named after; yields that name."""
+    """Receive by the exchange in the order's group name; yields its name."""
     method = order.group_name.partition("-")[0]
     with patch.object(engine_rank, "receive", RECEIVE.get(method, parcels.receive)):
         yield method
 
 
 async def take_weights(config: Config, index: int, *, is_bare: bool) -> None:
-    """Obey the trainer. Raises EngineError when the server dies."""
+    """Serve the trainer's orders. Raises EngineError when the server dies."""
     from generation.async_sockets import AsyncDealer
     from generation.engine import EngineError, engine_setup
     from generation.sglang_engine import SGLangEngine
@@ -296,7 +288,7 @@ async def take_weights(config: Config, index: int, *, is_bare: bool) -> None:
     from generation.weight_client import WeightClient
 
     class MeasuredEngine(SGLangEngine):
-        """SGLang whose ranks take parcels by `load`."""
+        """SGLang with `load` as its ranks' loader."""
 
         loader = "tools.bench.weights_peer.load"
 
@@ -325,9 +317,9 @@ async def take_weights(config: Config, index: int, *, is_bare: bool) -> None:
 
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
-    """Obey the engine's order; each transfer leaves {"name", "bytes"} beside the server's log.
+    """Execute the engine's order; a transfer appends {"name", "bytes"} to a file in the log folder.
 
-    bytes: how much this process grew at most in the transfer.
+    bytes: maximum growth of this process in the transfer.
     """
     from generation.sglang_orders import ORDERS_VARIABLE, read_order
 
@@ -346,7 +338,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
 
 @functools.cache
 def _rank(model: torch.nn.Module, method: str) -> Any:
-    """The product's, one a method: it keeps its group while others sync."""
+    """The product's rank, one per method, which keeps its process group between syncs."""
     from generation import sglang_loader
 
     return sglang_loader._rank.__wrapped__(model)

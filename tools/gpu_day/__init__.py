@@ -1,1 +1,1 @@
-"""Runs the checks of docs/gpu-evidence.md on a host with GPUs: `python -m tools.gpu_day`."""
+"""Runs the checks of docs/gpu-evidence.md on a node with GPUs: `python -m tools.gpu_day`."""

@@ -1,27 +1,28 @@
-"""All checks of docs/gpu-evidence.md that are tests, in the order that gives most rows first.
+"""Runs the tests of docs/gpu-evidence.md, files with many rows per minute first.
 
     python -m tools.gpu_day [--minutes M] [--out FOLDER] [--only WORD ...]
 
-A file of tests is a process of its own, under the interpreter that runs this. A test that fails,
-hangs or takes its process with it costs its own rows alone: the file goes on after it. What is
-known is written at once, to FOLDER:
+Each file of tests runs in a sub-process. A test that fails, hangs or crashes its process costs only
+its own rows: the file continues after it. Results are written at once to FOLDER:
 
-| file | holds |
+| file | content |
 |---|---|
-| day.md | host and versions; the rows, to be pasted into the page; what failed |
-| record.jsonl | a line when a test begins, and one when it ends |
-| log.txt | all that the tests printed |
+| day.md | machine and versions; rows to paste into the page; failures |
+| record.jsonl | a line at the beginning and at the end of each test |
+| log.txt | output of the tests |
 
-When the minutes are over the table is printed of what there is.
+After M minutes the run ends and prints the table so far.
 """
 
 import argparse
+import importlib.metadata
+import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.gpu_day.host import hardware, versions
 from tools.gpu_day.rows import Outcome, Row, read_rows, table
 from tools.gpu_day.runs import Day, run_file
 
@@ -42,20 +43,23 @@ ORDER = (
     "tests/generation/test_overlap_schedule.py",
     "tests/generation/test_expert_choices.py",
     "tests/generation/test_engine_contract.py",
-    # Last what takes minutes: a large model, watchdogs that are waited for, engines of two ranks.
+    # The last files take minutes: a large model, waits for watchdogs, engines of two ranks.
     "tests/gpu/test_numerics_cuda.py",
     "tests/gpu/test_tensor_overlap_cuda.py",
     "tests/gpu/test_groups_cuda.py",
     "tests/gpu/test_engine_ranks_cuda.py",
 )
-"""Files by rows and seconds. Each row's file is one of them: tests/tools/test_gpu_day.py."""
+"""Files in order; tests/tools/test_gpu_day.py checks that each row's file is included."""
+
+PACKAGES = ("torch", "nvidia-nccl-cu13", "transformer-engine", "megatron-core", "sglang")
+_TIMEOUT_S = 30.0
 
 
 def main() -> int:
-    """Command line. Exit code: 1 if anything failed or hung."""
+    """Command line. Exit code 1: a test failed or hung."""
     options = _parse()
     rows = [row for row in read_rows(PAGE.read_text()) if row.path]
-    files = [path for path in ORDER if not options.only or _is_wanted(path, options.only)]
+    files = [path for path in ORDER if any(word in path for word in options.only or [""])]
     options.out.mkdir(parents=True, exist_ok=True)
     day = Day(
         record=options.out / "record.jsonl",
@@ -77,10 +81,6 @@ def main() -> int:
     return int(any(o.result in ("failed", "hung") for o in outcomes.values()))
 
 
-def _is_wanted(path: str, words: list[str]) -> bool:
-    return any(word in path for word in words)
-
-
 def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
     """The text of day.md."""
     date = datetime.now(UTC).date().isoformat()
@@ -99,11 +99,37 @@ def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
     )
 
 
+def hardware() -> str:
+    """GPUs and driver, such as "1 x NVIDIA H100 80GB HBM3, driver 580.65.06"."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no GPU ({type(error).__name__} of nvidia-smi)"
+    gpus = Counter(line.strip().replace(", ", ", driver ") for line in said.splitlines())
+    return "; ".join(f"{count} x {gpu}" for gpu, count in gpus.items())
+
+
+def versions() -> str:
+    """Versions of PACKAGES."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=120.0, help="no longer than that")
-    parser.add_argument("--test-s", type=float, default=300.0, help="deadline of each test")
-    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder of what is found")
+    parser.add_argument("--minutes", type=float, default=120.0, help="time limit (%(default)s)")
+    parser.add_argument(
+        "--test-s", type=float, default=300.0, help="deadline of each test in seconds (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="output folder")
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose path has one of the words"
     )

@@ -1,7 +1,6 @@
-"""pytest's plugin of `tools.gpu_day`: writes down at once when a test begins and what became of it.
+"""pytest plugin of `tools.gpu_day`: records the beginning and the outcome of each test at once.
 
-Each line of the file that RECORD_VARIABLE names is one JSON object. So nothing is lost when a test
-takes the process with it.
+Appends a JSON object per line to the file in RECORD_VARIABLE, so that a crash loses nothing.
 """
 
 import json
@@ -17,7 +16,7 @@ DEADLINE_VARIABLE = "GPU_DAY_TEST_S"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One deadline for all, whatever they name: the day is short."""
+    """Replace the deadlines of all tests by DEADLINE_VARIABLE."""
     seconds = float(os.environ[DEADLINE_VARIABLE])
     for item in items:
         item.add_marker(pytest.mark.timeout(seconds), append=False)
@@ -30,7 +29,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
-    # A test has three phases; the first that does not pass is its result.
+    # A test has three phases; the first phase that does not pass decides.
     is_last = report.when == "call" or not report.passed
     if is_last:
         _write(
@@ -51,7 +50,7 @@ def _text(report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
     if call.excinfo is None:
         return ""
     lines = call.excinfo.exconly(tryshort=True).strip().splitlines()
-    # Of ranks the cause is at the end of their tracebacks.
+    # The traceback of a rank ends with the cause.
     return f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else lines[0]
 
 

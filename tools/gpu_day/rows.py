@@ -1,4 +1,4 @@
-"""Rows of docs/gpu-evidence.md: which tests each stands for, and what is written into it. Pure."""
+"""Rows of docs/gpu-evidence.md: their tests and their figures. Pure functions."""
 
 import re
 import shlex
@@ -13,18 +13,18 @@ _CELLS = re.compile(r"(?<!\\)\|")
 
 
 class Row(NamedTuple):
-    """A claim and the tests that show it."""
+    """A claim and its tests."""
 
     claim: str
     command: str
     """The whole cell."""
     path: str
-    """The file of its tests; "": they are not of `tools/test.sh`, or are all of them."""
+    """File of tests; "": the command names none, or does not run `tools/test.sh`."""
     words: tuple[str, ...]
-    """Of which a test's name has one; (): all tests of the file."""
+    """The row's tests have one of these words in their names; (): all tests of the file."""
 
     def takes(self, test: str) -> bool:
-        """Whether a test is one of the row's; test: its node id."""
+        """Whether a test, by its node id, belongs to the row."""
         path, _, name = test.partition("::")
         if not self.path or path != self.path:
             return False
@@ -35,19 +35,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of one test."""
+    """Outcome of a test."""
 
     result: str
-    """passed, failed, skipped, or hung: ended by us, or by its own process."""
+    """passed, failed, skipped, or hung (killed, or crashed its process)."""
     seconds: float = 0.0
     text: str = ""
-    """Of an error its last line, of a skip its reason."""
+    """Error or reason of a skip."""
     figures: list[str] = field(default_factory=list)
-    """What the test recorded as the property "figure"."""
+    """Values of the test's property "figure"."""
 
 
 def read_rows(page: str) -> list[Row]:
-    """Those of the page's only table, in its order."""
+    """Rows of the page's only table, in order."""
     lines = [line for line in page.splitlines() if line.startswith("|")][2:]
     rows = []
     for line in lines:
@@ -74,7 +74,7 @@ def _selection(command: str) -> tuple[str, tuple[str, ...]]:
 
 
 def describe(row: Row, outcomes: Mapping[str, Outcome]) -> str:
-    """The row's last column, from what became of its tests; outcomes: by node id."""
+    """The row's last column from the outcomes of its tests, by node id."""
     found = [outcome for test, outcome in outcomes.items() if row.takes(test)]
     if not found:
         return "not yet run"
@@ -95,12 +95,12 @@ _RESULTS = ("passed", "failed", "hung", "skipped")
 
 
 def _cell(text: str) -> str:
-    """As a cell of a table can hold it."""
+    """Text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")[:200]
 
 
 def table(rows: Sequence[Row], outcomes: Mapping[str, Outcome], hardware: str, date: str) -> str:
-    """Rows of which something was run, to be pasted over those of the page."""
+    """Rows with outcomes, to paste over the page's."""
     lines = []
     for row in rows:
         figure = describe(row, outcomes)

@@ -1,4 +1,4 @@
-"""Runs a file of tests in a process, and again after each test that took the process with it."""
+"""Runs a file of tests in a sub-process, and again after each test that ended the process."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from tools.gpu_day.rows import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS_S = 300.0
-"""Until a file's first test: a cold disk has gigabytes of libraries to read."""
+"""Deadline of a file's first test: a cold disk reads gigabytes of libraries."""
 GRACE_S = 30.0
-"""That a test may go on beyond its deadline before its process is killed."""
+"""Time beyond a test's deadline before its process is killed."""
 POLL_S = 0.2
 _SETTINGS = {
-    # No test may reach for a hub.
+    # Tests must not use a hub.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -34,7 +34,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Day:
-    """What all files share."""
+    """Settings of all files."""
 
     record: Path
     log: Path
@@ -46,9 +46,9 @@ class Day:
 
 
 def run_file(day: Day, path: str, root: Path = ROOT) -> Iterator[tuple[str, Outcome]]:
-    """(test, what became of it) as the tests end, until the day does.
+    """(test, outcome) as the tests end, until day.ends_at.
 
-    PATH::* is all tests of a file that cannot be imported. root: that the path is in.
+    PATH::* stands for all tests of a file that cannot be imported. path is relative to root.
     """
     done: set[str] = set()
     while time.monotonic() < day.ends_at:
@@ -68,7 +68,7 @@ def run_file(day: Day, path: str, root: Path = ROOT) -> Iterator[tuple[str, Outc
 
 
 class _Process:
-    """pytest on one file, without the tests that are done."""
+    """pytest on one file, without finished tests."""
 
     def __init__(self, day: Day, path: str, root: Path, done: set[str]) -> None:
         self.has_finished = False
@@ -101,7 +101,7 @@ class _Process:
             )
 
     def outcomes(self) -> Iterator[tuple[str, Outcome]]:
-        """As tests end; a test that ends the process, or does not end, is `hung`."""
+        """(test, outcome) as tests end; a test that ends the process or never ends is `hung`."""
         heard, limit_s = time.monotonic(), IMPORTS_S
         while True:
             code = self._child.poll()
@@ -132,7 +132,7 @@ class _Process:
             yield test, Outcome("hung", now - began, why)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Those that were recorded since the last call."""
+        """Records since the last call."""
         with self._day.record.open() as file:
             file.seek(self._read_to)
             text = file.read()
@@ -141,7 +141,7 @@ class _Process:
         return [json.loads(line) for line in whole.splitlines()]
 
     def kill(self) -> None:
-        """With all that it started: engines would keep the GPU from the next file."""
+        """Kill the process and its descendants: engines would keep the GPU from the next file."""
         found = []
         with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self._child.pid)
@@ -152,7 +152,7 @@ class _Process:
         self._child.wait()
 
     def last_words(self) -> str:
-        """The last line of its output that says anything of an error."""
+        """The last error line of its output, else the last line."""
         with self._day.log.open("rb") as file:
             file.seek(self._log_from)
             lines = file.read().decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
 """`megatron-rl eval`: evaluates model folders without a trainer, and compares two evaluations.
 
-Used by the launcher. May import anything of ours.
+Runs in the launcher's process. May import any of our packages.
 """

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.breakdown import set_report
@@ -24,15 +26,17 @@ from megatron_rl.rollout_queue.evaluation import EvaluationSet
 RESULTS = "eval.json"
 HELD_OUT = "held_out"
 """Name of the held-out prompts among the sets."""
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "stop", "max_new_tokens")
+"""Sampling settings in eval.json."""
 Report = dict[str, Any]
 
 
 def make_report(
     config: Config, label: str, sets: Sequence[EvaluationSet], *, left_out: int = 0
 ) -> Report:
-    """The content of eval.json. Raises InputError where nothing of a set is recorded.
+    """The content of eval.json. Raises InputError for a set without recorded completions.
 
-    left_out: prompts without room for a completion.
+    left_out: number of prompts without room for a completion.
     """
     reports = {one.name or HELD_OUT: _report_of(config.run.dir, label, one) for one in sets}
     return {
@@ -49,15 +53,11 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
     problems = [problem for problem in problems if problem.prompt_id in wanted]
     if not problems:
         raise InputError(f"{run_dir} holds no graded completion of {one.name or HELD_OUT}")
+    sampling = json.loads(msgspec.json.encode(one.sampling))
     return {
         "prompts": len(one.prompts),
-        "temperature": one.sampling.temperature,
-        "top_p": one.sampling.top_p,
-        "top_k": one.sampling.top_k,
-        "min_p": one.sampling.min_p,
-        "stop": list(one.sampling.stop),
-        "max_new_tokens": one.sampling.max_new_tokens,
-        # What is not in the figures, or with fewer completions than asked for.
+        **{name: sampling[name] for name in SETTINGS},
+        # Problems without any, or with too few, graded completions.
         "missing_problems": len(one.prompts) - len(problems),
         "short_problems": sum(problem.n < one.samples for problem in problems),
         "dropped_completions": _dropped(run_dir, one.label(label)),
@@ -67,19 +67,19 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
 
 
 def _dropped(run_dir: Path, label: str) -> dict[str, int]:
-    """Recorded completions that do not count, by the reason."""
+    """Number of dropped completions by reason."""
     path = run_dir / FOLDER / f"dropped_eval_{label}{LINES}"
     records = read_records(path) if path.exists() else ()
     return dict(Counter(record.dropped for record in records))
 
 
 def write_report(run_dir: Path, report: Report) -> None:
-    """Write eval.json at once."""
+    """Write eval.json atomically."""
     write_whole(run_dir / RESULTS, json.dumps(report, indent=2) + "\n")
 
 
 def read_report(run_dir: Path) -> Report:
-    """The eval.json of a folder. Raises InputError where there is none."""
+    """The eval.json of a folder. Raises InputError when it is missing or invalid."""
     path = run_dir / RESULTS
     try:
         report: Report = json.loads(path.read_text())
@@ -89,14 +89,14 @@ def read_report(run_dir: Path) -> Report:
             "resume an interrupted evaluation, repeat its command"
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}; evaluate again") from error
+        raise InputError(f"{path} is not valid JSON: {error}: evaluate again") from error
     if not isinstance(report, dict) or not {"label", "sets"} <= report.keys():
         raise InputError(f"{path} was not written by `megatron-rl eval`: evaluate again")
     return report
 
 
 def read_problems(run_dir: Path, label: str, name: str) -> list[ProblemSamples]:
-    """Problems of a set as they are recorded. Raises InputError where the file is missing."""
+    """Recorded problems of a set. Raises InputError when their file is missing."""
     whole = f"{label}.{name}" if name else label
     path = run_dir / FOLDER / f"eval_{whole}{LINES}"
     if not path.exists():

@@ -1,6 +1,6 @@
-"""Evaluates a model folder on all sets: the serving processes of a run, without a trainer.
+"""Evaluates a model folder on all sets with the serving processes of a run, without a trainer.
 
-Used by `megatron-rl eval`. The same command over the same folder generates what is missing.
+Used by `megatron-rl eval`. Repeating the command generates the missing completions.
 """
 
 import logging
@@ -26,7 +26,7 @@ from megatron_rl.launcher.phases import evaluate_folder
 from megatron_rl.launcher.intentions import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
-from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
+from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.rollout_queue.evaluation import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
 from megatron_rl.data.prompts import prompts_of_run
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | None = None) -> None:
     """Evaluate the model folder, write eval.json, print its tables.
 
-    dry_in: make all checks, and only say what would be done in this folder. Raises InputError
-    before anything starts, RoleDied, DeadlineExceeded.
+    dry_in: only check, and print the planned work in this folder. Raises InputError before any
+    process starts, RoleDied, DeadlineExceeded.
     """
     if not config.eval.is_wanted:
         raise InputError(
-            "eval.prompts is 0 and there are no [[eval.sets]]: say how many held-out prompts to "
+            "eval.prompts is 0 and there are no [[eval.sets]]: give the number of held-out prompts to "
             "evaluate on, or name sets"
         )
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
@@ -59,14 +59,15 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
         say(console, *evaluation_lines(config, label, dry_in, problems, missing), NOTHING)
         return
     with locked(config.run.dir) as lock:
-        # Once more: another launcher may have had the lock until now.
+        # Again: another launcher may have changed the folder before this one got the lock.
         is_again = _check_earlier(config, label)
         missing = _missing(config, label, sets)
         if is_again:
-            console.print(_again_text(config, missing), highlight=False, soft_wrap=True)
+            say(console, _again_text(config, missing))
         if missing:
             config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
-            _generate(config, label, console, lock=lock)
+            with first_node(config, console, lock) as node:
+                evaluate_folder(node, label, ["--keep-evaluated"])
         report = make_report(config, label, sets, left_out=loaded.dropped)
         write_report(config.run.dir, report)
     print_report(report, console)
@@ -86,14 +87,14 @@ def _without_training(config: Config) -> Config:
 def _check_earlier(config: Config, label: str) -> bool:
     """Whether the folder holds an earlier part of this evaluation.
 
-    Raises InputError for that of another one: results never mix.
+    Raises InputError when it holds another evaluation: results never mix.
     """
     run_dir = config.run.dir
     path = run_dir / CONFIG
     if not path.exists():
         return False
     other = "name another folder with --run-dir DIR"
-    # Without any, the first start ended before its processes began.
+    # No label: the first start ended before its processes began.
     labels = {path.name.split(".")[1] for path in run_dir.glob("config.*.toml")}
     if labels and label not in labels:
         raise InputError(f"{run_dir} already holds another run, or another --label: {other}")
@@ -112,7 +113,7 @@ def _check_earlier(config: Config, label: str) -> bool:
 
 
 def _what_counts(config: Config) -> dict[str, object]:
-    """What results depend on: by other values, completions would not belong together."""
+    """Settings that results depend on: completions under different values must not mix."""
     return {
         "run.seed": config.run.seed,
         "model": config.model,
@@ -120,13 +121,13 @@ def _what_counts(config: Config) -> dict[str, object]:
         "render": config.render,
         "sampling": config.sampling,
         "reward": config.reward,
-        # Which sets and how they are sampled, not how long that may take.
+        # The sets and their sampling, not the time limit.
         "eval": config.eval.model_copy(update={"timeout_s": 1.0}),
     }
 
 
 def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
-    """Problems that are not recorded with all their completions."""
+    """Number of problems without all their completions."""
     found = [read_evaluated(config.run.dir, one.label(label), one) for one in sets]
     return sum(len(one.prompts) for one in sets) - sum(map(len, found))
 
@@ -134,22 +135,18 @@ def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
 def _again_text(config: Config, missing: int) -> str:
     if not missing:
         return f"{config.run.dir} holds all completions: nothing is generated."
-    return f"Going on with the evaluation in {config.run.dir}: {missing} problems are missing."
-
-
-def _generate(config: Config, label: str, console: Console, *, lock: FolderLock) -> None:
-    with first_node(config, console, lock) as node:
-        evaluate_folder(node, label, ["--keep-evaluated"])
+    return f"Resuming the evaluation in {config.run.dir}: {missing} problems are missing."
 
 
 def _say_where(config: Config, label: str, report: Report, console: Console) -> None:
-    unmeasured = {
-        name: found["missing_problems"] + found["short_problems"]
-        for name, found in report["sets"].items()
-    }
-    for name, count in unmeasured.items():
-        if count:
-            text = f"warning: {name}: {count} problems lack completions; start again to retry them"
-            console.print(text, highlight=False, soft_wrap=True)
-    text = f"Figures: {config.run.dir / RESULTS}\nCompletions: {config.run.dir}/rollouts"
-    console.print(f"{text}/eval_{label}*.jsonl", highlight=False, soft_wrap=True)
+    for name, found in report["sets"].items():
+        if count := found["missing_problems"] + found["short_problems"]:
+            say(
+                console,
+                f"warning: {name}: {count} problems lack completions; repeat the command to retry",
+            )
+    say(
+        console,
+        f"Figures: {config.run.dir / RESULTS}",
+        f"Completions: {config.run.dir}/rollouts/eval_{label}*.jsonl",
+    )

@@ -1,4 +1,4 @@
-"""Tables of `megatron-rl eval`: figures of the sets, and the comparison of two evaluations."""
+"""Tables of `megatron-rl eval`: figures of the sets, and comparisons."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.evaluation.runs.results import Report
-from megatron_rl.cli.command_line.printing import printable
+from megatron_rl.cli.command_line.printing import printable, say
 
 _NONE = "-"
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The figures of each set, then where its completions went right."""
-    console.print(f"Evaluation of {report['model']}", markup=False, highlight=False, soft_wrap=True)
+    """Print the figures of each set, then its accuracy by task, language, length and truncation."""
+    say(console, f"Evaluation of {report['model']}")
     table = Table("set", "figure", "value", "problems", "samples")
     for name, found in report["sets"].items():
         for title, figure in _figures(found):
@@ -28,7 +28,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
-    """All figures of a set by their names in the table."""
+    """(name in the table, figure) of a set."""
     named = [("accuracy", found["accuracy"])]
     named += [(f"pass@{k}", figure) for k, figure in found["pass_at"].items()]
     named += [(f"maj@{k}", figure) for k, figure in found["maj_at"].items()]
@@ -36,37 +36,31 @@ def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parts(found: Report) -> list[tuple[str, tuple[str, str, str]]]:
-    """What each part of a set came to: (name, cells)."""
-    rows = []
-    for kind in ("task", "language"):
-        for name, part in found[f"by_{kind}"].items():
-            rows.append((f"{kind} {name}", part))
+    """(name, cells) of each part of a set."""
+    rows = [
+        (f"{kind} {name}", part)
+        for kind in ("task", "language")
+        for name, part in found[f"by_{kind}"].items()
+    ]
     for part in found["by_length"]:
         rows.append((f"{part['tokens_from']} to {part['tokens_to']} tokens", part))
     rows += found["by_truncation"].items()
-    return [
-        (
-            name,
-            (
-                str(part["accuracy"]["problems"]),
-                str(part["completions"]),
-                _figure(part["accuracy"]),
-            ),
-        )
-        for name, part in rows
-    ]
+    return [(name, _part(part)) for name, part in rows]
+
+
+def _part(part: dict[str, Any]) -> tuple[str, str, str]:
+    accuracy = part["accuracy"]
+    return str(accuracy["problems"]), str(part["completions"]), _figure(accuracy)
 
 
 def print_comparison(compared: dict[str, Any], console: Console) -> None:
-    """One row a set; below it, what weakens the comparison."""
-    lines = [f"A: {compared['first']}", f"B: {compared['second']}"]
+    """Print a row per set, then warnings."""
     table = Table("set", "problems", "A", "B", "B - A", "p", "B better, worse", "only A, only B")
     for name, found in compared["sets"].items():
         table.add_row(name, *_cells(found))
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(console, f"A: {compared['first']}", f"B: {compared['second']}")
     console.print(table, markup=False)
-    for line in _remarks(compared):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, *_remarks(compared))
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.cli.main import main
-from megatron_rl.evaluation.runs.comparing import compare_folders
+from megatron_rl.evaluation.runs.comparing import compare, compare_folders
 from megatron_rl.evaluation.runs.tables import print_comparison
+from tests.evaluation.makers import make_problem
 from tests.evaluation.runs.folders import write_results
 
 
@@ -82,3 +83,33 @@ def test_the_command_prints_json_and_refuses_other_arguments(
     assert "holds no results" in caplog.text
     assert main(["eval", "somewhere"]) == 2
     assert "needs --config FILE, or --compare A B" in caplog.text
+
+
+def test_problems_are_paired_by_question_and_the_others_are_counted() -> None:
+    first = [
+        make_problem([1, 1], name="a"), make_problem([0, 1], name="b"),
+        make_problem([1, 1], name="c"), make_problem([0, 0], name="relabelled", answer="1"),
+    ]  # fmt: skip
+    second = [
+        make_problem([1, 0, 1, 0], name="b"), make_problem([0, 1], name="a"),
+        make_problem([1, 1], name="relabelled", answer="2"),
+    ]  # fmt: skip
+    found = compare(first, second)
+    # a: 1/2 - 1, b: 1/2 - 1/2.
+    assert (found["difference"], found["problems"], found["lower"]) == (-0.25, 2, 1)
+    assert (found["first_accuracy"], found["second_accuracy"]) == (0.75, 0.5)
+    assert (found["only_first"], found["only_second"], found["other_samples"]) == (2, 1, 1)
+    nothing = compare(first[:1], second[2:])
+    assert (nothing["p"], nothing["first_accuracy"], nothing["only_first"]) == (None, None, 1)
+
+
+def test_a_repeated_question_is_paired_with_its_own_repetition() -> None:
+    def twice(verdicts: list[list[int]]) -> list:
+        problems = [make_problem(v, name="same") for v in verdicts]
+        return [
+            type(p)(**{**p.__dict__, "prompt_id": f"id {place}"})
+            for place, p in enumerate(problems)
+        ]
+
+    found = compare(twice([[0], [1]]), list(reversed(twice([[0], [1]]))))
+    assert (found["problems"], found["higher"], found["lower"]) == (2, 0, 0)

@@ -42,7 +42,7 @@ def test_folders_without_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no results of `megatron-rl eval`"):
         read_report(tmp_path)
     (tmp_path / "eval.json").write_text("{")
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not valid JSON"):
         read_report(tmp_path)
     (tmp_path / "eval.json").write_text("[]")
     with pytest.raises(InputError, match="was not written by"):
