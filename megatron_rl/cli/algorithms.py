@@ -18,7 +18,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class AlgorithmsOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     json: Json = False
 

@@ -29,7 +29,7 @@ NoPlots = Annotated[bool, typer.Option("--no-plots", help="text alone")]
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """What `analyse weights` is given."""
+    """Options of `analyse weights`."""
 
     models: Annotated[list[Path], typer.Argument(help="model folders, runs, checkpoints")]
     out: Out
@@ -43,7 +43,7 @@ class WeightsOptions:
 
 @dataclass(frozen=True)
 class PlaneOptions:
-    """What `analyse plane` is given."""
+    """Options of `analyse plane`."""
 
     out: Out
     write: Annotated[
@@ -72,7 +72,7 @@ class PlaneOptions:
 
 @dataclass(frozen=True)
 class LengthsOptions:
-    """What `analyse lengths` is given."""
+    """Options of `analyse lengths`."""
 
     run_dir: RunFolder
     out: Out

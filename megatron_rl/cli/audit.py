@@ -19,7 +19,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
     model: Annotated[

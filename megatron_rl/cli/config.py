@@ -61,7 +61,7 @@ app = plain_app("Print every key as TOML that explains itself; or one of these:"
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What `config explain` is given."""
+    """Options of `config explain`."""
 
     key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
 
@@ -97,7 +97,7 @@ def _explanation(entry: Entry) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What `config show` is given."""
+    """Options of `config show`."""
 
     overrides: Annotated[
         list[str],
@@ -157,7 +157,7 @@ _Side = Annotated[
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What `config diff` is given."""
+    """Options of `config diff`."""
 
     first: _Side
     second: _Side
@@ -214,7 +214,7 @@ def _near(origin: str) -> str:
 
 @dataclass(frozen=True)
 class MigrateOptions:
-    """What `config migrate` is given."""
+    """Options of `config migrate`."""
 
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files to rewrite")]
 

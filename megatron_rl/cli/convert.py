@@ -25,7 +25,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     source: Annotated[Path, typer.Argument(help=_SOURCE_HELP)]
     target: Annotated[Path, typer.Argument(help="folder to make")]

@@ -37,7 +37,7 @@ megatron-rl eval --compare runs/base-eval runs/mine-eval
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     overrides: Annotated[
         list[str],

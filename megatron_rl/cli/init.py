@@ -29,7 +29,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class InitOptions:
-    """What `init` is given; it asks for each missing option."""
+    """Options of `init`; it asks for each missing option."""
 
     file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file to write")] = Path(
         "my.toml"

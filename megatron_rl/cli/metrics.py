@@ -51,7 +51,7 @@ def print_alerts(options: NoOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What `metrics export` is given."""
+    """Options of `metrics export`."""
 
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)

@@ -21,7 +21,7 @@ _GPUS_PER_HOST = Annotated[
 
 @dataclass(frozen=True)
 class PrepareOptions(RunOptions):
-    """What `prepare` is given."""
+    """Options of `prepare`."""
 
     nodes: Annotated[
         int | None,
@@ -56,7 +56,7 @@ def prepare(options: PrepareOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What `node` is given."""
+    """Options of `node`."""
 
     run_dir: RunFolder
     node: Annotated[int, typer.Option(help="place of this node, from 0")]

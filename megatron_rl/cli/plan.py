@@ -24,7 +24,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `plan` is given."""
+    """Options of `plan`."""
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
@@ -90,7 +90,7 @@ def plan(options: PlanOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """What `plan-weights` is given."""
+    """Options of `plan-weights`."""
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)

@@ -27,7 +27,7 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dirs: Annotated[
         list[Path],

@@ -39,7 +39,7 @@ megatron-rl run --config mine.toml --dry-run
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `run` and `prepare` are given."""
+    """Options of `run` and `prepare`."""
 
     config: ConfigFiles
     overrides: Overrides = field(default_factory=list)

@@ -30,7 +30,7 @@ megatron-rl run --config my.toml model.path=runs/cold/hf/cold_start sft.steps=0
 
 @dataclass(frozen=True)
 class SftOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     config: ConfigFiles
     overrides: Overrides = field(default_factory=list)

@@ -57,7 +57,7 @@ def _generated(text: str | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SimulateOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     config: ConfigFile
     overrides: Overrides = dataclasses.field(default_factory=list)

@@ -78,7 +78,7 @@ class Status:
 
 @dataclass(frozen=True)
 class StatusOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
     json: Json = False

@@ -30,7 +30,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
     overrides: Overrides = field(default_factory=list)

@@ -29,7 +29,7 @@ _WIDTH = 48
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     file: Annotated[Path, typer.Argument(help="rollouts of a run, or JSONL of {text, answer}")]
     overrides: Overrides = field(default_factory=list)

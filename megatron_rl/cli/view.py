@@ -25,7 +25,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
     port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0

@@ -36,7 +36,7 @@ _RULES, _LIMITS = LabelRules(), DifficultyOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions(ToolOptions):
-    """What `data difficulty` is given."""
+    """Options of `data difficulty`."""
 
     samples: Annotated[
         Path,
@@ -78,7 +78,7 @@ def difficulty(options: ChoiceOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(ToolOptions):
-    """What `data filter-format` is given."""
+    """Options of `data filter-format`."""
 
     tasks: Annotated[list[str], typer.Option(metavar="NAME...", help="tasks to filter")] = field(
         default_factory=lambda: ["math"]
@@ -95,7 +95,7 @@ def filter_file(options: FormatOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupeOptions(ToolOptions):
-    """What `data dedupe` is given."""
+    """Options of `data dedupe`."""
 
     threshold: float = DEFAULT_THRESHOLD
 
@@ -112,7 +112,7 @@ def dedupe_file(options: DedupeOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(DedupeOptions):
-    """What `data decontaminate` is given."""
+    """Options of `data decontaminate`."""
 
     against: Annotated[list[Path], typer.Option(metavar="FILE...", help="evaluation problems")]
 

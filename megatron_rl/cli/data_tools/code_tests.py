@@ -34,7 +34,7 @@ _DEFAULTS = CodeTestOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ToolOptions):
-    """What the command is given."""
+    """Options of the command."""
 
     solutions: Annotated[
         Path,

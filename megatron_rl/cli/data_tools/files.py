@@ -26,7 +26,7 @@ Out = Annotated[Path, typer.Option(help="JSONL file to write")]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """What every tool that reads a file of prompts is given."""
+    """Options of every tool that reads a file of prompts."""
 
     prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
     out: Out

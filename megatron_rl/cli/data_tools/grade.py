@@ -36,7 +36,7 @@ PROBLEMS = "problems.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class GradeOptions(ToolOptions):
-    """What the command is given."""
+    """Options of the command."""
 
     model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
     out: Annotated[Path, typer.Option(help="folder of the results; an existing one is resumed")]

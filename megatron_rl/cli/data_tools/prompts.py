@@ -45,7 +45,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What both commands are given."""
+    """Options of both commands."""
 
     source: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
-    """What `data check` is given."""
+    """Options of `data check`."""
 
     limit: Annotated[int, typer.Option(help="most faults to print; equal faults count once")] = 20
     json: Json = False
@@ -115,7 +115,7 @@ def fault_lines(faults: Sequence[Fault]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions(SourceOptions):
-    """What `data show` is given."""
+    """Options of `data show`."""
 
     rows: Annotated[int, typer.Option(help="number of prompts to print")] = 3
     start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0

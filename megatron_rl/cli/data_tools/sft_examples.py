@@ -26,7 +26,7 @@ _DEFAULTS = SftExampleOptions()
 
 @dataclass(frozen=True)
 class MiningOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
     out: Out

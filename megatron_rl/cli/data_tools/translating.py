@@ -40,7 +40,7 @@ _SERVER = "With --endpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ToolOptions):
-    """What the command is given."""
+    """Options of the command."""
 
     requests: Annotated[
         bool,
