@@ -82,7 +82,7 @@ class LengthsOptions:
 @command(app, "weights", "Principal directions of checkpoints.")
 def weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # Needs torch, which most commands do without; so below.
+    # torch is slow to load; so below.
     from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
     from megatron_rl.analysis.principal import gram_matrix, principal_directions
     from megatron_rl.analysis.results import weights_result
@@ -95,7 +95,7 @@ def weights(options: WeightsOptions, console: Console) -> int:
         say(console, f"would write {options.out}; scratch files in the same folder. {_NOTHING}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    # Not in the system's folder for temporary files, which may be in memory.
+    # Not in the system's temporary folder, which may be in memory.
     with (
         tempfile.TemporaryDirectory(dir=options.out, prefix=".scratch.") as scratch,
         open_checkpoints(checkpoints, Path(scratch)) as opened,
@@ -107,7 +107,7 @@ def weights(options: WeightsOptions, console: Console) -> int:
     found = weights_result(
         checkpoints, gram, principal, centre=options.centre, parameters=parameters
     )
-    # A plane of other directions would be drawn into these.
+    # An earlier plane has other directions.
     _write(options, msgspec.structs.replace(analysis, weights=found, plane=None), console)
     return 0
 
@@ -174,7 +174,7 @@ def lengths(options: LengthsOptions, console: Console) -> int:
 
 
 def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis":
-    """The analysis in --out so far. Raises InputError, also where plots cannot be drawn."""
+    """The analysis in --out so far. Raises InputError, also if plots cannot be drawn."""
     from megatron_rl.analysis.plots import check_library
     from megatron_rl.analysis.results import read_analysis
 
@@ -188,7 +188,7 @@ def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis
 def _write(
     options: WeightsOptions | PlaneOptions | LengthsOptions, analysis: "Analysis", console: Console
 ) -> None:
-    """Write analysis.json, the plots and analysis.md, and print the last."""
+    """Write analysis.json, the plots and analysis.md; print analysis.md."""
     from megatron_rl.analysis import plots, report, results
 
     text = report.render(analysis, with_plots=not options.no_plots)

@@ -1,4 +1,4 @@
-"""`megatron-rl audit RUN`: check that a run's records agree, with each other and with its model."""
+"""`megatron-rl audit RUN`: check that a run's records agree with each other and its model."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def audit(options: AuditOptions, console: Console) -> int:
         findings = audit_records(options.run_dir, report)
     found: dict[str, object] = {}
     if options.model:
-        # Needs torch and transformers, and minutes.
+        # torch and transformers are slow to load.
         from megatron_rl.launcher.audit_model import audit_model
 
         found = audit_model(options.run_dir)

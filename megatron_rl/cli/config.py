@@ -1,4 +1,4 @@
-"""`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
+"""`megatron-rl config`: explains keys, and shows, compares and migrates configurations."""
 
 import json
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _all(
     ] = False,
 ) -> int:
     if ctx.invoked_subcommand is None:
-        # Not through rich, which would wrap lines and colour what is to be a file.
+        # Not through rich, which would wrap and color the text of a file.
         text = markdown() if is_markdown else commented_toml()
         print(text, end="", file=ctx.obj["console"].file)
     return 0
@@ -136,7 +136,7 @@ def show(options: ShowOptions, console: Console) -> int:
 
 
 def resolved_rows(layers: Layers) -> list[tuple[str, Any, str]]:
-    """Key, value and origin of everything that is set. Raises ConfigError."""
+    """(key, value, origin) of all keys. Raises ConfigError."""
     found = leaves(resolve(layers).model_dump(mode="json"), "")
     return [(public_key(key), value, layers.origin_of(key)) for key, value in found]
 
@@ -206,7 +206,7 @@ def _shown(value: Any) -> str:
 
 
 def _near(origin: str) -> str:
-    """A file below the current folder by its relative path."""
+    """The origin; a file below the current folder by its relative path."""
     here = Path.cwd()
     path = Path(origin)
     return str(path.relative_to(here)) if path.is_relative_to(here) else origin
@@ -257,7 +257,7 @@ def list_shipped(options: ListOptions, console: Console) -> int:
 
 
 def _needs(path: Path) -> list[str]:
-    """Keys that a command line must add, and files that are not there."""
+    """Keys that a command line must give, also for missing files."""
     layers = read_layers([path])
     config = resolve(layers)
     keys = [] if "path" in layers.tree.get("model", {}) else ["model.path"]

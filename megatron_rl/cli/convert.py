@@ -1,4 +1,4 @@
-"""`megatron-rl convert SRC DST`: converts a model folder and shows how far it is."""
+"""`megatron-rl convert SRC DST`: converts a model folder."""
 
 import logging
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class ConvertOptions:
 @command(app, "convert", "Convert a model folder to Megatron's format, or back.")
 def convert_folder(options: ConvertOptions, console: Console) -> int:
     """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
-    # Needs torch, which most commands do without.
+    # torch is slow to load.
     from megatron_rl.weights.folders.conversion import Request
 
     if not options.shard_gb > 0:
@@ -66,7 +66,7 @@ def convert_folder(options: ConvertOptions, console: Console) -> int:
 
 
 def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
-    """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
+    """Convert; exit code 1 if the disk fails or a digest differs. Raises InputError."""
     from megatron_rl.weights.folders.conversion import VerificationFailed, convert
 
     try:

@@ -84,10 +84,10 @@ def evaluation(options: EvalOptions, console: Console) -> int:
         overrides.append(override("run.dir", str(options.run_dir)))
     config = load_config([config_path(text) for text in options.config], overrides)
     if models:
-        # What is asked for is this folder, whatever training began with.
+        # The given model counts, not the start of training.
         model = config.model.model_copy(update={"megatron_path": None})
         config = config.model_copy(update={"model": model})
-    # Needs most of the launcher, which a comparison does without.
+    # Loads most of the launcher, which a comparison does not need.
     from megatron_rl.evaluation.runs.runner import evaluate
 
     return until_death(

@@ -71,7 +71,7 @@ def init(options: InitOptions, console: Console) -> int:
 
 
 def _answers(options: InitOptions) -> dict[str, str]:
-    """Each answer as text, asked for where the command line has none. Raises InputError."""
+    """Question -> answer, from the command line or the user. Raises InputError."""
     given = {name: getattr(options, name) for name in _QUESTIONS}
     missing = [name for name, value in given.items() if value is None]
     if missing and not sys.stdin.isatty():
@@ -90,7 +90,7 @@ def _whole(answers: dict[str, str], name: str, *, least: int) -> int:
 
 
 def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> str:
-    """The file's text. gpus: of one node; the trainer and the engines take half of them each."""
+    """The file's text. gpus: of one node; trainer and engines take half each."""
     if task not in RewardConfig().all_tasks:
         raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
     parts = [
@@ -113,7 +113,7 @@ def _source(data: str) -> list[str]:
 
 
 def _sizes(gpus: int) -> list[str]:
-    """Batch, lengths and layout: small without a GPU, shared on one, divided on several."""
+    """Batch, lengths and layout: small without a GPU, one shared GPU, or several divided."""
     if not gpus:
         sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
         return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]

@@ -1,4 +1,4 @@
-"""`megatron-rl metrics`: what each metric means; metrics of a run for other programs."""
+"""`megatron-rl metrics`: meanings of metrics, and exports of a run's metrics."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ app = plain_app("What metrics mean; metrics of a run for other programs.")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The command takes none."""
+    """No options."""
 
 
 @command(app, "table", "Print docs/metrics.md.")
@@ -33,7 +33,7 @@ def table(options: NoOptions, console: Console) -> int:
 @command(app, "dashboard", "Print a dashboard for Grafana.")
 def print_dashboard(options: NoOptions, console: Console) -> int:
     """Exit code: 0."""
-    # prometheus_client is loaded by this part alone.
+    # Only this part loads prometheus_client.
     from megatron_rl.observe.exporters.grafana import dashboard
 
     print(dashboard(), end="", file=console.file)

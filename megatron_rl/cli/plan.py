@@ -1,4 +1,4 @@
-"""`megatron-rl plan` and `megatron-rl plan-weights`: what a run needs, what a weight sync moves."""
+"""`megatron-rl plan`: what a run needs; `plan-weights`: what a weight sync moves."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -99,7 +99,7 @@ class WeightsOptions:
 @command(app, "plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
 def plan_weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # Needs torch, which most commands do without.
+    # torch is slow to load.
     from megatron_rl.cli.plan_weights import plan_weights as show
 
     show(_load([options.config], options.overrides), console)
@@ -107,7 +107,7 @@ def plan_weights(options: WeightsOptions, console: Console) -> int:
 
 
 def _load(configs: list[str], overrides: list[str]) -> Config:
-    """The configuration, with the sizes of a model on the Hub in the cache. Raises InputError."""
+    """The configuration; downloads config.json of a Hub model. Raises InputError."""
     return pin_models(
         load_config([config_path(name) for name in configs], overrides), None, only_sizes=True
     )

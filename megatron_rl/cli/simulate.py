@@ -1,6 +1,6 @@
 """`megatron-rl simulate CONFIG`: predict a run's step time, idle shares and staleness.
 
-No GPU, and no process but this one; docs/simulator.md says what is modelled and what is not.
+Needs no GPU and no other process; docs/simulator.md tells what is modelled.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
 
 _MANY_SLOTS = 1024
-"""With more completions in flight the queue answers in grains of 1 % of a completion's time."""
+"""Completions in flight above which the queue answers in grains of 1 % of a completion's time."""
 _GRAINS = 100
 
 
@@ -147,7 +147,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     models = [_model(variant, calibration) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
-    # What is printed may be JSON, and nothing else then.
+    # With --json, stdout has nothing else.
     with progress(Console(stderr=True) if options.json else console, "settings") as report:
         outcomes = [
             Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
@@ -220,7 +220,10 @@ def _model(variant: Variant, calibration: Calibration | None) -> ClusterModel:
 def _fits(
     variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
 ) -> bool:
-    """Whether a setting fits its GPUs; one that does not is named and left out of a comparison."""
+    """Whether a setting fits its GPUs; a comparison names and leaves out others.
+
+    Raises InputError for a single setting.
+    """
     if calibration is not None:
         return True
     problems = make_plan(variant.config, Hardware(variant.assumed.gpu)).problems

@@ -1,4 +1,4 @@
-"""`megatron-rl view RUN`: recorded rollouts in a browser."""
+"""`megatron-rl view RUN`: shows recorded rollouts in a browser."""
 
 import asyncio
 import signal
@@ -34,7 +34,7 @@ class ViewOptions:
 @command(app, "view", "Look at the rollouts of a run in a browser.")
 def view(options: ViewOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # The web server is loaded by this command alone.
+    # Only this command loads the web server.
     from megatron_rl.observe.viewer.index import Index
     from megatron_rl.observe.viewer.server import Viewer
     from megatron_rl.observe.viewer.tokens import load_decoder

@@ -1,14 +1,14 @@
-"""A command is a function of its options, which a dataclass describes, and of the console.
+"""Makes typer commands of functions `f(options, console)`, with a dataclass of options.
 
 Used by every module of commands.
 
 - A field `name: Annotated[type, typer.Option(...)] = default` becomes `--name`, a field with
   `typer.Argument(...)` a positional word.
-- A flag names itself, as in `typer.Option("--name")`: else typer adds `--no-name`.
-- An option with the metavar "FILE..." takes all words up to the next option, with "[NAME...]" also
-  none.
-- A group loads the module of a command when the command is called: help and completion of names
-  need the table alone.
+- A flag gives its name, as in `typer.Option("--name")`; else typer adds `--no-name`.
+- An option with the metavar "FILE..." takes all words up to the next option; with "[NAME...]" it
+  may have none.
+- A group imports a command's module when the command is called. Help and completion of names need
+  only the table.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Command(TyperCommand):
     handler: Handler
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """As typer does, but for options that take several words."""
+        """Parse; options may take several words."""
         several = {
             o: str(p.metavar) for p in self.params for o in p.opts if "..." in (p.metavar or "")
         }
@@ -41,7 +41,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: typer.Context) -> int:
         """Call the handler with the options."""
-        # Sockets, and with them the configuration, are needed by called commands alone.
+        # Loads sockets and the configuration, which help does not need.
         from megatron_rl.protocol.process import run_main
 
         options, codes = super().invoke(ctx), list[int]()
@@ -54,7 +54,7 @@ def spread(
 ) -> list[str]:
     """`--against A B` as `--against A --against B`, for the options in `several`.
 
-    optional: those that no word may follow; they then get one empty text.
+    optional: options that may have no word; they then get one empty text.
     """
     found: list[str] = []
     taking = ""
@@ -75,10 +75,7 @@ def _empty(found: Sequence[str], optional: Collection[str]) -> list[str]:
 def command(
     app: typer.Typer, name: str, help_text: str, *, epilog: str | None = None
 ) -> Callable[[Handler], Handler]:
-    """Add the decorated `f(options, console) -> exit code` to the app.
-
-    The type of `options` is a dataclass, whose fields are options and arguments of the command.
-    """
+    """Add the decorated `f(options, console) -> exit code` to the app."""
 
     def add(handler: Handler) -> Handler:
         kind = next(iter(get_type_hints(handler).values()))
@@ -90,10 +87,10 @@ def command(
 
 
 def _maker_of(kind: type) -> Callable[..., Any]:
-    """A function that typer can read: it takes the fields of a dataclass, and makes one."""
+    """A function of a dataclass's fields that makes one, with a signature that typer reads."""
 
     def make(**given: Any) -> Any:
-        # Typer gives None for a list that nobody has given.
+        # Typer gives None for a missing list.
         return kind(**{name: value for name, value in given.items() if value is not None})
 
     factories = {
@@ -121,11 +118,11 @@ class Entry:
     panel: str = "Commands"
     """Heading in the help of the group."""
     is_group: bool = False
-    """Whether the whole `app` is meant, with its commands."""
+    """Whether the entry is the whole `app` with its commands."""
 
 
 class LazyGroup(TyperGroup):
-    """Lists stand-ins; `resolve_command`, which calls and completion use, gives the command."""
+    """Lists placeholders; `resolve_command`, which calls and completion use, loads a command."""
 
     entries: Sequence[Entry] = ()
 
@@ -141,14 +138,14 @@ class LazyGroup(TyperGroup):
     def resolve_command(
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
-        """The command that the first word names, loaded, and the other words."""
+        """The loaded command of the first word, and the other words."""
         name, found, rest = super().resolve_command(ctx, args)
         entry = next((entry for entry in self.entries if entry.name == name), None)
         return name, found if entry is None else load(entry), rest
 
 
 def load(entry: Entry) -> TyperCommand | TyperGroup:
-    """The command itself."""
+    """Import a command."""
     found = get_command(importlib.import_module(entry.module).app)
     if isinstance(found, TyperGroup) and not entry.is_group:
         return found.commands[entry.name]
@@ -167,7 +164,7 @@ def lazy_app(help_text: str, entries: Sequence[Entry], *, add_completion: bool) 
 def plain_app(
     help_text: str | None = None, *, callback: Callable[..., int] | None = None
 ) -> typer.Typer:
-    """A typer app for the commands of one module; callback: called where no command is named."""
+    """A typer app for the commands of one module. callback: called without a command's name."""
     app = typer.Typer(
         help=help_text,
         add_completion=False,

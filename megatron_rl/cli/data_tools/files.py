@@ -1,6 +1,6 @@
-"""Files and reports of all tools of `megatron-rl data`.
+"""Input, output and reports of the tools of `megatron-rl data`.
 
-A report is printed as a table, and written to OUT.report.json.
+A report is printed as a table and written to OUT.report.json.
 """
 
 from dataclasses import dataclass
@@ -36,19 +36,19 @@ class ToolOptions:
 
 
 def read_prompts(options: ToolOptions) -> list[Row]:
-    """The rows that a tool is given. Raises InputError."""
+    """The rows of the input. Raises InputError."""
     return read_rows(
         options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
     )
 
 
 def read_config(name: str | None) -> Config:
-    """The configuration whose tasks count; without a file the defaults. Raises ConfigError."""
+    """The configuration with the tasks; default: ours. Raises ConfigError."""
     return load_config(None if name is None else config_path(name), [])
 
 
 def check_output(options: Any) -> None:
-    """Raise InputError for an output that cannot be written, or that is the input."""
+    """Raise InputError for an output without a folder, or that is an input."""
     folder = options.out.resolve().parent
     if not folder.is_dir():
         raise InputError(f"--out {options.out}: there is no folder {folder}")
@@ -77,7 +77,7 @@ def write_lines(out: Path, lines: list[Any], report: Report, console: Console) -
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Counts as a table."""
+    """Print the counts as a table."""
     table = Table(f"data {report.tool}", "rows")
     table.add_row("read", str(report.read))
     for kind, counts in (

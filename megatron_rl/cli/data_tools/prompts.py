@@ -1,4 +1,4 @@
-"""`megatron-rl data check` and `data show`: faults of prompts; prompts as the model sees them."""
+"""`megatron-rl data check` finds faults of prompts; `data show` prints what the model sees."""
 
 import json
 from collections import Counter
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
     text: str
     tokens: int
     refusal: str
-    """Why a run would leave the prompt out; empty: it would not."""
+    """Reason why a run would leave the prompt out; empty: none."""
 
 
 app = plain_app()
@@ -97,7 +97,7 @@ def check(options: CheckOptions, console: Console) -> int:
 
 
 def fault_lines(faults: Sequence[Fault]) -> list[str]:
-    """A line for each different fault; equal faults of several rows share a line with a count."""
+    """A line for each different fault, with the count of its rows."""
     places: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
         text = fault.text.removeprefix(fault.place).removeprefix(": ")
@@ -153,7 +153,7 @@ def show(options: ShowOptions, console: Console) -> int:
 
 
 def read_source_config(options: SourceOptions) -> Config:
-    """The configuration that names, or stands for, a source of prompts. Raises InputError."""
+    """The given configuration, or one with the given source of prompts. Raises InputError."""
     source, overrides, given = options.source, list(options.overrides), []
     if options.model is not None:
         given.append(override("model.path", str(folder_of(options.model, key="--model"))))
@@ -187,7 +187,7 @@ def _is_configuration(source: str) -> bool:
 def _of_one_source(
     source: dict[str, str], files: Sequence[Path], overrides: Sequence[str]
 ) -> Config:
-    """The configuration with one source of prompts, which overrides may change."""
+    """A configuration with one source of prompts, which overrides may change."""
     layers = read_layers(files)
     layers.tree["prompts"] = [source]
     layers.tree.get("eval", {}).pop("sets", None)
@@ -196,7 +196,7 @@ def _of_one_source(
 
 
 def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
-    """In a child: prompts as the model sees them; imports transformers."""
+    """Render prompts as the model sees them. Runs in a child; imports transformers."""
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
@@ -215,7 +215,7 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
 
 
 def _has_model(config: Config, model: Path | None) -> bool:
-    """Whether there is a folder for the tokenizer; one that was asked for must be there."""
+    """Whether a model folder exists. Raises InputError if a given one does not."""
     if model is not None and not config.model.path.is_dir():
         raise InputError(f"--model {model}: there is no such folder")
     return config.model.path.is_dir()
@@ -274,5 +274,5 @@ def _as_json(findings: Findings) -> dict[str, object]:
 
 
 def _say(console: Console, *lines: str) -> None:
-    """Print lines that may hold texts of a data set: their characters move no cursor."""
+    """Print lines with texts of a data set, which must not move the cursor."""
     say(console, *map(printable, lines))

@@ -124,8 +124,8 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
 def _ask_endpoint(
     options: Options, chosen: list[Chosen], console: Console
 ) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
-    """Translations by a served model, and their cost; OUT.translations.jsonl keeps them."""
-    # Needs aiohttp, which the other tools do without.
+    """(translations by a served model, figures); OUT.translations.jsonl keeps translations."""
+    # Only this option needs aiohttp.
     from megatron_rl.curation.asking import ask_all
 
     endpoint = _endpoint(options)
@@ -143,7 +143,7 @@ def _ask_endpoint(
 
 
 def _endpoint(options: Options) -> "Endpoint":
-    """The server that is to be asked. Raises InputError."""
+    """The server. Raises InputError."""
     from megatron_rl.curation.chat_endpoint import Endpoint
 
     if not options.served_model:
