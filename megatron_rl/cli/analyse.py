@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 app = plain_app("Analyses of a run or of checkpoints, into one folder with a report.")
 _NOTHING = "Dry run: nothing was written."
-Out = Annotated[Path, typer.Option(help="folder of the report")]
-NoPlots = Annotated[bool, typer.Option("--no-plots", help="text alone")]
+Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+NoPlots = Annotated[bool, typer.Option("--no-plots", help="Write no plots.")]
 
 
 @dataclass(frozen=True)
 class WeightsOptions:
     """Options of `analyse weights`."""
 
-    models: Annotated[list[Path], typer.Argument(help="model folders, runs, checkpoints")]
+    models: Annotated[list[Path], typer.Argument()]
+    """Model folders, runs, checkpoints."""
     out: Out
     centre: Literal["mean", "first"] = "mean"
-    files_from: Annotated[
-        Path | None, typer.Option(help="folder with config.json and tokenizer that others lack")
-    ] = None
+    files_from: Path | None = None
+    """Folder with config.json and tokenizer for checkpoints without them."""
     no_plots: NoPlots = False
     dry_run: DryRun = False
 
@@ -46,26 +46,20 @@ class PlaneOptions:
     """Options of `analyse plane`."""
 
     out: Out
-    write: Annotated[
-        Path | None, typer.Option(metavar="GRID", help="write models to this folder")
-    ] = None
-    read: Annotated[Path | None, typer.Option(metavar="GRID", help="collect their eval.json")] = (
-        None
-    )
-    points: Annotated[int, typer.Option(help="number of points on a side of the grid")] = 5
-    margin: Annotated[
-        float, typer.Option(help="share of the extent that the grid goes beyond the checkpoints")
-    ] = 0.25
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="default: that of the first checkpoint"),
-    ] = None
-    at_most: Annotated[int | None, typer.Option(help="write at most N points now")] = None
-    set_name: Annotated[
-        str | None,
-        typer.Option("--set", metavar="NAME",
-                     help="evaluation set; needed if there are several"),
-    ] = None  # fmt: skip
+    write: Annotated[Path | None, typer.Option(metavar="GRID")] = None
+    """Folder for the models of the grid."""
+    read: Annotated[Path | None, typer.Option(metavar="GRID")] = None
+    """Folder with evaluated models, whose eval.json files are collected."""
+    points: int = 5
+    """Number of points on a side of the grid."""
+    margin: float = 0.25
+    """Margin of the grid around the checkpoints, as a share of their extent."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Dtype of the models; default: that of the first checkpoint."""
+    at_most: int | None = None
+    """Maximum number of models to write now; default: all."""
+    set_name: Annotated[str | None, typer.Option("--set", metavar="NAME")] = None
+    """Evaluation set to read, if there are several."""
     no_plots: NoPlots = False
     dry_run: DryRun = False
 

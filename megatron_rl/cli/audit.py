@@ -3,9 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -22,14 +20,9 @@ class AuditOptions:
     """Options of the command."""
 
     run_dir: RunFolder
-    model: Annotated[
-        bool,
-        typer.Option(
-            "--model",
-            help="also load hf/final in transformers: compare its logits with the trainer's, and "
-            "repeat the evaluation; minutes",
-        ),
-    ] = False
+    model: bool = False
+    """Also load hf/final in transformers: compare its logits with the trainer's, and repeat the
+    evaluation; minutes."""
     json: Json = False
 
 

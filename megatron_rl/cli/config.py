@@ -46,7 +46,7 @@ _MISSING = "not given"
 def _all(
     ctx: typer.Context,
     is_markdown: Annotated[
-        bool, typer.Option("--markdown", help="print docs/configuration.md")
+        bool, typer.Option("--markdown", help="Print docs/configuration.md.")
     ] = False,
 ) -> int:
     if ctx.invoked_subcommand is None:
@@ -102,14 +102,13 @@ class ShowOptions:
     overrides: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE | section.key=value",
-            help="files, shipped names, run folders, single keys",
-            autocompletion=complete_override,
-            show_default=False,
+            metavar="FILE | section.key=value", autocompletion=complete_override, show_default=False
         ),
     ] = field(default_factory=list)
+    """Files, shipped names, run folders, single keys."""
     config: ConfigFiles = field(default_factory=list)
-    changed: Annotated[bool, typer.Option("--changed", help="only what is not the default")] = False
+    changed: bool = False
+    """Only values that are not the default."""
     json: Json = False
 
 
@@ -216,7 +215,8 @@ def _near(origin: str) -> str:
 class MigrateOptions:
     """Options of `config migrate`."""
 
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files to rewrite")]
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...")]
+    """TOML files to rewrite."""
 
 
 @command(app, "migrate", "Rewrite TOML files that use former names of keys.")

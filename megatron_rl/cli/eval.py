@@ -43,20 +43,17 @@ class EvalOptions:
         list[str],
         typer.Argument(
             metavar="MODEL | section.key=value",
-            help="a Hugging Face folder; default: model.path",
             autocompletion=complete_override,
             show_default=False,
         ),
     ] = field(default_factory=list)
+    """Hugging Face folder; default: model.path."""
     config: ConfigFiles = field(default_factory=list)
     run_dir: RunDirOption = None
-    label: Annotated[str, typer.Option(help="name of the evaluation in the metrics")] = "model"
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A B", help="evaluate nothing: pair the problems of two folders of results"
-        ),
-    ] = None
+    label: str = "model"
+    """Name of the evaluation in the metrics."""
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(metavar="A B")] = None
+    """Two folders of results whose problems are paired; nothing is evaluated."""
     json: Json = False
     dry_run: DryRun = False
 

@@ -31,14 +31,18 @@ _QUESTIONS = {
 class InitOptions:
     """Options of `init`; it asks for each missing option."""
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file to write")] = Path(
-        "my.toml"
-    )
-    model: Annotated[str | None, typer.Option(help="model folder, or a name of the Hub")] = None
-    data: Annotated[str | None, typer.Option(help="data file or folder, or a Hub name")] = None
-    task: Annotated[str | None, typer.Option(help="task of the questions, such as math")] = None
-    gpus: Annotated[int | None, typer.Option(help="GPUs of this node; 0: CPU cores")] = None
-    steps: Annotated[int | None, typer.Option(help="training steps")] = None
+    file: Annotated[Path, typer.Argument(metavar="FILE")] = Path("my.toml")
+    """TOML file to write."""
+    model: str | None = None
+    """Model folder, or a name of the Hub."""
+    data: str | None = None
+    """Data file or folder, or a Hub name."""
+    task: str | None = None
+    """Task of the questions, such as math."""
+    gpus: int | None = None
+    """GPUs of this node; 0: CPU cores."""
+    steps: int | None = None
+    """Training steps."""
 
 
 @command(app, "init", "Write a configuration: answers to five questions.")

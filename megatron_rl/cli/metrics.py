@@ -2,9 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -55,7 +53,8 @@ class ExportOptions:
 
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)
-    follow: Annotated[bool, typer.Option("--follow", help="continue until Ctrl-C")] = False
+    follow: bool = False
+    """Also pass on new rows, until Ctrl-C."""
 
 
 @command(app, "export", "Pass on the metrics of a run, finished or not.")

@@ -23,13 +23,8 @@ _GPUS_PER_HOST = Annotated[
 class PrepareOptions(RunOptions):
     """Options of `prepare`."""
 
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            envvar="SLURM_JOB_NUM_NODES",
-            help="nodes of the run; default: as many as the configuration needs",
-        ),
-    ] = None
+    nodes: Annotated[int | None, typer.Option(envvar="SLURM_JOB_NUM_NODES")] = None
+    """Nodes of the run; default: as many as the configuration needs."""
     gpus_per_node: _GPUS_PER_HOST = None
 
 
@@ -59,8 +54,10 @@ class NodeOptions:
     """Options of `node`."""
 
     run_dir: RunFolder
-    node: Annotated[int, typer.Option(help="place of this node, from 0")]
-    nodes: Annotated[int, typer.Option(help="how many there are")]
+    node: int
+    """Place of this node, from 0."""
+    nodes: int
+    """Number of nodes."""
     gpus_per_node: _GPUS_PER_HOST = None
     dry_run: DryRun = False
 

@@ -31,40 +31,28 @@ class PlanOptions:
     more: Annotated[
         list[str],
         typer.Option(
-            "--config",
-            metavar="FILE",
-            show_default=False,
-            autocompletion=complete_config,
-            help="further TOML files, of which later ones win",
+            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
         ),
     ] = field(default_factory=list)
+    """Further TOML files; later files win."""
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"one of {', '.join(GPUS)}, or any name with --gpu-memory; default: the GPU of "
-            f"this host, or {DEFAULT} without one",
+            help=f"GPU, one of {', '.join(GPUS)}, or any name with --gpu-memory; default: that of "
+            f"this node, or {DEFAULT} without one.",
             autocompletion=lambda: list(GPUS),
         ),
     ] = None
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="memory of the GPU in GiB; default: that of --gpu")
-    ] = None
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs of the whole run; default: what the config uses")
-    ] = None
-    mfu: Annotated[float, typer.Option(help="model FLOPs utilization of the trainer")] = (
-        Hardware.mfu
-    )
-    mean_tokens: Annotated[
-        int | None,
-        typer.Option(help="mean tokens of a sequence; default: half of generator.context_tokens"),
-    ] = None
-    gb_per_s: Annotated[
-        float | None,
-        typer.Option(
-            help="bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2"
-        ),
-    ] = None
+    gpu_memory: float | None = None
+    """Memory of the GPU in GiB; default: that of --gpu."""
+    gpus: int | None = None
+    """GPUs of the whole run; default: as many as the configuration uses."""
+    mfu: float = Hardware.mfu
+    """Model FLOPs utilization of the trainer."""
+    mean_tokens: int | None = None
+    """Mean tokens of a sequence; default: half of generator.context_tokens."""
+    gb_per_s: float | None = None
+    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
     json: Json = False
 
 

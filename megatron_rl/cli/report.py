@@ -30,18 +30,16 @@ class ReportOptions:
     """Options of the command."""
 
     run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN_DIR", help="folders of runs", autocompletion=complete_run_folder
-        ),
+        list[Path], typer.Argument(metavar="RUN_DIR", autocompletion=complete_run_folder)
     ]
+    """Folders of runs."""
     html: Annotated[
-        Path | None, typer.Option(help=f"the file; default: {FILE} in the first folder")
+        Path | None, typer.Option(help=f"HTML file to write; default: {FILE} in the first folder.")
     ] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="also write a timeline for ui.perfetto.dev")
-    ] = None
-    text: Annotated[bool, typer.Option("--text", help="print the summary alone")] = False
+    trace: Path | None = None
+    """Also write a timeline for ui.perfetto.dev."""
+    text: bool = False
+    """Print only the summary."""
 
 
 @command(app, "report", "Summarize runs as text and as an HTML file.")

@@ -45,7 +45,8 @@ class RunOptions:
     overrides: Overrides = field(default_factory=list)
     run_dir: RunDirOption = None
     dry_run: DryRun = False
-    model: Annotated[str, typer.Option(metavar="DIR", help="the same as model.path=DIR")] = ""
+    model: Annotated[str, typer.Option(metavar="DIR")] = ""
+    """The same as model.path=DIR."""
 
     @property
     def given(self) -> list[str]:

@@ -32,16 +32,17 @@ app = plain_app()
 class SweepOptions:
     """Options of the command."""
 
-    file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
+    file: Annotated[Path, typer.Argument()]
+    """TOML file of the sweep (docs/sweeps.md)."""
     overrides: Overrides = field(default_factory=list)
-    sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
-    report: Annotated[
-        bool, typer.Option("--report", help="only print the table of what is there")
-    ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print commands or scripts")] = (
-        False
-    )
-    slurm: Annotated[bool, typer.Option("--slurm", help="submit each run as a job")] = False
+    sweep_dir: Path | None = None
+    """Folder of the sweep; default: runs/sweep-NAME."""
+    report: bool = False
+    """Only print the table of the present runs."""
+    dry_run: bool = False
+    """Only print commands or scripts."""
+    slurm: bool = False
+    """Submit each run as a job."""
 
 
 @command(app, "sweep", "Run variants over seeds, and compare them.")

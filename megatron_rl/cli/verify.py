@@ -31,12 +31,12 @@ _WIDTH = 48
 class VerifyOptions:
     """Options of the command."""
 
-    file: Annotated[Path, typer.Argument(help="rollouts of a run, or JSONL of {text, answer}")]
+    file: Annotated[Path, typer.Argument()]
+    """Rollouts of a run, or JSONL of {text, answer}."""
     overrides: Overrides = field(default_factory=list)
     config: OneConfig = None
-    disagree: Annotated[bool, typer.Option("--disagree", help="show where math parsers differ")] = (
-        False
-    )
+    disagree: bool = False
+    """Show where math parsers differ."""
 
 
 @command(app, "verify", "Grade a file of completions again, and say why.")

@@ -5,9 +5,8 @@ import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -28,7 +27,8 @@ class ViewOptions:
     """Options of the command."""
 
     run_dir: RunFolder
-    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0
+    port: int = 0
+    """Port of 127.0.0.1; 0: a free one."""
 
 
 @command(app, "view", "Look at the rollouts of a run in a browser.")

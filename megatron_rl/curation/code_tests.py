@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -59,8 +59,8 @@ class CodeTestOptions:
     """Minimum share for an output that becomes the expected one."""
     min_tests: int = 1
     """Minimum number of remaining tests of a problem."""
-    languages: tuple[str, ...] = ("python", "cpp")
-    """Languages of the versions of a problem; (): one version, in any language."""
+    languages: list[str] = field(default_factory=lambda: list(SENTENCES))
+    """Languages of the versions of a problem; no name: one version, in any language."""
 
     def __post_init__(self) -> None:
         check_at_least("--min-solutions", self.min_solutions, 1)

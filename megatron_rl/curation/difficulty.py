@@ -48,18 +48,24 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class LabelRules:
-    """Rules for doubted labels."""
+class DifficultyOptions:
+    """Rules for problems to keep, by the share of right samples, and for doubted labels."""
 
-    action: Action = "keep"
-    """keep: labels are not checked; drop: problems with doubted labels are dropped; relabel: the
-    majority's answer replaces the label if its share is large enough, else they are dropped."""
+    labels: Action = "keep"
+    """Treatment of doubted labels. keep: labels are not checked; drop: their problems are dropped;
+    relabel: the majority's answer replaces them, or their problems are dropped."""
     label_share: float = 0.6
-    """Minimum share of samples with an answer that speaks against the label."""
+    """Minimum share of the samples with an answer that speaks against the label."""
     max_label_share: float = 0.1
     """Maximum share of samples with a doubted label."""
     relabel_share: float = 0.8
     """Minimum share of samples with an answer that replaces the label."""
+    above: float = 0.0
+    """Maximum share of right samples of a problem that is too hard; 0: never solved."""
+    up_to: float = 0.75
+    """Maximum share of right samples of a kept problem; others are too easy."""
+    min_samples: int = 8
+    """Minimum number of graded samples, without which the share would be a guess."""
 
     def __post_init__(self) -> None:
         check_share("--label-share", self.label_share)
@@ -70,21 +76,6 @@ class LabelRules:
                 f"--max-label-share={self.max_label_share:g} must be below "
                 f"--label-share={self.label_share:g}: else label and majority are no rivals"
             )
-
-
-@dataclass(frozen=True)
-class DifficultyOptions:
-    """Rules for problems to keep, by the share of right samples."""
-
-    above: float = 0.0
-    """Maximum share of a problem that is too hard; 0: never solved."""
-    up_to: float = 0.75
-    """Maximum share of a kept problem; others are too easy."""
-    min_samples: int = 8
-    """Minimum number of graded samples, without which the share would be a guess."""
-    labels: LabelRules = LabelRules()
-
-    def __post_init__(self) -> None:
         check_share("--above", self.above, low=-1.0)
         check_share("--up-to", self.up_to, low=max(self.above, 0.0))
         check_at_least("--min-samples", self.min_samples, 1)
@@ -148,10 +139,10 @@ def filter_difficulty(
         "samples_of_no_problem": matched.unmatched,
     }
     checked: dict[str, _Checked] = {}
-    if options.labels.action != "keep":
+    if options.labels != "keep":
         doubts, unchecked = _doubts(rows, matched.by_id, options, reward)
         tally.figures |= {"labels_compared": len(doubts), "labels_not_checked": unchecked}
-        checked = _check_labels(doubts, options.labels, classify)
+        checked = _check_labels(doubts, options, classify)
     kept = []
     for row in rows:
         samples = matched.by_id[row.prompt.id]
@@ -214,13 +205,13 @@ def _doubts(
         answers = [sample.answer for sample in samples if not sample.is_correct]
         if task.compare in WITHOUT_VOTE:
             unchecked += 1
-        elif may_be_doubted(answers, correct=len(samples) - len(answers), rules=options.labels):
+        elif may_be_doubted(answers, correct=len(samples) - len(answers), rules=options):
             doubts.append(_Doubt(row.prompt, answers, len(samples) - len(answers)))
     return doubts, unchecked
 
 
 def _check_labels(
-    doubts: list[_Doubt], rules: LabelRules, classify: Classify
+    doubts: list[_Doubt], rules: DifficultyOptions, classify: Classify
 ) -> dict[str, _Checked]:
     """The result for each label, by the problem's id."""
     requests = [
@@ -267,7 +258,9 @@ def most(share: float, samples: int) -> int:
     return math.floor(share * samples + _ROUNDING)
 
 
-def may_be_doubted(answers: Sequence[str | None], *, correct: int, rules: LabelRules) -> bool:
+def may_be_doubted(
+    answers: Sequence[str | None], *, correct: int, rules: DifficultyOptions
+) -> bool:
     """Whether any classes of the wrong answers could speak against the label.
 
     This check spares most problems the comparisons.
@@ -294,11 +287,11 @@ def count_votes(answers: Sequence[str | None], classes: Sequence[int], *, correc
     return Vote(correct + same_as_label, size, texts.most_common(1)[0][0])
 
 
-def judge(vote: Vote, *, samples: int, rules: LabelRules) -> Judgement:
+def judge(vote: Vote, *, samples: int, rules: DifficultyOptions) -> Judgement:
     """The decision about a label after a vote of `samples`."""
     speaks = vote.majority >= max(1, least(rules.label_share, samples))
     if not speaks or vote.produced > most(rules.max_label_share, samples):
         return Judgement("keep")
-    if rules.action == "relabel" and vote.majority >= least(rules.relabel_share, samples):
+    if rules.labels == "relabel" and vote.majority >= least(rules.relabel_share, samples):
         return Judgement("relabel", vote.answer)
     return Judgement("drop")

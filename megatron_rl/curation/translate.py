@@ -14,7 +14,7 @@ into French, Spanish, Italian, German, Chinese and Russian.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from verification.language import LanguageRules, canonical_code, detect
 
 NAMES = {"fr": "French", "es": "Spanish", "it": "Italian", "de": "German", "zh": "Chinese",
          "ru": "Russian"}  # fmt: skip
-LANGUAGES = tuple(NAMES)
 GROWTH, GROWTH_CHARS = 3, 200
 """A translation has at most GROWTH times the characters of the source, plus GROWTH_CHARS."""
 OPEN, CLOSE = "⟦", "⟧"
@@ -62,17 +61,19 @@ class TranslateOptions:
 
     share: float = 0.1
     """Share of the eligible problems; only seed and question choose them."""
-    languages: tuple[str, ...] = LANGUAGES
-    tasks: tuple[str, ...] = ("math",)
+    languages: list[str] = field(default_factory=lambda: list(NAMES))
+    """Codes of the languages."""
+    tasks: list[str] = field(default_factory=lambda: ["math"])
+    """Tasks of the eligible problems."""
     keep_source: bool = False
     """Also write the English problem, before its translation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_share("--share", self.share)
-        unknown = [code for code in self.languages if code not in LANGUAGES]
+        unknown = [code for code in self.languages if code not in NAMES]
         if unknown or not self.languages:
-            raise InputError(f"--languages {unknown}: expected some of {', '.join(LANGUAGES)}")
+            raise InputError(f"--languages {unknown}: expected some of {', '.join(NAMES)}")
 
 
 class Request(msgspec.Struct, frozen=True):

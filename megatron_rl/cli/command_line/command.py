@@ -2,25 +2,31 @@
 
 Used by every module of commands.
 
-- A field `name: Annotated[type, typer.Option(...)] = default` becomes `--name`, a field with
-  `typer.Argument(...)` a positional word.
-- A flag gives its name, as in `typer.Option("--name")`; else typer adds `--no-name`.
-- An option with the metavar "FILE..." takes all words up to the next option; with "[NAME...]" it
-  may have none.
+- A field `name: type = default` becomes the option `--name`, with its docstring as help. Types are
+  those of typer; `Annotated[type, typer.Option(...)]` adds a metavar, a completion or a panel, and
+  `typer.Argument(...)` makes a positional word.
+- A bool is a flag without `--no-name`; `typer.Option(...)` of a bool must name it.
+- A list takes all words up to the next option, as does any option with a metavar like "FILE...";
+  with "[NAME...]" it may have none.
 - A group imports a command's module when the command is called. Help and completion of names need
   only the table.
 """
 
+import ast
+import copy
 import dataclasses
 import importlib
 import inspect
+import itertools
+import textwrap
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import ParameterInfo
 
 PROGRAM = "megatron-rl"
 Handler = Callable[[Any, Console], int]
@@ -44,8 +50,8 @@ class Command(TyperCommand):
         # Loads sockets and the configuration, which help does not need.
         from megatron_rl.protocol.process import run_main
 
-        options, codes = super().invoke(ctx), list[int]()
-        code = run_main(PROGRAM, lambda: codes.append(self.handler(options, ctx.obj["console"])))
+        make, codes = super().invoke, list[int]()
+        code = run_main(PROGRAM, lambda: codes.append(self.handler(make(ctx), ctx.obj["console"])))
         return code or codes[0]
 
 
@@ -90,6 +96,7 @@ def _maker_of(kind: type) -> Callable[..., Any]:
     """A function of a dataclass's fields that makes one, with a signature that typer reads."""
 
     def make(**given: Any) -> Any:
+        given |= {name: [] for name in optional if given[name] == [""]}
         # Typer gives None for a missing list.
         return kind(**{name: value for name, value in given.items() if value is not None})
 
@@ -98,13 +105,42 @@ def _maker_of(kind: type) -> Callable[..., Any]:
         for field in dataclasses.fields(kind)
         if field.default_factory is not dataclasses.MISSING
     }
+    texts, hints = _docstrings(kind), get_type_hints(kind, include_extras=True)
     parameters = [
-        one.replace(kind=one.KEYWORD_ONLY, default=factories.get(one.name, one.default))
-        for one in inspect.signature(kind).parameters.values()
+        one.replace(
+            kind=one.KEYWORD_ONLY,
+            default=factories.get(name, one.default),
+            annotation=_with_help(name, hints[name], texts.get(name)),
+        )
+        for name, one in inspect.signature(kind).parameters.items()
     ]
+    metavars = {one.name: one.annotation.__metadata__[0].metavar or "" for one in parameters}
+    optional = [name for name, metavar in metavars.items() if metavar.startswith("[")]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    make.__annotations__ = get_type_hints(kind, include_extras=True)
     return make
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass and its bases."""
+    found = {}
+    for one in reversed(kind.__mro__[:-1]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        for field, text in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
+
+
+def _with_help(name: str, hint: Any, text: str | None) -> Any:
+    """The type of a field as an option of typer, with its help."""
+    kind, given = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
+    info = next((copy.copy(one) for one in given if isinstance(one, ParameterInfo)), None)
+    if info is None:
+        kind, info = hint, typer.Option(metavar="NAME..." if kind is list else None)
+    if kind is bool and not info.param_decls and info.default is ...:
+        info.param_decls = (f"--{name.replace('_', '-')}",)
+    info.help = text or info.help
+    return Annotated[kind, info]
 
 
 @dataclasses.dataclass(frozen=True)

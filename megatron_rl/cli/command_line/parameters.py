@@ -72,12 +72,12 @@ def complete_run_folder(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-_FILE_HELP = "TOML file, or the name of a shipped configuration"
+_FILE_HELP = "TOML file, or the name of a shipped configuration."
 Overrides = Annotated[
     list[str],
     typer.Argument(
         metavar="section.key=value", autocompletion=complete_override, show_default=False,
-        help="change single keys, anywhere on the line; `megatron-rl config` lists all keys",
+        help="Changes of single keys; `megatron-rl config` lists all keys.",
     ),
 ]  # fmt: skip
 ConfigFile = Annotated[
@@ -87,7 +87,7 @@ ConfigFiles = Annotated[
     list[str],
     typer.Option(
         "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-        help=f"{_FILE_HELP}; of several, later ones win",
+        help=f"{_FILE_HELP} Later files win.",
     ),
 ]  # fmt: skip
 OneConfig = Annotated[
@@ -96,16 +96,16 @@ OneConfig = Annotated[
 ]
 RunFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN_DIR", help="folder of the run", autocompletion=complete_run_folder),
+    typer.Argument(metavar="RUN_DIR", help="Run folder.", autocompletion=complete_run_folder),
 ]
 RunDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--run-dir", metavar="DIR", help="run folder; the same as run.dir=DIR",
+        "--run-dir", metavar="DIR", help="Run folder; the same as run.dir=DIR.",
         autocompletion=complete_run_folder,
     ),
 ]  # fmt: skip
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="check everything, say what would be done, start nothing")
+    bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
 ]

@@ -3,9 +3,9 @@
 A report is printed as a table and written to OUT.report.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -21,18 +21,28 @@ from megatron_rl.curation.rows import Row, encode_lines, read_rows
 from megatron_rl.curation.tool import Report
 from megatron_rl.protocol.whole_file import write_whole
 
-Out = Annotated[Path, typer.Option(help="JSONL file to write")]
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
     """Options of every tool that reads a file of prompts."""
 
-    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
-    out: Out
-    task: Annotated[str, typer.Option(help="task of rows that name none")] = "math"
-    subset: Annotated[str, typer.Option(help="subset of a folder that has several")] = ""
-    dataset_split: Annotated[str, typer.Option(help="split of a folder that has several")] = ""
+    prompts: Annotated[Path, typer.Argument()]
+    """File or folder of prompts, as for a run."""
+    out: Path
+    """JSONL file to write."""
+    task: str = "math"
+    """Task of rows without a task."""
+    subset: str = ""
+    """Subset of a folder with several."""
+    dataset_split: str = ""
+    """Split of a folder with several."""
+
+
+def part_of(kind: type[Kind], options: Any) -> Kind:
+    """The options of a tool among a command's options."""
+    return kind(**{one.name: getattr(options, one.name) for one in fields(kind)})
 
 
 def read_prompts(options: ToolOptions) -> list[Row]:

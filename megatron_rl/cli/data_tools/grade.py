@@ -7,9 +7,7 @@ difficulty --samples` and `data code-tests --solutions` read its folder.
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -38,14 +36,16 @@ PROBLEMS = "problems.jsonl"
 class GradeOptions(ToolOptions):
     """Options of the command."""
 
-    model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
-    out: Annotated[Path, typer.Option(help="folder of the results; an existing one is resumed")]
+    model: Path
+    """Hugging Face folder."""
+    out: Path
+    """Folder of the results; an existing one is resumed."""
     overrides: Overrides = field(default_factory=list)
-    samples: Annotated[int, typer.Option(help="completions of a problem")] = 16
+    samples: int = 16
+    """Number of completions per problem."""
     config: OneConfig = None
-    temperature: Annotated[
-        float | None, typer.Option(help="default: sampling.temperature, as in training")
-    ] = None
+    temperature: float | None = None
+    """Sampling temperature; default: sampling.temperature, as in training."""
     dry_run: DryRun = False
 
 

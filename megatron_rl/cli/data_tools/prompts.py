@@ -47,34 +47,28 @@ app = plain_app()
 class SourceOptions:
     """Options of both commands."""
 
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
-            "reasoning_gym:NAME",
-            show_default=False,
-        ),
-    ] = None
+    source: Annotated[str | None, typer.Argument(metavar="SOURCE", show_default=False)] = None
+    """Configuration (TOML file or shipped name), file or folder of prompts, hub:NAME,
+    reasoning_gym:NAME."""
     overrides: Overrides = field(default_factory=list)
     config: Annotated[
         list[str],
         typer.Option(
-            "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-            help="configuration with the tasks, model and lengths for SOURCE; without SOURCE: the "
-            "configuration whose prompts are meant",
+            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
         ),
-    ] = field(default_factory=list)  # fmt: skip
-    model: Annotated[
-        Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
-    ] = None
+    ] = field(default_factory=list)
+    """Configuration with the tasks, model and lengths for SOURCE; without SOURCE: the configuration
+    whose prompts are meant."""
+    model: Path | None = None
+    """Model folder, for its tokenizer and chat template."""
 
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
     """Options of `data check`."""
 
-    limit: Annotated[int, typer.Option(help="most faults to print; equal faults count once")] = 20
+    limit: int = 20
+    """Maximum number of faults to print; equal faults count once."""
     json: Json = False
 
 
@@ -117,12 +111,14 @@ def fault_lines(faults: Sequence[Fault]) -> list[str]:
 class ShowOptions(SourceOptions):
     """Options of `data show`."""
 
-    rows: Annotated[int, typer.Option(help="number of prompts to print")] = 3
-    start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0
-    split: Annotated[str, typer.Option(help="train, held_out or an evaluation set's name")] = (
-        "train"
-    )
-    chars: Annotated[int, typer.Option(help="most characters of each prompt")] = 4000
+    rows: int = 3
+    """Number of prompts to print."""
+    start: int = 0
+    """Number of prompts to skip first."""
+    split: str = "train"
+    """Split to print: train, held_out or the name of an evaluation set."""
+    chars: int = 4000
+    """Maximum number of characters per prompt."""
 
 
 @command(app, "show", "Show prompts as the model sees them, with their tokens.")
