@@ -18,7 +18,7 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class AlgorithmsOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     json: Json = False
 
@@ -41,8 +41,8 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The parts of a preset; needs: passes through the model before the one with gradients."""
-    # What has no default reference is described as with one.
+    """A preset's parts; `needs`: passes through the model before the pass with gradients."""
+    # A preset that demands a reference cannot be built without one.
     given: dict[str, Any] = {"preset": name}
     if name in _ASKS_FOR_REFERENCE:
         given["reference"] = {"policy": "FOLDER"}
@@ -61,7 +61,7 @@ _ASKS_FOR_REFERENCE = ("distill",)
 
 
 def _parts(cfg: AlgorithmConfig) -> dict[str, str]:
-    """Name of each part that does something."""
+    """Part -> name, without parts that are off."""
     policy_loss = cfg.policy_loss.name
     if policy_loss in ("clipped", "cispo"):
         low, high = cfg.policy_loss.eps_low, cfg.policy_loss.eps_high

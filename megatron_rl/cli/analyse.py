@@ -23,56 +23,50 @@ if TYPE_CHECKING:
 
 app = plain_app("Analyses of a run or of checkpoints, into one folder with a report.")
 _NOTHING = "Dry run: nothing was written."
-Out = Annotated[Path, typer.Option(help="folder of the report")]
-NoPlots = Annotated[bool, typer.Option("--no-plots", help="text alone")]
+Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+NoPlots = Annotated[bool, typer.Option("--no-plots", help="Write no plots.")]
 
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """What `analyse weights` is given."""
+    """Options of `analyse weights`."""
 
-    models: Annotated[list[Path], typer.Argument(help="model folders, runs, checkpoints")]
+    models: Annotated[list[Path], typer.Argument()]
+    """Model folders, runs, checkpoints."""
     out: Out
     centre: Literal["mean", "first"] = "mean"
-    files_from: Annotated[
-        Path | None, typer.Option(help="folder with config.json and tokenizer that others lack")
-    ] = None
+    files_from: Path | None = None
+    """Folder with config.json and tokenizer for checkpoints without them."""
     no_plots: NoPlots = False
     dry_run: DryRun = False
 
 
 @dataclass(frozen=True)
 class PlaneOptions:
-    """What `analyse plane` is given."""
+    """Options of `analyse plane`."""
 
     out: Out
-    write: Annotated[
-        Path | None, typer.Option(metavar="GRID", help="write models to this folder")
-    ] = None
-    read: Annotated[Path | None, typer.Option(metavar="GRID", help="collect their eval.json")] = (
-        None
-    )
-    points: Annotated[int, typer.Option(help="number of points on a side of the grid")] = 5
-    margin: Annotated[
-        float, typer.Option(help="share of the extent that the grid goes beyond the checkpoints")
-    ] = 0.25
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="default: that of the first checkpoint"),
-    ] = None
-    at_most: Annotated[int | None, typer.Option(help="write at most N points now")] = None
-    set_name: Annotated[
-        str | None,
-        typer.Option("--set", metavar="NAME",
-                     help="evaluation set; needed if there are several"),
-    ] = None  # fmt: skip
+    write: Annotated[Path | None, typer.Option(metavar="GRID")] = None
+    """Folder for the models of the grid."""
+    read: Annotated[Path | None, typer.Option(metavar="GRID")] = None
+    """Folder with evaluated models, whose eval.json files are collected."""
+    points: int = 5
+    """Number of points on a side of the grid."""
+    margin: float = 0.25
+    """Margin of the grid around the checkpoints, as a share of their extent."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Dtype of the models; default: that of the first checkpoint."""
+    at_most: int | None = None
+    """Maximum number of models to write now; default: all."""
+    set_name: Annotated[str | None, typer.Option("--set", metavar="NAME")] = None
+    """Evaluation set to read, if there are several."""
     no_plots: NoPlots = False
     dry_run: DryRun = False
 
 
 @dataclass(frozen=True)
 class LengthsOptions:
-    """What `analyse lengths` is given."""
+    """Options of `analyse lengths`."""
 
     run_dir: RunFolder
     out: Out
@@ -82,7 +76,7 @@ class LengthsOptions:
 @command(app, "weights", "Principal directions of checkpoints.")
 def weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # Needs torch, which most commands do without; so below.
+    # torch is slow to load; so below.
     from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
     from megatron_rl.analysis.principal import gram_matrix, principal_directions
     from megatron_rl.analysis.results import weights_result
@@ -95,7 +89,7 @@ def weights(options: WeightsOptions, console: Console) -> int:
         say(console, f"would write {options.out}; scratch files in the same folder. {_NOTHING}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    # Not in the system's folder for temporary files, which may be in memory.
+    # Not in the system's temporary folder, which may be in memory.
     with (
         tempfile.TemporaryDirectory(dir=options.out, prefix=".scratch.") as scratch,
         open_checkpoints(checkpoints, Path(scratch)) as opened,
@@ -107,7 +101,7 @@ def weights(options: WeightsOptions, console: Console) -> int:
     found = weights_result(
         checkpoints, gram, principal, centre=options.centre, parameters=parameters
     )
-    # A plane of other directions would be drawn into these.
+    # An earlier plane has other directions.
     _write(options, msgspec.structs.replace(analysis, weights=found, plane=None), console)
     return 0
 
@@ -172,7 +166,7 @@ def lengths(options: LengthsOptions, console: Console) -> int:
 
 
 def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis":
-    """The analysis in --out so far. Raises InputError, also where plots cannot be drawn."""
+    """The analysis in --out so far. Raises InputError, also if plots cannot be drawn."""
     from megatron_rl.analysis.plots import check_library
     from megatron_rl.analysis.results import read_analysis
 
@@ -186,7 +180,7 @@ def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis
 def _write(
     options: WeightsOptions | PlaneOptions | LengthsOptions, analysis: "Analysis", console: Console
 ) -> None:
-    """Write analysis.json, the plots and analysis.md, and print the last."""
+    """Write analysis.json, the plots and analysis.md; print analysis.md."""
     from megatron_rl.analysis import plots, report, results
 
     text = report.render(analysis, with_plots=not options.no_plots)

@@ -1,11 +1,9 @@
-"""`megatron-rl audit RUN`: check that a run's records agree, with each other and with its model."""
+"""`megatron-rl audit RUN`: check that a run's records agree with each other and its model."""
 
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -19,17 +17,12 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
-    model: Annotated[
-        bool,
-        typer.Option(
-            "--model",
-            help="also load hf/final in transformers: compare its logits with the trainer's, and "
-            "repeat the evaluation; minutes",
-        ),
-    ] = False
+    model: bool = False
+    """Also load hf/final in transformers: compare its logits with the trainer's, and repeat the
+    evaluation; minutes."""
     json: Json = False
 
 
@@ -40,7 +33,7 @@ def audit(options: AuditOptions, console: Console) -> int:
         findings = audit_records(options.run_dir, report)
     found: dict[str, object] = {}
     if options.model:
-        # Needs torch and transformers, and minutes.
+        # torch and transformers are slow to load.
         from megatron_rl.launcher.audit_model import audit_model
 
         found = audit_model(options.run_dir)

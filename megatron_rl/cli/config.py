@@ -1,4 +1,4 @@
-"""`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
+"""`megatron-rl config`: explains keys, and shows, compares and migrates configurations."""
 
 import json
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ _MISSING = "not given"
 def _all(
     ctx: typer.Context,
     is_markdown: Annotated[
-        bool, typer.Option("--markdown", help="print docs/configuration.md")
+        bool, typer.Option("--markdown", help="Print docs/configuration.md.")
     ] = False,
 ) -> int:
     if ctx.invoked_subcommand is None:
-        # Not through rich, which would wrap lines and colour what is to be a file.
+        # Not through rich, which would wrap and color the text of a file.
         text = markdown() if is_markdown else commented_toml()
         print(text, end="", file=ctx.obj["console"].file)
     return 0
@@ -61,7 +61,7 @@ app = plain_app("Print every key as TOML that explains itself; or one of these:"
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What `config explain` is given."""
+    """Options of `config explain`."""
 
     key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
 
@@ -103,19 +103,18 @@ def _explanation(entry: Entry) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What `config show` is given."""
+    """Options of `config show`."""
 
     overrides: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE | section.key=value",
-            help="files, shipped names, run folders, single keys",
-            autocompletion=complete_override,
-            show_default=False,
+            metavar="FILE | section.key=value", autocompletion=complete_override, show_default=False
         ),
     ] = field(default_factory=list)
+    """Files, shipped names, run folders, single keys."""
     config: ConfigFiles = field(default_factory=list)
-    changed: Annotated[bool, typer.Option("--changed", help="only what is not the default")] = False
+    changed: bool = False
+    """Only values that are not the default."""
     json: Json = False
 
 
@@ -142,7 +141,7 @@ def show(options: ShowOptions, console: Console) -> int:
 
 
 def resolved_rows(layers: Layers) -> list[tuple[str, Any, str]]:
-    """Key, value and origin of everything that is set. Raises ConfigError."""
+    """(key, value, origin) of all keys. Raises ConfigError."""
     found = leaves(resolve(layers).model_dump(mode="json"), "")
     return [(public_key(key), value, layers.origin_of(key)) for key, value in found]
 
@@ -163,7 +162,7 @@ _Side = Annotated[
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What `config diff` is given."""
+    """Options of `config diff`."""
 
     first: _Side
     second: _Side
@@ -212,7 +211,7 @@ def _shown(value: Any) -> str:
 
 
 def _near(origin: str) -> str:
-    """A file below the current folder by its relative path."""
+    """The origin; a file below the current folder by its relative path."""
     here = Path.cwd()
     path = Path(origin)
     return str(path.relative_to(here)) if path.is_relative_to(here) else origin
@@ -220,9 +219,10 @@ def _near(origin: str) -> str:
 
 @dataclass(frozen=True)
 class MigrateOptions:
-    """What `config migrate` is given."""
+    """Options of `config migrate`."""
 
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files to rewrite")]
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...")]
+    """TOML files to rewrite."""
 
 
 @command(app, "migrate", "Rewrite TOML files that use former names of keys.")
@@ -263,7 +263,7 @@ def list_shipped(options: ListOptions, console: Console) -> int:
 
 
 def _needs(path: Path) -> list[str]:
-    """Keys that a command line must add, and files that are not there."""
+    """Keys that a command line must give, also for missing files."""
     layers = read_layers([path])
     config = resolve(layers)
     keys = [] if "path" in layers.tree.get("model", {}) else ["model.path"]

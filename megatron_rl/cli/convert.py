@@ -1,4 +1,4 @@
-"""`megatron-rl convert SRC DST`: converts a model folder and shows how far it is."""
+"""`megatron-rl convert SRC DST`: converts a model folder."""
 
 import logging
 from dataclasses import dataclass
@@ -18,37 +18,35 @@ if TYPE_CHECKING:
     from megatron_rl.weights.folders.conversion import Request
 
 log = logging.getLogger(__name__)
-_SOURCE_HELP = "Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub"
 
 app = plain_app()
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the command is given."""
+    """Options of the command."""
 
-    source: Annotated[Path, typer.Argument(help=_SOURCE_HELP)]
-    target: Annotated[Path, typer.Argument(help="folder to make")]
-    to: Annotated[
-        Literal["hf", "megatron"] | None, typer.Option(help="default: the other of the two")
-    ] = None
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="default: as they are"),
-    ] = None
-    verify: Annotated[bool, typer.Option("--verify", help="read again and compare digests")] = False
-    shard_gb: Annotated[float, typer.Option(help="size of files")] = 4.0
-    files_from: Annotated[
-        Path | None,
-        typer.Option(help="folder with config.json or tokenizer if SOURCE has none"),
-    ] = None
+    source: Annotated[Path, typer.Argument()]
+    """Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub."""
+    target: Annotated[Path, typer.Argument()]
+    """Folder to make."""
+    to: Literal["hf", "megatron"] | None = None
+    """Target format; default: the other one."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Dtype of the tensors; default: unchanged."""
+    verify: bool = False
+    """Read the target again and compare digests."""
+    shard_gb: float = 4.0
+    """Maximum size of a file, in GB."""
+    files_from: Path | None = None
+    """Folder with config.json or tokenizer if SOURCE has none."""
     dry_run: DryRun = False
 
 
 @command(app, "convert", "Convert a model folder to Megatron's format, or back.")
 def convert_folder(options: ConvertOptions, console: Console) -> int:
     """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
-    # Needs torch, which most commands do without.
+    # torch is slow to load.
     from megatron_rl.weights.folders.conversion import Request
 
     if not options.shard_gb > 0:
@@ -66,7 +64,7 @@ def convert_folder(options: ConvertOptions, console: Console) -> int:
 
 
 def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
-    """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
+    """Convert; exit code 1 if the disk fails or a digest differs. Raises InputError."""
     from megatron_rl.weights.folders.conversion import VerificationFailed, convert
 
     try:

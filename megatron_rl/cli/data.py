@@ -1,4 +1,4 @@
-"""`megatron-rl data TOOL`: the table of the tools. A new one is a line here and its own module."""
+"""`megatron-rl data TOOL`: the table of tools. A new tool is one line here and a module."""
 
 from megatron_rl.cli.command_line.command import Entry, lazy_app
 

@@ -1,4 +1,4 @@
-"""Says what this machine has and lacks: `megatron-rl doctor`. Imports nothing heavy."""
+"""`megatron-rl doctor`: checks what this machine has and lacks. Imports nothing heavy."""
 
 import fcntl
 import importlib.metadata
@@ -55,11 +55,11 @@ _DEGRADED = (
     "(Docker: --security-opt seccomp=unconfined). Only the task code needs it"
 )
 RANK_MODULE = "megatron_rl.trainer.train"
-"""What a trainer rank runs."""
+"""Module of a trainer rank."""
 _IMPORT_TIMEOUT_S = 600.0
-"""On a host that others keep busy an import takes minutes."""
+"""An import takes minutes on a busy node."""
 LIMITED = None
-"""Between found and missing: some kinds of task alone need it."""
+"""Neither found nor missing: only some tasks need it."""
 _MARKS = {True: "ok", LIMITED: "limited", False: "!!"}
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
@@ -130,7 +130,7 @@ def _check_machine() -> list[tuple[bool, str, str]]:
 
 
 def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, str]:
-    """needed: bytes with which the examples run."""
+    """needed: bytes that suffice for the examples."""
     text = f"{found / 2**30:.1f} GiB"
     if found >= needed:
         return True, what, f"{text} ({needed >> 30} are enough for the examples)"
@@ -138,7 +138,7 @@ def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, st
 
 
 def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
-    """What engines and trainer ranks need, where they would run on GPUs."""
+    """Check the needs of engines and trainer ranks on GPUs."""
     gpus = listed_gpus()
     if not gpus:
         return [(True, "GPUs", "none: runs use the CPU")]
@@ -163,7 +163,7 @@ def _check_numa() -> tuple[bool, str, str]:
 
 
 def _check_locks(folder: Path) -> tuple[bool, str, str]:
-    """Whether kernels that SGLang and FlashInfer compile can be locked there."""
+    """Check that SGLang and FlashInfer can lock compiled kernels in a folder."""
     what = "locks for compiled kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _check_rank(device: DeviceKind) -> tuple[bool, str, str]:
 
 
 def find_import_fault(module: str, variables: Mapping[str, str]) -> str:
-    """Why a process with these variables cannot import a module; "" if it can."""
+    """Error of a process with these variables that imports a module; "": none."""
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", f"import {module}"],

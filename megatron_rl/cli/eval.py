@@ -37,26 +37,23 @@ megatron-rl eval --compare runs/base-eval runs/mine-eval
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     overrides: Annotated[
         list[str],
         typer.Argument(
             metavar="MODEL | section.key=value",
-            help="a Hugging Face folder; default: model.path",
             autocompletion=complete_override,
             show_default=False,
         ),
     ] = field(default_factory=list)
+    """Hugging Face folder; default: model.path."""
     config: ConfigFiles = field(default_factory=list)
     run_dir: RunDirOption = None
-    label: Annotated[str, typer.Option(help="name of the evaluation in the metrics")] = "model"
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A B", help="evaluate nothing: pair the problems of two folders of results"
-        ),
-    ] = None
+    label: str = "model"
+    """Name of the evaluation in the metrics."""
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(metavar="A B")] = None
+    """Two folders of results whose problems are paired; nothing is evaluated."""
     json: Json = False
     dry_run: DryRun = False
 
@@ -84,10 +81,10 @@ def evaluation(options: EvalOptions, console: Console) -> int:
         overrides.append(override("run.dir", str(options.run_dir)))
     config = load_config([config_path(text) for text in options.config], overrides)
     if models:
-        # What is asked for is this folder, whatever training began with.
+        # The given model counts, not the start of training.
         model = config.model.model_copy(update={"megatron_path": None})
         config = config.model_copy(update={"model": model})
-    # Needs most of the launcher, which a comparison does without.
+    # Loads most of the launcher, which a comparison does not need.
     from megatron_rl.evaluation.runs.runner import evaluate
 
     return until_death(

@@ -29,16 +29,20 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class InitOptions:
-    """What `init` is given; it asks for each missing option."""
+    """Options of `init`; it asks for each missing option."""
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file to write")] = Path(
-        "my.toml"
-    )
-    model: Annotated[str | None, typer.Option(help="model folder, or a name of the Hub")] = None
-    data: Annotated[str | None, typer.Option(help="data file or folder, or a Hub name")] = None
-    task: Annotated[str | None, typer.Option(help="task of the questions, such as math")] = None
-    gpus: Annotated[int | None, typer.Option(help="GPUs of this node; 0: CPU cores")] = None
-    steps: Annotated[int | None, typer.Option(help="training steps")] = None
+    file: Annotated[Path, typer.Argument(metavar="FILE")] = Path("my.toml")
+    """TOML file to write."""
+    model: str | None = None
+    """Model folder, or a name of the Hub."""
+    data: str | None = None
+    """Data file or folder, or a Hub name."""
+    task: str | None = None
+    """Task of the questions, such as math."""
+    gpus: int | None = None
+    """GPUs of this node; 0: CPU cores."""
+    steps: int | None = None
+    """Training steps."""
 
 
 @command(app, "init", "Write a configuration: answers to five questions.")
@@ -71,7 +75,7 @@ def init(options: InitOptions, console: Console) -> int:
 
 
 def _answers(options: InitOptions) -> dict[str, str]:
-    """Each answer as text, asked for where the command line has none. Raises InputError."""
+    """Question -> answer, from the command line or the user. Raises InputError."""
     given = {name: getattr(options, name) for name in _QUESTIONS}
     missing = [name for name, value in given.items() if value is None]
     if missing and not sys.stdin.isatty():
@@ -90,7 +94,7 @@ def _whole(answers: dict[str, str], name: str, *, least: int) -> int:
 
 
 def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> str:
-    """The file's text. gpus: of one node; the trainer and the engines take half of them each."""
+    """The file's text. gpus: of one node; trainer and engines take half each."""
     if task not in RewardConfig().all_tasks:
         raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
     parts = [
@@ -113,7 +117,7 @@ def _source(data: str) -> list[str]:
 
 
 def _sizes(gpus: int) -> list[str]:
-    """Batch, lengths and layout: small without a GPU, shared on one, divided on several."""
+    """Batch, lengths and layout: small without a GPU, one shared GPU, or several divided."""
     if not gpus:
         sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
         return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]

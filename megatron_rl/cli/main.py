@@ -1,7 +1,7 @@
-"""The command line: `megatron-rl COMMAND`. Each command is in the module that the table names.
+"""The command line `megatron-rl COMMAND`; a table names each command's module.
 
-Imports nothing heavy, and of our modules only those of `command_line/`: help and completion are
-quick. `run_main` in `command_line/command.py` turns errors into exit codes.
+Imports only light libraries and `command_line/`, so that help and completion are quick.
+`run_main`, called in `command_line/command.py`, turns errors into exit codes.
 """
 
 import logging
@@ -61,10 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_what_is_wrong(error: typer.TyperException) -> None:
-    """Usage and error, as lines: the command line itself is wrong."""
+    """Print usage and error of a wrong command line."""
     context = getattr(error, "ctx", None)
     lines = [] if context is None else [context.get_usage()]
-    # Empty where the help of a group was printed in its place.
+    # Empty after the help of a group.
     if text := error.format_message():
         lines += [f"{context.command_path if context else PROGRAM}: error: {text}"]
         typer.echo("\n".join(lines), err=True)

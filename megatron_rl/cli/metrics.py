@@ -1,10 +1,8 @@
-"""`megatron-rl metrics`: what each metric means; metrics of a run for other programs."""
+"""`megatron-rl metrics`: meanings of metrics, and exports of a run's metrics."""
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -20,7 +18,7 @@ app = plain_app("What metrics mean; metrics of a run for other programs.")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The command takes none."""
+    """No options."""
 
 
 @command(app, "table", "Print docs/metrics.md.")
@@ -33,7 +31,7 @@ def table(options: NoOptions, console: Console) -> int:
 @command(app, "dashboard", "Print a dashboard for Grafana.")
 def print_dashboard(options: NoOptions, console: Console) -> int:
     """Exit code: 0."""
-    # prometheus_client is loaded by this part alone.
+    # Only this part loads prometheus_client.
     from megatron_rl.observe.exporters.grafana import dashboard
 
     print(dashboard(), end="", file=console.file)
@@ -51,11 +49,12 @@ def print_alerts(options: NoOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What `metrics export` is given."""
+    """Options of `metrics export`."""
 
     run_dir: RunFolder
     overrides: Overrides = field(default_factory=list)
-    follow: Annotated[bool, typer.Option("--follow", help="continue until Ctrl-C")] = False
+    follow: bool = False
+    """Also pass on new rows, until Ctrl-C."""
 
 
 @command(app, "export", "Pass on the metrics of a run, finished or not.")

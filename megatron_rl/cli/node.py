@@ -21,15 +21,10 @@ _GPUS_PER_HOST = Annotated[
 
 @dataclass(frozen=True)
 class PrepareOptions(RunOptions):
-    """What `prepare` is given."""
+    """Options of `prepare`."""
 
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            envvar="SLURM_JOB_NUM_NODES",
-            help="nodes of the run; default: as many as the configuration needs",
-        ),
-    ] = None
+    nodes: Annotated[int | None, typer.Option(envvar="SLURM_JOB_NUM_NODES")] = None
+    """Nodes of the run; default: as many as the configuration needs."""
     gpus_per_node: _GPUS_PER_HOST = None
 
 
@@ -55,11 +50,13 @@ def prepare(options: PrepareOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What `node` is given."""
+    """Options of `node`."""
 
     run_dir: RunFolder
-    node: Annotated[int, typer.Option(help="place of this node, from 0")]
-    nodes: Annotated[int, typer.Option(help="how many there are")]
+    node: int
+    """Place of this node, from 0."""
+    nodes: int
+    """Number of nodes."""
     gpus_per_node: _GPUS_PER_HOST = None
     dry_run: DryRun = False
 

@@ -1,4 +1,4 @@
-"""`megatron-rl plan` and `megatron-rl plan-weights`: what a run needs, what a weight sync moves."""
+"""`megatron-rl plan`: what a run needs; `plan-weights`: what a weight sync moves."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -24,47 +24,35 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `plan` is given."""
+    """Options of `plan`."""
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
     more: Annotated[
         list[str],
         typer.Option(
-            "--config",
-            metavar="FILE",
-            show_default=False,
-            autocompletion=complete_config,
-            help="further TOML files, of which later ones win",
+            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
         ),
     ] = field(default_factory=list)
+    """Further TOML files; later files win."""
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"one of {', '.join(GPUS)}, or any name with --gpu-memory; default: the GPU of "
-            f"this host, or {DEFAULT} without one",
+            help=f"GPU, one of {', '.join(GPUS)}, or any name with --gpu-memory; default: that of "
+            f"this node, or {DEFAULT} without one.",
             autocompletion=lambda: list(GPUS),
         ),
     ] = None
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="memory of the GPU in GiB; default: that of --gpu")
-    ] = None
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs of the whole run; default: what the config uses")
-    ] = None
-    mfu: Annotated[float, typer.Option(help="model FLOPs utilization of the trainer")] = (
-        Hardware.mfu
-    )
-    mean_tokens: Annotated[
-        int | None,
-        typer.Option(help="mean tokens of a sequence; default: half of generator.context_tokens"),
-    ] = None
-    gb_per_s: Annotated[
-        float | None,
-        typer.Option(
-            help="bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2"
-        ),
-    ] = None
+    gpu_memory: float | None = None
+    """Memory of the GPU in GiB; default: that of --gpu."""
+    gpus: int | None = None
+    """GPUs of the whole run; default: as many as the configuration uses."""
+    mfu: float = Hardware.mfu
+    """Model FLOPs utilization of the trainer."""
+    mean_tokens: int | None = None
+    """Mean tokens of a sequence; default: half of generator.context_tokens."""
+    gb_per_s: float | None = None
+    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
     json: Json = False
 
 
@@ -90,7 +78,7 @@ def plan(options: PlanOptions, console: Console) -> int:
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """What `plan-weights` is given."""
+    """Options of `plan-weights`."""
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
@@ -99,7 +87,7 @@ class WeightsOptions:
 @command(app, "plan-weights", "Say what a weight sync moves between which ranks.", epilog=KEYS_HELP)
 def plan_weights(options: WeightsOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # Needs torch, which most commands do without.
+    # torch is slow to load.
     from megatron_rl.cli.plan_weights import plan_weights as show
 
     show(_load([options.config], options.overrides), console)
@@ -107,7 +95,7 @@ def plan_weights(options: WeightsOptions, console: Console) -> int:
 
 
 def _load(configs: list[str], overrides: list[str]) -> Config:
-    """The configuration, with the sizes of a model on the Hub in the cache. Raises InputError."""
+    """The configuration; downloads config.json of a Hub model. Raises InputError."""
     return pin_models(
         load_config([config_path(name) for name in configs], overrides), None, only_sizes=True
     )

@@ -1,6 +1,6 @@
-"""`megatron-rl plan-weights CONFIG`: what a weight sync will move between which ranks.
+"""`megatron-rl plan-weights CONFIG`: bytes of a weight sync between ranks.
 
-The plan is that of the trainer, made from sizes alone: no weights, device or other process.
+It makes the trainer's plan from sizes, without weights, device or other process.
 """
 
 import math
@@ -44,15 +44,15 @@ class Forecast:
     rounds: int
     """Rounds of each engine's exchange."""
     peak_bytes: int
-    """Most memory of a rank in one exchange, without its parameters."""
+    """Maximum memory of a rank in one exchange, without its parameters."""
     bucket_bytes: int
     direct: int
-    """Engines that the trainer itself serves."""
+    """Number of engines that the trainer serves directly."""
     cost: WeightSyncCost
 
     @property
     def spread_bytes(self) -> int:
-        """By how much the senders differ."""
+        """Difference of the largest and the smallest sender."""
         return max(self.sent) - min(self.sent)
 
 
@@ -100,7 +100,7 @@ def plan_weights(config: Config, console: Console) -> None:
 
 
 def forecast(config: Config) -> Forecast:
-    """What a weight sync of this configuration moves. Raises InputError for impossible sizes."""
+    """The forecast of a configuration. Raises InputError for impossible sizes."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     itemsize = ITEM_BYTES[config.model.dtype]
@@ -111,7 +111,7 @@ def forecast(config: Config) -> Forecast:
     bindings.bind([f"generator-{number}" for number in range(config.generator.replicas)])
     served = Counter(bindings.of.values())
     if config.weights.relay:
-        # A place of the tree for each turn of the copy.
+        # In each of its turns a copy serves one engine of the relay tree.
         served = Counter({copy: turns_before(places) for copy, places in served.items()})
     sent, received = plan.sent_bytes(), plan.received_bytes()
     by_rank = {

@@ -1,4 +1,4 @@
-"""`megatron-rl report RUN...`: the summary as text, and one HTML file with everything."""
+"""`megatron-rl report RUN...`: summaries as text, and one HTML file."""
 
 import json
 import os
@@ -27,21 +27,19 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN_DIR", help="folders of runs", autocompletion=complete_run_folder
-        ),
+        list[Path], typer.Argument(metavar="RUN_DIR", autocompletion=complete_run_folder)
     ]
+    """Folders of runs."""
     html: Annotated[
-        Path | None, typer.Option(help=f"the file; default: {FILE} in the first folder")
+        Path | None, typer.Option(help=f"HTML file to write; default: {FILE} in the first folder.")
     ] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="also write a timeline for ui.perfetto.dev")
-    ] = None
-    text: Annotated[bool, typer.Option("--text", help="print the summary alone")] = False
+    trace: Path | None = None
+    """Also write a timeline for ui.perfetto.dev."""
+    text: bool = False
+    """Print only the summary."""
 
 
 @command(app, "report", "Summarize runs as text and as an HTML file.")
@@ -64,8 +62,7 @@ def report(options: ReportOptions, console: Console) -> int:
 
 
 def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> None:
-    """Raise InputError for a file that cannot be written, before anything is read."""
-    # First what is no run at all.
+    """Raise InputError for a folder without a run, or a file that cannot be written."""
     for folder in run_dirs:
         load_run(folder)
     for file, fix in (
@@ -83,7 +80,7 @@ def write_report(
     folders: list[Path], texts: list[str], path: Path, *, trace: Path | None = None
 ) -> None:
     """Write the HTML file. texts: the summary of each run."""
-    # Plotly takes a second to load, which the text does without.
+    # Plotly takes a second to load.
     from megatron_rl.observe.report import figures, timeline
     from megatron_rl.observe.report.page import render
 
@@ -99,22 +96,22 @@ def write_report(
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """Names of runs: their folders, with the parent folder where two have the same name."""
+    """Names of runs: their folders, with the parent folder for equal names."""
     paths = [folder.resolve() for folder in folders]
     counts = Counter(path.name for path in paths)
     return [p.name if counts[p.name] == 1 else f"{p.parent.name}/{p.name}" for p in paths]
 
 
 def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
-    """Summary and facts of a run folder; of an unfinished run, what its metrics tell.
+    """(summary, facts) of a run folder; the summary of an unfinished run is made from its metrics.
 
-    Raises InputError when the folder holds no run.
+    Raises InputError for a folder without a run.
     """
     config = load_run(run_dir)
     export = find_export(run_dir)
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
-        # The folder may have been moved, and models deleted, since it was written.
+        # The folder may have moved since, and models may have been deleted.
         summary = _read_summary(summary_path) | {"hf_export": export}
         return summary, run_facts(config, run_dir, summary["wall_s"], export)
     facts = run_facts(config, run_dir, {}, export)

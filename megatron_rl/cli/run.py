@@ -1,4 +1,4 @@
-"""`megatron-rl run`: everything of a run on one node."""
+"""`megatron-rl run`: a whole run on one node."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -39,17 +39,18 @@ megatron-rl run --config mine.toml --dry-run
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `run` and `prepare` are given."""
+    """Options of `run` and `prepare`."""
 
     config: ConfigFiles
     overrides: Overrides = field(default_factory=list)
     run_dir: RunDirOption = None
     dry_run: DryRun = False
-    model: Annotated[str, typer.Option(metavar="DIR", help="the same as model.path=DIR")] = ""
+    model: Annotated[str, typer.Option(metavar="DIR")] = ""
+    """The same as model.path=DIR."""
 
     @property
     def given(self) -> list[str]:
-        """The overrides, that of --model too."""
+        """The overrides, with --model as one."""
         from megatron_rl.config.files import override
 
         return [*self.overrides, *([override("model.path", self.model)] if self.model else [])]
@@ -77,10 +78,10 @@ def run(options: RunOptions, console: Console) -> int:
 
 
 def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
-    """The files of `--config`, and that of tiny's model and tasks, made where nobody names others.
+    """The files of `--config`; for the configuration tiny also paths.toml of its made inputs.
 
-    folder: where to make them; None: RUN/start, where an earlier part of the run finds them again.
-    Raises ConfigError.
+    A given model.path replaces the made inputs. folder: where to make them; None: RUN/start, where
+    a resumed run finds them. Raises ConfigError.
     """
     from megatron_rl.config.files import read_layers, require, resolve
     from megatron_rl.config.shipped import config_path, shipped
@@ -106,9 +107,9 @@ def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
 def load(
     config: list[str], overrides: list[str], run_dir: Path | None, *, is_dry: bool = False
 ) -> "Config":
-    """The configuration that a command line asks for. Raises ConfigError.
+    """The configuration of a command line. Raises ConfigError.
 
-    is_dry: nothing is written, so run.dir need not be given.
+    is_dry: nothing is written, so run.dir may be missing.
     """
     from megatron_rl.config.files import override, read_layers, require, resolve
     from megatron_rl.config.shipped import config_path

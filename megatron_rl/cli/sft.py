@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: the cold start of a configuration alone, and its model as a HF folder."""
+"""`megatron-rl sft`: only the cold start of a configuration; its model is a HF folder."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ megatron-rl run --config my.toml model.path=runs/cold/hf/cold_start sft.steps=0
 
 @dataclass(frozen=True)
 class SftOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     config: ConfigFiles
     overrides: Overrides = field(default_factory=list)
@@ -67,9 +67,9 @@ def sft(options: SftOptions, console: Console) -> int:
 
 
 def cold_start_alone(config: "Config") -> "Config":
-    """The configuration without what follows the cold start. Raises InputError without one.
+    """The configuration without the phases after the cold start. Raises InputError without one.
 
-    To choose among its models they are evaluated, as in a run (sft.export_every_steps).
+    Evaluations stay if they choose its model (sft.export_every_steps).
     """
     from megatron_rl.config.errors import InputError
     from megatron_rl.config.tree import Config

@@ -1,13 +1,13 @@
 """`megatron-rl simulate CONFIG`: predict a run's step time, idle shares and staleness.
 
-No GPU, and no process but this one; docs/simulator.md says what is modelled and what is not.
+Needs no GPU and no other process; docs/simulator.md tells what is modelled.
 """
 
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -38,87 +38,74 @@ from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
 
 _MANY_SLOTS = 1024
-"""With more completions in flight the queue answers in grains of 1 % of a completion's time."""
+"""Completions in flight above which the queue answers in grains of 1 % of a completion's time."""
 _GRAINS = 100
 
 
 app = plain_app()
 _ASSUMED = Assumptions()
-_MODELS, _GENERATED = "Assumed without --calibrate", "What is generated, without --calibrate"
-
-
-def _assumed(text: str | None = None, *flag: str) -> Any:
-    return typer.Option(*flag, help=text, rich_help_panel=_MODELS)
-
-
-def _generated(text: str | None = None) -> Any:
-    return typer.Option(help=text, rich_help_panel=_GENERATED)
+_MODELS = "Assumed without --calibrate"
+_ASSUME = typer.Option(rich_help_panel=_MODELS)
+_GENERATE = typer.Option(rich_help_panel="What is generated, without --calibrate")
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulateOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     config: ConfigFile
     overrides: Overrides = dataclasses.field(default_factory=list)
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="finished run that the models are fitted to"),
-    ] = None
-    sweep: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=V,V",
-            show_default=False,
-            help="compare settings; several: every combination. KEY: of the configuration, or "
-            "split, tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries "
-            "all splits",
-        ),
-    ] = dataclasses.field(default_factory=list)
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs of the whole run; default: what the config uses")
-    ] = None
+    calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None
+    """Finished run to which the models are fitted."""
+    sweep: Annotated[list[str], typer.Option(metavar="KEY=V,V", show_default=False)] = (
+        dataclasses.field(default_factory=list)
+    )
+    """Values to compare; of several options every combination. KEY is a configuration key or split,
+    tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries all splits."""
+    gpus: int | None = None
+    """GPUs of the whole run; default: as many as the configuration uses."""
     json: Json = False
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="write PNGs to this folder")] = (
-        None
-    )
-    gpu: Annotated[str, _assumed(f"one of {', '.join(GPUS)}")] = _ASSUMED.gpu
-    mfu: Annotated[
-        float | None,
-        _assumed("model FLOPs utilization of the trainer; default: 0.35, with experts 0.2"),
-    ] = None
-    gb_per_s: Annotated[
-        float | None,
-        _assumed("bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2"),
-    ] = None
-    lanes: Annotated[
+    plots: Annotated[Path | None, typer.Option(metavar="DIR")] = None
+    """Folder for plots as PNG files; default: no plots."""
+    gpu: Annotated[
         str,
-        _assumed(
-            "engines that a weight sync serves at once: a number, all, or one for each copy of "
-            "the trainer's model"
-        ),
-    ] = "copies"
-    overlap: Annotated[
-        bool,
-        _assumed("sync weights during the next step, as expert.weights.overlap", "--overlap"),
-    ] = False
-    verify_s: Annotated[float, _assumed("seconds to grade one completion")] = _ASSUMED.verify_s
-    verifier_servers: Annotated[
-        int | None, _assumed("grading processes; default: those of the config on nodes of 8 GPUs")
-    ] = None
-    deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
-    restart_s: Annotated[float, _assumed()] = _ASSUMED.restart_s
-    dead: Annotated[int, _assumed("number of engines that never serve")] = 0
-    median_tokens: Annotated[float | None, _generated("default: a fifth of max_new_tokens")] = None
-    sigma: Annotated[float, _generated("standard deviation of log length")] = 0.7
-    correlation: Annotated[float, _generated("correlation of log length in a group")] = 0.5
-    prompt_tokens: Annotated[int, _generated()] = 300
-    pass_rate: Annotated[float, _generated()] = 0.4
-    zero_variance_share: Annotated[float, _generated("share of zero-variance groups")] = 0.25
-    steps: Annotated[int, typer.Option(help="number of measured steps")] = Span.steps
-    warm_up: Annotated[int, typer.Option(help="number of steps before the measured ones")] = (
-        Span.warm_up
-    )
+        typer.Option(help=f"One of {', '.join(GPUS)}.", rich_help_panel=_ASSUME.rich_help_panel),
+    ] = _ASSUMED.gpu
+    mfu: Annotated[float | None, _ASSUME] = None
+    """Model FLOPs utilization of the trainer; default: 0.35, with experts 0.2."""
+    gb_per_s: Annotated[float | None, _ASSUME] = None
+    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
+    lanes: Annotated[str, _ASSUME] = "copies"
+    """Engines that a weight sync serves at once: a number, all, or one for each copy of the
+    trainer's model."""
+    overlap: Annotated[bool, _ASSUME] = False
+    """Sync weights during the next step, as expert.weights.overlap."""
+    verify_s: Annotated[float, _ASSUME] = _ASSUMED.verify_s
+    """Seconds to grade one completion."""
+    verifier_servers: Annotated[int | None, _ASSUME] = None
+    """Grading processes; default: those of the configuration on nodes of 8 GPUs."""
+    deaths_per_engine_hour: Annotated[float, _ASSUME] = 0.0
+    """Mean number of failures of an engine per hour."""
+    restart_s: Annotated[float, _ASSUME] = _ASSUMED.restart_s
+    """Seconds to restart an engine."""
+    dead: Annotated[int, _ASSUME] = 0
+    """Number of engines that never serve."""
+    median_tokens: Annotated[float | None, _GENERATE] = None
+    """Median tokens of a completion; default: a fifth of max_new_tokens."""
+    sigma: Annotated[float, _GENERATE] = 0.7
+    """Standard deviation of log length."""
+    correlation: Annotated[float, _GENERATE] = 0.5
+    """Correlation of log length in a group."""
+    prompt_tokens: Annotated[int, _GENERATE] = 300
+    """Tokens of a prompt."""
+    pass_rate: Annotated[float, _GENERATE] = 0.4
+    """Mean share of right completions."""
+    zero_variance_share: Annotated[float, _GENERATE] = 0.25
+    """Share of zero-variance groups."""
+    steps: int = Span.steps
+    """Number of measured steps."""
+    warm_up: int = Span.warm_up
+    """Number of steps before the measured ones."""
     seed: int = 0
 
 
@@ -147,7 +134,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     models = [_model(variant, calibration) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
-    # What is printed may be JSON, and nothing else then.
+    # With --json, stdout has nothing else.
     with progress(Console(stderr=True) if options.json else console, "settings") as report:
         outcomes = [
             Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
@@ -220,7 +207,10 @@ def _model(variant: Variant, calibration: Calibration | None) -> ClusterModel:
 def _fits(
     variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
 ) -> bool:
-    """Whether a setting fits its GPUs; one that does not is named and left out of a comparison."""
+    """Whether a setting fits its GPUs; a comparison names and leaves out others.
+
+    Raises InputError for a single setting.
+    """
     if calibration is not None:
         return True
     problems = make_plan(variant.config, Hardware(variant.assumed.gpu)).problems

@@ -1,6 +1,6 @@
-"""`megatron-rl status RUN`: how a run stands, from any shell or host that sees its folder.
+"""`megatron-rl status RUN`: the state of a run, from any shell or node that sees its folder.
 
-Reads metrics.jsonl, the lock and heartbeat of the folder, and the notes of errors; asks no process.
+Reads metrics.jsonl, the folder's lock and heartbeat, and notes of errors, without other processes.
 """
 
 import json
@@ -40,45 +40,45 @@ Row = dict[str, Any]
 
 @dataclass
 class Status:
-    """How a run stands; also what `--json` prints."""
+    """The state of a run; `--json` prints it."""
 
     state: str
     """prepared, running, complete, or stopped."""
     step: int
-    """Steps that were taken."""
+    """Finished steps."""
     steps: int
     """Steps of the whole run."""
     step_s: float | None = None
     """Median seconds of the latest steps."""
     left_s: float | None = None
-    """Seconds until the last step, at that speed; running runs only."""
+    """Estimated seconds until the last step; running runs only."""
     silent_s: dict[str, float] = field(default_factory=dict)
-    """Seconds since each role wrote its last row; running runs only."""
+    """Role -> seconds since its last row; running runs only."""
     last_step: str = ""
     activity: str = ""
     """Since the last step or evaluation."""
     evaluation: str = ""
-    """How far the current evaluation is."""
+    """Progress of the current evaluation."""
     evaluations: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
-    """Groups that were not trained on, by reason."""
+    """Reason -> number of dropped groups."""
     peers: str = ""
-    """How many engines and verifiers live, and which are missing; running runs only."""
+    """Numbers of live engines and verifiers, names of missing ones; running runs only."""
     generators: str = ""
-    """How busy the generators are, and which is the slowest; running runs only."""
+    """Load of the generators, name of the slowest; running runs only."""
     warnings: list[str] = field(default_factory=list)
-    """Each with what to do."""
+    """Each with its fix."""
     phase: str = ""
-    """What a running run does now."""
+    """Current phase of a running run."""
     error: str = ""
-    """First error that a process of a stopped run noted."""
+    """First error noted by a process of a stopped run."""
     rerun: str = ""
-    """How to resume a stopped run, or that it would start again."""
+    """Command that resumes a stopped run, or the reason why it would start anew."""
 
 
 @dataclass(frozen=True)
 class StatusOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
     json: Json = False
@@ -97,7 +97,7 @@ def status(options: StatusOptions, console: Console) -> int:
 
 
 def read_status(run_dir: Path, now: float) -> Status:
-    """The status of a run folder; now: unix seconds. Raises InputError where there is no run."""
+    """The status of a run folder. now: unix seconds. Raises InputError without a run."""
     config = load_run(run_dir)
     rows = stream_rows(run_dir / "metrics.jsonl")
     is_complete = (run_dir / "summary.json").exists()
@@ -133,7 +133,7 @@ def read_status(run_dir: Path, now: float) -> Status:
 
 
 def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
-    """What the metrics tell. Pure."""
+    """The status by rows of metrics. Pure."""
     status, run = Status(state, 0, config.train.steps), RunState()
     for row in rows:
         kind = run.take(row)
@@ -153,7 +153,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
-        # Roles that ended in good order stay silent.
+        # Roles that ended write no more rows.
         status.silent_s = {
             role: now - at
             for role, at in run.heard.items()
@@ -167,7 +167,6 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
 
 
 def _add_dropped(dropped: dict[str, int], step: Row) -> None:
-    """Add the groups that a step counts as dropped, by reason."""
     for name, count in step.items():
         if name.startswith(GROUPS_DROPPED):
             reason = name.removeprefix(GROUPS_DROPPED)

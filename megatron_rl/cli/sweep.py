@@ -1,4 +1,4 @@
-"""`megatron-rl sweep FILE`: runs what is left of a sweep, and prints its table."""
+"""`megatron-rl sweep FILE`: runs the open runs of a sweep, and prints its table."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -31,18 +31,19 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the command is given."""
+    """Options of the command."""
 
-    file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
+    file: Annotated[Path, typer.Argument()]
+    """TOML file of the sweep (docs/sweeps.md)."""
     overrides: Overrides = field(default_factory=list)
-    sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
-    report: Annotated[
-        bool, typer.Option("--report", help="only print the table of what is there")
-    ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print commands or scripts")] = (
-        False
-    )
-    slurm: Annotated[bool, typer.Option("--slurm", help="submit each run as a job")] = False
+    sweep_dir: Path | None = None
+    """Folder of the sweep; default: runs/sweep-NAME."""
+    report: bool = False
+    """Only print the table of the present runs."""
+    dry_run: bool = False
+    """Only print commands or scripts."""
+    slurm: bool = False
+    """Submit each run as a job."""
 
 
 @command(app, "sweep", "Run variants over seeds, and compare them.")
@@ -73,9 +74,10 @@ def sweep(options: SweepOptions, console: Console) -> int:
 
 
 def run_here(plan: Plan, console: Console, command_of: CommandOf = run_command) -> int:
-    """Run what is left on this host; exit code 0, or 1 when a run failed.
+    """Run the open runs on this node; exit code 0, or 1 if a run failed.
 
-    command_of: what starts a run. Raises InputError when another sweep has the folder, Interrupted.
+    command_of: makes a run's command. Raises InputError if another sweep has the folder, and
+    Interrupted.
     """
     with _sweep_locked(plan.sweep_dir) as lock:
         try:
@@ -91,9 +93,9 @@ def run_here(plan: Plan, console: Console, command_of: CommandOf = run_command) 
 
 
 def _check_runs(runs: list[PlannedRun]) -> None:
-    """Refuse what `megatron-rl run` would refuse at once, for all variants; prompts are not read.
+    """Raise InputError with all faults for which `megatron-rl run` would refuse to start.
 
-    Raises InputError with all that was found.
+    Prompts are not read.
     """
     checks: tuple[Callable[[PlannedRun], None], ...] = (
         lambda run: preflight.check_names(run.config),
@@ -119,7 +121,7 @@ def _left(plan: Plan) -> list[PlannedRun]:
 
 
 def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
-    """On stderr: what is printed is commands, and another host may have what this one lacks."""
+    """Print faults on stderr, because stdout has commands, which another node may run."""
     try:
         _check_runs(_left(plan))
     except InputError as error:
@@ -128,7 +130,7 @@ def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
 
 @contextmanager
 def _sweep_locked(folder: Path) -> Iterator[int]:
-    """Keep other sweeps out; raises InputError when one is there."""
+    """Lock the folder. Raises InputError if another sweep has it."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(locked(folder))
@@ -168,7 +170,7 @@ def _print_commands(plan: Plan, console: Console, *, by_slurm: bool) -> None:
 
 
 def _submit_all(plan: Plan, console: Console) -> int:
-    """Submit what is neither complete nor known to Slurm; 1 when Slurm refused one."""
+    """Submit runs that are open and unknown to Slurm; exit code 1 if Slurm refused one."""
     slurm.check_programs()
     known, refused = slurm.jobs_of_user(), 0
     for run in plan.runs:

@@ -1,4 +1,4 @@
-"""`megatron-rl verify FILE`: grades a file of completions again and prints what was found."""
+"""`megatron-rl verify FILE`: grades a file of completions again and prints the verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,14 +29,14 @@ _WIDTH = 48
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command is given."""
+    """Options of the command."""
 
-    file: Annotated[Path, typer.Argument(help="rollouts of a run, or JSONL of {text, answer}")]
+    file: Annotated[Path, typer.Argument()]
+    """Rollouts of a run, or JSONL of {text, answer}."""
     overrides: Overrides = field(default_factory=list)
     config: OneConfig = None
-    disagree: Annotated[bool, typer.Option("--disagree", help="show where math parsers differ")] = (
-        False
-    )
+    disagree: bool = False
+    """Show where math parsers differ."""
 
 
 @command(app, "verify", "Grade a file of completions again, and say why.")
@@ -51,16 +51,16 @@ def verify_file(options: VerifyOptions, console: Console) -> int:
 def verify(
     path: Path, config_path: Path | None, overrides: list[str], *, disagree: bool, console: Console
 ) -> int:
-    """Print the verdicts on a file; exit code 1 when grading itself failed anywhere.
+    """Print the verdicts on a file; exit code 1 if grading failed anywhere. Raises InputError.
 
-    Without a configuration a file in RUN/rollouts is graded by RUN/config.toml. Raises InputError.
+    The default configuration of a file in RUN/rollouts is RUN/config.toml.
     """
     if config_path is None:
         saved = path.resolve().parent.parent / "config.toml"
         config_path = saved if saved.exists() else None
     config = load_config(config_path, overrides)
     settings.check_functions(config.reward)
-    # Evaluations of a staged run are judged by the rule of its longest stage, whatever the record.
+    # The longest stage judges all evaluations of a run.
     is_evaluation = path.name.startswith(("eval_", "dropped_eval_"))
     rules = [] if is_evaluation else [length_rule(stage) for stage in resolve_stages(config)]
     records = audit.read_records(path, _prompts_by_id(config), rules)
@@ -131,7 +131,7 @@ def _print_beside_bare(counts: dict[tuple[bool, bool], int], console: Console) -
 
 
 def _answer_of(text: str) -> str:
-    """The part of a completion that a table has room for."""
+    """The last box of a completion, or its end."""
     return last_box(text) or text[-_WIDTH:]
 
 

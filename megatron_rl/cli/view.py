@@ -1,13 +1,12 @@
-"""`megatron-rl view RUN`: recorded rollouts in a browser."""
+"""`megatron-rl view RUN`: shows recorded rollouts in a browser."""
 
 import asyncio
 import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -25,16 +24,17 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """What the command is given."""
+    """Options of the command."""
 
     run_dir: RunFolder
-    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0
+    port: int = 0
+    """Port of 127.0.0.1; 0: a free one."""
 
 
 @command(app, "view", "Look at the rollouts of a run in a browser.")
 def view(options: ViewOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    # The web server is loaded by this command alone.
+    # Only this command loads the web server.
     from megatron_rl.observe.viewer.index import Index
     from megatron_rl.observe.viewer.server import Viewer
     from megatron_rl.observe.viewer.tokens import load_decoder

@@ -1,4 +1,4 @@
 """The configuration tree of a run, and its file format.
 
-Every process loads it once, from the file that the launcher resolved. Imports nothing else of ours.
+Every process loads the resolved file once. Imports none of our other packages.
 """

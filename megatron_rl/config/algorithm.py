@@ -1,6 +1,6 @@
-"""Section of the configuration that says what is optimised; parts that can be mixed.
+"""The section `[algorithm]`: the objective, in parts. Part of the configuration tree.
 
-Imported by every process by way of `tree.py`. A preset (`presets.py`) fills in what is not given.
+A preset (`presets.py`) fills in keys that are not given.
 """
 
 import difflib
@@ -141,7 +141,7 @@ class KlConfig(Part):
     @model_validator(mode="before")
     @classmethod
     def _refuse_wrong_gradients(cls, given: Any) -> Any:
-        """Also fills in the estimator that fits the placement."""
+        """Also fill in the estimator that fits the placement."""
         if not isinstance(given, dict):
             return given
         placement = given.get("placement", "none")
@@ -155,12 +155,12 @@ class KlConfig(Part):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it reads the whole vocabulary's logprobs, of policy and reference."""
+        """Whether it reads logprobs of the whole vocabulary, of policy and reference."""
         return self.placement == "loss" and self.estimator == "exact"
 
     @property
     def adds_to_advantages(self) -> bool:
-        """Whether a part of it, or all, is taken from the advantages."""
+        """Whether advantages include at least a part of it."""
         return self.placement == "reward" or (self.is_exact and self.horizon == "to_go")
 
 
@@ -202,7 +202,7 @@ class ReferenceConfig(Section):
 
     @property
     def folder(self) -> Path | None:
-        """The folder that `policy` names; None for another policy."""
+        """The folder of `policy`; None for another policy."""
         return None if self.policy in ("none", "start", "ema") else Path(self.policy)
 
 
@@ -349,23 +349,22 @@ class AlgorithmConfig(Section):
 
     @property
     def learns_value(self) -> bool:
-        """Whether a value of prompts is learnt, as a baseline."""
+        """Whether the baseline is a learned value per prompt."""
         return self.shaping.name != "none" and self.shaping.baseline == "value"
 
     @property
     def has_soft_value(self) -> bool:
-        """Whether the soft value of prompts under the reference is a baseline."""
+        """Whether the baseline is the soft value under the reference."""
         return self.shaping.name != "none" and self.shaping.baseline == "soft"
 
     @property
     def used_gold(self) -> GoldConfig | None:
-        """How the policy learns from reference answers; None: it does not."""
+        """Settings of learning from reference answers; None: off."""
         return None if self.gold.groups == "none" else self.gold
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's logprobs are computed: a part of the algorithm reads them, or
-        the configuration asks for them, for metrics or a user's function."""
+        """Whether the reference's logprobs are computed, also for metrics or a user's function."""
         return self._reads_reference or self.reference.policy != "none"
 
     @property
@@ -375,7 +374,7 @@ class AlgorithmConfig(Section):
 
     @property
     def reads_generator_logprobs(self) -> bool:
-        """Whether anything compares with the logprobs under which completions were sampled."""
+        """Whether the objective reads the generator's logprobs."""
         has_ratio = self.policy_loss.name not in ("reinforce", "supervised")
         is_own = self.policy_loss.old_logprobs == "recompute"
         is_compared = (has_ratio and not is_own) or self.correction.name != "none"
@@ -387,7 +386,7 @@ class AlgorithmConfig(Section):
 
 
 def _merged(preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's values, replaced by the given values; sections key by key."""
+    """The preset's values, with given values in their place; sections merge key by key."""
     merged = dict(preset)
     for key, value in given.items():
         old = merged.get(key)

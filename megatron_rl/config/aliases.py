@@ -1,4 +1,4 @@
-"""The key that an unknown name means: a misspelt key, or a key of another system.
+"""Finds the key that an unknown name means: a misspelt key, or a key of another system.
 
 Used where a configuration is loaded, and by `megatron-rl config explain`.
 """
@@ -72,12 +72,12 @@ ALIASES = {
     "metrics.wandb_project": "project_name wandb_project",
     "metrics.wandb_name": "experiment_name run_name wandb_run_name",
 }  # fmt: skip
-"""Key -> names of it in verl, TRL, slime and prime-rl. A dot asks for more than the last part."""
+"""Key -> its names in verl, TRL, slime and prime-rl; a name with dots must match all its parts."""
 _CLOSE, _VERY_CLOSE = 0.6, 0.8
 
 
 def nearest(given: str, known: Sequence[str], count: int = 1) -> list[str]:
-    """Keys that may be meant, the likeliest first; [] where none is near.
+    """The likeliest keys first; [] if none is near.
 
     given: as written, also with numbers of tables. known: all keys and sections, without numbers.
     """
@@ -109,7 +109,7 @@ def meant(given: str, known: Sequence[str]) -> list[str]:
 
 
 def _aliased(plain: str) -> list[str]:
-    """Keys of which a name of another system is the end of what was given, the longest first."""
+    """Keys with an alias that is the end of the given name; the longest alias first."""
     parts = plain.replace("-", "_").split(".")
     suffixes = [".".join(parts[start:]) for start in range(len(parts))]
     return [key for suffix in suffixes for key, names in ALIASES.items() if suffix in names.split()]

@@ -1,7 +1,7 @@
-"""Refused combinations of sections: one table of conditions and texts.
+"""Table of refused combinations of sections: conditions and texts.
 
-The tree checks all rows when it is loaded. Each section checks its own keys, the preflight files
-and the machine.
+Loading a tree checks all rows. Sections check their own keys; the preflight checks files and the
+machine.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ class Refusal(NamedTuple):
 
 
 def refusals(config: Config) -> list[str]:
-    """A text for each row of the table that the configuration meets."""
+    """The text of each row whose condition holds."""
     values = {name: getattr(config, name) for name in type(config).model_fields} | _facts(config)
     return [row.text.format(**values) for row in REFUSALS if row.is_met(config)]
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """Values for the texts that are not values of keys."""
+    """Values for the texts that are not keys."""
     sets = [one.name for one in config.eval.sets]
     ranks = config.parallel.world_size
     return {
@@ -142,7 +142,7 @@ REFUSALS = (
         "generator.engine={generator.engine!r} does not; use 'sglang'",
     ),
     Refusal(
-        # The engine would round logits which the trainer does not.
+        # The engine would round logits that the trainer does not round.
         lambda c: c.model.has_wide_head and c.generator.engine != "sglang",
         "model.head_dtype='float32' with generator.engine={generator.engine!r}, which rounds "
         "logits to model.dtype={model.dtype!r}: its logprobs would differ from the trainer's; use "
@@ -166,8 +166,7 @@ REFUSALS = (
         "train.router_replay needs an engine that returns its expert choices: "
         "generator.engine={generator.engine!r} does not; use 'sglang'",
     ),
-    # Engines on the trainer's GPUs. An engine sees its own GPUs alone, and memory of others cannot
-    # be opened there.
+    # Engines on the trainer's GPUs. An engine sees only its GPUs and cannot open memory of others.
     Refusal(
         lambda c: (
             c.generator.colocate
@@ -230,7 +229,7 @@ REFUSALS = (
     ),
     # A pass of a trainer rank.
     Refusal(
-        # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
+        # megatron-core 0.16.1, moe_utils.py:652: the fused router ignores recorded choices.
         lambda c: c.train.router_replay and "moe_router" in c.model.fusions,
         "expert.model.fusions with 'moe_router' and train.router_replay=true exclude each other: "
         "the fused router takes no recorded choices; leave 'moe_router' out",

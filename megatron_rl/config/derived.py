@@ -1,7 +1,7 @@
-"""Values derived from other keys, for keys that are not given or are "auto".
+"""Derives values of keys that are missing or "auto" from other keys.
 
-`files.py` fills in these values before it checks a tree, so every process reads plain values from
-the run's config.toml.
+`files.py` fills them in before it checks a tree, so every process reads plain values from the run's
+config.toml.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,10 +32,7 @@ def _samples(tree: _Tree) -> int:
 
 
 def _correction(tree: _Tree) -> str:
-    """truncated where ratios compare with the trainer's own logprobs, so that nothing else would.
-
-    With old_logprobs="generator" the policy loss's own ratio is the correction.
-    """
+    """truncated for the trainer's old logprobs: with the generator's, the loss ratio corrects."""
     algorithm = _section(tree, "algorithm")
     preset = PRESETS.get(algorithm.get("preset", DEFAULT_PRESET))
     values: _Tree = preset.values if preset is not None else {}
@@ -80,7 +77,7 @@ def _lease_s(tree: _Tree) -> float:
 
 
 def patience_of(tree: _Tree) -> float:
-    """`run.patience`; 1 without a number, which the check of the tree refuses if given."""
+    """`run.patience`, or 1 for a missing or invalid value, which the check of the tree refuses."""
     given = _section(tree, "run").get("patience", 1.0)
     return given if isinstance(given, int | float) else 1.0
 
@@ -110,14 +107,11 @@ DERIVED: dict[str, Callable[[_Tree], Any]] = {
     "queue.lease_timeout_s": _lease_timeout_s,
     "train.batch_timeout_s": _batch_timeout_s,
 }
-"""By key: its value in a tree that does not give it."""
+"""Key -> function of the tree that gives its value."""
 
 
 def fill_in(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the value of each derived key that it does not give; `tree` is not changed.
-
-    A section that is not a table stays: the check of the tree refuses it.
-    """
+    """A copy of the tree with missing derived keys; the check of the tree refuses non-tables."""
     filled = tree
     for key, derive in DERIVED.items():
         if _given(filled, key) in (None, AUTO):

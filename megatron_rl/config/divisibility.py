@@ -1,4 +1,4 @@
-"""Parallel sizes that a model can be divided by. Used by the launcher and by trainer ranks.
+"""Checks that parallel sizes divide a model. Used by the launcher and by trainer ranks.
 
 Every refusal names the nearest possible size.
 """
@@ -12,21 +12,21 @@ from megatron_rl.config.parallel import ParallelConfig, stage_layers
 
 @dataclass(frozen=True)
 class Counts:
-    """Sizes of a model that are divided among ranks."""
+    """Sizes of a model that ranks divide."""
 
     heads: int
     kv_heads: int
     layers: int
     ffn: int = 0
-    """Units of a dense MLP; 0 where experts take its place."""
+    """Units of a dense MLP; 0: experts instead."""
     experts: int = 0
-    """Experts of a layer; 0 is a dense model."""
+    """Experts of a layer; 0: a dense model."""
     expert_ffn: int = 0
     """Units of one expert."""
 
 
 def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
-    """Raise InputError unless the ranks can share the model."""
+    """Raise InputError unless the ranks can divide the model."""
     _check_tensor(parallel, counts)
     _check_pipeline(parallel, counts.layers)
     if counts.experts:
@@ -38,9 +38,9 @@ def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
 
 
 def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_parallel") -> None:
-    """Raise InputError unless this number of engine ranks can share a model's attention heads.
+    """Raise InputError unless the number of engine ranks divides the attention heads.
 
-    Engines copy key-value heads and pad MLP units where they must, so these refuse nothing.
+    Engines copy key-value heads and pad MLP units, so these sizes are free.
     """
     if heads % size:
         raise InputError(
@@ -50,10 +50,7 @@ def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_p
 
 
 def check_engine_experts(tensor: int, expert: int, counts: Counts) -> None:
-    """Raise InputError unless an engine's ranks can divide a model's experts so.
-
-    tensor: all ranks of the engine, a multiple of `expert`.
-    """
+    """Raise InputError unless an engine's `tensor` ranks can divide the experts `expert`-fold."""
     if expert == 1:
         return
     name = f"generator.expert_parallel = {expert}"
@@ -135,13 +132,13 @@ def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
             f"nearest possible: {nearest_divisor(possible, parallel.expert)}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
-        # Each tensor rank then routes its own tokens; without it each rank would route all tokens.
+        # With it each tensor rank routes its part of the tokens; without it, all tokens.
         raise InputError(
             f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true"
         )
 
 
 def nearest_divisor(count: int, wanted: int) -> int:
-    """The divisor of `count` that is nearest to `wanted`; the smaller of two as near."""
+    """The divisor of `count` nearest to `wanted`; of two, the smaller one."""
     divisors = (size for size in range(1, count + 1) if count % size == 0)
     return min(divisors, key=lambda size: (abs(size - wanted), size))

@@ -1,9 +1,9 @@
-"""Errors that a person can fix. Imported by every process."""
+"""Errors that the user can fix. Imported by every process."""
 
 
 class InputError(ValueError):
-    """Bad input: the text says what was given, what was expected and what to do."""
+    """Bad input; the text has the given value, the expected values and the fix."""
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; the text says what was given and what to do."""
+    """Wrong configuration; the text has the given value and the fix."""

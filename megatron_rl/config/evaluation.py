@@ -1,4 +1,4 @@
-"""The section `[eval]`: what models are evaluated on, and how. Part of the configuration tree."""
+"""The section `[eval]` of the configuration tree."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,9 +8,9 @@ from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.section import Section
 
 MAX_SAMPLES = 1024
-"""Completions a prompt; the exact count of votes needs this bound."""
+"""Maximum completions per prompt, for the exact count of votes."""
 AUTO_PROMPTS = 256
-"""Most prompts that eval.prompts = "auto" evaluates on."""
+"""Maximum prompts of eval.prompts = "auto"."""
 _Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 
 
@@ -80,24 +80,24 @@ class EvalConfig(Section):
 
     @property
     def all_timeout_s(self) -> float:
-        """Seconds within which all sets of a version are evaluated, one after the other."""
+        """Maximum seconds for all sets of a version, one after the other."""
         return (bool(self.prompts) + len(self.sets)) * self.timeout_s
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether any prompts are evaluated."""
         return bool(self.prompts or self.sets)
 
     def most_held_out(self, *, chooses: bool) -> int:
-        """Largest number of prompts to hold out by a hash.
+        """Maximum number of prompts that a hash holds out.
 
-        chooses: a model of the cold start is chosen by held-out prompts.
+        chooses: held-out prompts choose a model of the cold start.
         """
         if self.prompts != "auto":
             return self.prompts
         return 0 if self.sets and not chooses else AUTO_PROMPTS
 
     def longest(self, training: int) -> int:
-        """The largest limit of a completion; training: sampling.max_new_tokens."""
+        """Longest completion of any evaluation, in tokens; training: sampling.max_new_tokens."""
         default = self.max_new_tokens or training
         return max([default, *(one.max_new_tokens or default for one in self.sets)])

@@ -1,7 +1,7 @@
-"""Keys that few runs need: `[expert]` holds them, apart from the keys that everybody reads.
+"""Keys of `[expert]`, which few runs need.
 
-Used where a configuration is loaded, saved and explained. In the checked tree an expert key lies in
-its section, as any other: `expert.queue.max_attempts` is `config.queue.max_attempts`.
+Used where a configuration is loaded, saved and explained. In the checked tree they are in their
+sections: `expert.queue.max_attempts` is `config.queue.max_attempts`.
 """
 
 import difflib
@@ -35,7 +35,7 @@ _WAITS = (
     "weights.grace_s",
     "weights.join_timeout_s",
 )
-"""Deadlines: the default times `run.patience`, unless the configuration gives the value."""
+"""Deadlines; their defaults are multiplied by `run.patience`."""
 _OTHERS = (
     "algorithm.advantage_estimator.temperature",
     "algorithm.gold.closing",
@@ -123,12 +123,12 @@ def is_expert(key: str) -> bool:
 
 
 def public_key(key: str) -> str:
-    """The name by which a user gives a key of the checked tree."""
+    """The user's name of a key of the checked tree."""
     return f"{EXPERT}.{key}" if is_expert(key) else key
 
 
 def own_key(key: str) -> str:
-    """The key of the checked tree that a user's name means.
+    """The key of the checked tree for a user's name.
 
     Raises ConfigError for an expert key without `expert.`, and for another key with it.
     """
@@ -148,9 +148,9 @@ def own_key(key: str) -> str:
 
 
 def without_expert(given: dict[str, Any]) -> dict[str, Any]:
-    """A tree as files hold it, with the keys of `[expert]` in their sections.
+    """A file's tree with the keys of `[expert]` in their sections.
 
-    Raises ConfigError as `own_key` does, and where `expert` is no table.
+    Raises ConfigError as `own_key` does, and if `expert` is no table.
     """
     found: dict[str, Any] = {}
     for path, value in _leaves(given):
@@ -164,7 +164,7 @@ def without_expert(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_expert(tree: dict[str, Any]) -> dict[str, Any]:
-    """A tree as files hold it, without empty tables: what `without_expert` takes back."""
+    """The inverse of `without_expert`, without empty tables."""
     found: dict[str, Any] = {}
     for path, value in _leaves(tree):
         if value != {}:
@@ -173,14 +173,14 @@ def with_expert(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled_waits(patience: float, defaults: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every deadline of a run with that `run.patience`; defaults: of the checked tree."""
+    """(key, seconds) of every deadline, from the defaults of the checked tree."""
     for path, value in _leaves(defaults):
         if (key := ".".join(path)) in _WAITS:
             yield key, patience * value
 
 
 def _leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Paths and values of a tree; lists and empty tables are values."""
+    """(path, value) of a tree; lists and empty tables are values."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*path, name))

@@ -25,11 +25,11 @@ REQUIRED = {
     "model.path": "a model folder, such as model.path=/models/Qwen2.5-1.5B-Instruct",
     "run.dir": "a new folder for what the run leaves, such as run.dir=runs/first",
 }
-"""Keys without a default that fits anybody: what to give."""
+"""Keys that have no useful default -> text that tells what to give."""
 
 
 def require(layers: Layers, keys: Sequence[str]) -> None:
-    """Raise ConfigError where keys of REQUIRED are not given."""
+    """Raise ConfigError for missing keys of REQUIRED."""
     missing = [key for key in keys if layers.origin_of(key) == DEFAULT]
     if missing:
         raise ConfigError(
@@ -41,17 +41,16 @@ def require(layers: Layers, keys: Sequence[str]) -> None:
 def load_config(
     path: Path | Sequence[Path] | None, overrides: Sequence[str] | None = None
 ) -> Config:
-    """Config of TOML files (or the defaults) with `section.key=value` overrides applied.
+    """The configuration of TOML files (or the defaults) and `section.key=value` overrides.
 
-    Later files win, key by key. Values are read as TOML, else as plain text. Relative paths in a
-    file are relative to that file; paths in overrides are relative to the current folder
-    (`paths.py`). Raises ConfigError.
+    Later files win, key by key. Override values are TOML, else plain text. `paths.py` tells what
+    paths are relative to. Raises ConfigError.
     """
     return resolve(read_layers(path, overrides))
 
 
 def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run folder. Raises InputError where there is no run, ConfigError."""
+    """The configuration of a run folder. Raises InputError without a run, ConfigError."""
     saved = run_dir / "config.toml"
     if not saved.is_file():
         raise InputError(f"{run_dir} holds no run: it has no config.toml")
@@ -88,7 +87,7 @@ def resolve(layers: Layers) -> Config:
 
 
 def _with_patience(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the deadlines that nobody gave, by `run.patience`."""
+    """The tree with default deadlines times `run.patience`."""
     patience = patience_of(tree)
     if patience == 1.0:
         return tree
@@ -134,17 +133,17 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:
 
 
 def dump_toml(config: Config) -> str:
-    """The whole tree as TOML; `load_config` reads it back to an equal Config."""
+    """The whole tree as TOML, which `load_config` reads back to an equal Config."""
     return tomli_w.dumps(with_expert(config.model_dump(mode="json", exclude_none=True)))
 
 
 def override(key: str, value: str | list[str]) -> str:
-    """The override that sets `key` to this text or these texts, in any form."""
+    """The override that sets `key` to a text or texts."""
     return f"{key}={tomli_w.dumps({'value': value}).removeprefix('value = ').rstrip()}"
 
 
 def from_folder(text: str, folder: Path) -> str:
-    """The same override, with a relative path in it taken from `folder`."""
+    """The override with a path relative to `folder` made absolute."""
     key, _, value = text.partition("=")
     given = parse_value(value.strip())
     found = with_absolute_paths(given, key.strip(), folder)

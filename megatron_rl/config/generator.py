@@ -1,8 +1,4 @@
-"""The sections `[generator]` (engines), `[sampling]`, `[weights]` (weight sync to the engines) and
-`[scorer]` (an engine with the reference).
-
-Imported by every process, as part of the configuration tree.
-"""
+"""The sections `[generator]`, `[sampling]`, `[weights]`, `[scorer]` of the configuration tree."""
 
 import re
 from typing import Annotated, Literal, Self
@@ -13,11 +9,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
 MOST_PASSED_BY = 8
-"""Weight syncs that pass by a generator that failed several in a row, before it is served again."""
+"""Maximum number of weight syncs that skip a generator which failed several in a row."""
 
 
 def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
-    """Raise InputError where `expert.weights.overlap` is not known to be safe.
+    """Raise InputError if `expert.weights.overlap` may be unsafe.
 
     has_gpus: whether the trainer computes on GPUs. method: `weights.method`.
     """
@@ -36,7 +32,7 @@ def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
 
 _BOUNDED_KV_TOKENS = 65_536
 Argument = bool | int | float | str
-"""Value of an argument of a command line."""
+"""Value of a command-line argument."""
 
 
 class GeneratorConfig(Section):
@@ -105,12 +101,12 @@ class GeneratorConfig(Section):
 
     @property
     def takes_all_memory(self) -> bool:
-        """Whether an engine's cache on a GPU takes all memory that is left."""
+        """Whether an engine's KV cache takes all remaining GPU memory."""
         return self.kv_tokens == "auto" and self.engine == "sglang" and not self.colocate
 
     @property
     def bounded_kv_tokens(self) -> int:
-        """Tokens that the KV cache holds where memory does not say it."""
+        """Tokens in a KV cache that does not take all memory."""
         if self.kv_tokens == "auto":
             return max(_BOUNDED_KV_TOKENS, self.context_tokens)
         return self.kv_tokens

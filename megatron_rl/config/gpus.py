@@ -12,12 +12,12 @@ DEFAULT = "h100-80g"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device, as the vendor states it."""
+    """One device, by the vendor's data sheet."""
 
     memory_bytes: int
     """As nvidia-smi shows it."""
     bf16_flops: float
-    """Peak of dense matrix products, FLOP/s."""
+    """Peak FLOP/s of dense matrix products."""
     fp8_flops: float | None
     """None: no FP8 tensor cores."""
 
@@ -47,14 +47,11 @@ _SXM_NAMES = {
     r"\bH200\b": "h200-141g",
     r"\bB200\b": "b200-180g",
 }
-"""Pattern of the driver's name -> a GPU with that peak."""
+"""Pattern of the driver's name -> a GPU with the same peak."""
 
 
 def named_peak(device: str, *, is_fp8: bool) -> float | None:
-    """Peak FLOP/s of a device by the driver's name; None where it is not known.
-
-    PCIe and NVL models of H100 and H200 have other peaks.
-    """
+    """Peak FLOP/s of a device by the driver's name; None: unknown, as for PCIe and NVL models."""
     if re.search(r"\bH[12]00\b.*(PCIe|NVL)", device):
         return None
     found = (GPUS[name] for pattern, name in _SXM_NAMES.items() if re.search(pattern, device))

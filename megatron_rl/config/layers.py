@@ -1,7 +1,7 @@
-"""Several TOML files and overrides as one tree, and where each value of it comes from.
+"""Merges TOML files and overrides into one tree, and records each value's origin.
 
-Used by `files.py`, and by the launcher's `megatron-rl config`. Later layers win key by key; a list,
-such as `[[prompts]]`, replaces the whole list of the layers before it.
+Used by `files.py` and `megatron-rl config`. Later layers win key by key; a list, such as
+`[[prompts]]`, replaces the whole list of earlier layers.
 """
 
 import tomllib
@@ -20,11 +20,11 @@ DEFAULT = "default"
 _DERIVED = "derived"
 _PRESET = "algorithm.preset="
 _TABLES = ("prompts", "stages", "eval.sets")
-"""Lists of tables, to which an override may append."""
+"""Lists of tables that an override may extend."""
 
 
 class Layers:
-    """The given values: files in their order, then overrides."""
+    """Given values: files in their order, then overrides."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class Layers:
         self._origins: dict[str, str] = {}
 
     def add_file(self, path: Path) -> None:
-        """Put a TOML file over what there is. Raises ConfigError."""
+        """Merge a TOML file into the tree. Raises ConfigError."""
         try:
             given = tomllib.loads(path.read_text())
         except OSError as error:
@@ -50,7 +50,7 @@ class Layers:
         self._note(given, "", str(path))
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Put `section.key=value` over what there is. Raises ConfigError."""
+        """Merge `section.key=value` texts into the tree. Raises ConfigError."""
         presets = [text for text in overrides if text.startswith(_PRESET)]
         for text in presets:
             self._forget_other_preset(parse_value(text.removeprefix(_PRESET)))
@@ -60,7 +60,7 @@ class Layers:
             self._note(value, key, OVERRIDE)
 
     def _forget_other_preset(self, asked: object) -> None:
-        """A file that states the whole of one preset would leave nothing of the one asked for."""
+        """Remove values of [algorithm] when the preset changes: a saved file states all of them."""
         section = self.tree.get("algorithm")
         if isinstance(section, dict) and section.get("preset", DEFAULT_PRESET) != asked:
             self.tree["algorithm"] = {}
@@ -96,7 +96,7 @@ class Layers:
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values below a value of a tree; items of lists of tables by their number."""
+    """(key, value) below a value of a tree; keys have numbers for items of lists of tables."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from leaves(inner, f"{key}.{name}" if key else name)
@@ -117,7 +117,7 @@ def _merge(tree: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
-    """Set the value; returns its key and itself."""
+    """Set the value; returns (key, value)."""
     key, separator, text = override.partition("=")
     if not separator or "." not in key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")

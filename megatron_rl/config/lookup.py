@@ -19,7 +19,7 @@ Function = TypeVar("Function")
 
 
 def find_function(table: Mapping[str, Function], name: str, *, key: str) -> Function:
-    """Function called `name`; `key` is the configuration key for the InputError's text."""
+    """The function `name`; raises InputError, whose text names the configuration key `key`."""
     if name in table:
         return table[name]
     module_name, separator, function_name = name.partition(":")
@@ -45,10 +45,10 @@ def find_function(table: Mapping[str, Function], name: str, *, key: str) -> Func
 
 
 def where_raised(error: BaseException) -> str:
-    """File, line and function that raised, for code of the user's.
+    """File, line and function where the user's code raised.
 
-    The deepest frame outside the standard library and installed packages: a user's mistake often
-    surfaces in a library that it called.
+    This is the deepest frame outside the standard library, installed packages and ours, because a
+    mistake often surfaces in a library that the user's code called.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"

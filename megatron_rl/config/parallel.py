@@ -1,4 +1,4 @@
-"""The section `parallel` of the configuration tree. Imported by every process."""
+"""The section `[parallel]` of the configuration tree."""
 
 from typing import Literal, Self
 
@@ -7,15 +7,14 @@ from pydantic import Field, PositiveInt, model_validator
 from megatron_rl.config.section import Section
 
 OVERLAPPED_TENSOR_RANKS = (2, 4, 8)
-"""For other counts TransformerEngine 2.12 starts no kernel, and says nothing (userbuffers.cu:
+"""With other counts TransformerEngine 2.12 silently starts no kernel (userbuffers.cu:
 reducescatter2_userbuff_stridedoutput)."""
 
 
 def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Layers of each pipeline stage.
+    """Layers of each pipeline stage. Raises ValueError for an impossible division.
 
-    first, last: of the first and the last stage; 0: as many as the stages between. Raises
-    ValueError when the stages cannot share the layers so.
+    first, last: layers of the first and the last stage; 0: as many as the other stages.
     """
     if first and last and stages == 2:
         middle: tuple[int, ...] = ()
@@ -119,20 +118,20 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Count of trainer ranks."""
+        """Number of trainer ranks."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def has_uneven_stages(self) -> bool:
-        """Whether the first or the last stage has its own count of layers."""
+        """Whether the first or last stage has another number of layers."""
         return self.first_stage_layers + self.last_stage_layers > 0
 
     @property
     def divides_positions(self) -> bool:
-        """Whether tensor ranks divide the positions between their layers."""
+        """Whether tensor ranks divide positions outside tensor-parallel products."""
         return self.sequence and self.tensor > 1
 
     @property
     def interleaved_chunks(self) -> int | None:
-        """Chunks of a stage as Megatron counts them: None for its plain schedule."""
+        """Megatron's number of chunks of a stage; None: the plain schedule."""
         return self.virtual_stages if self.virtual_stages > 1 else None

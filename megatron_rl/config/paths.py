@@ -1,7 +1,7 @@
-"""Meaning of a configuration's relative paths, and the keys that hold paths.
+"""Makes relative paths of a configuration absolute. Used by `layers.py`.
 
-Used by `layers.py`. A path in a TOML file is relative to the file's folder; a path on the command
-line is relative to the current folder. `run.dir` is always relative to the current folder.
+A path in a TOML file is relative to the file's folder; a path on the command line, and `run.dir`
+everywhere, is relative to the current folder.
 """
 
 import os
@@ -21,7 +21,7 @@ PATH_KEYS = (
     "checkpoint.resume",
     "ports.keys_dir",
 )
-"""A `*` stands for the number of a table in a list."""
+"""Keys with paths; `*` replaces the number of a table in a list."""
 _WORDS = {
     "algorithm.reference.policy": ("none", "start", "ema"),
     "checkpoint.resume": ("auto", "never"),
@@ -31,15 +31,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text has the form of a model's name on the Hugging Face Hub, as "Qwen/Qwen3-8B"."""
+    """Whether a text has the form of a model name on the Hugging Face Hub, as "Qwen/Qwen3-8B"."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
-    """The same part of a tree, with the relative paths in it taken from `folder`.
-
-    key: that of the value, "" for a whole tree.
-    """
+    """The value with paths relative to `folder` made absolute. key: of the value; "": all."""
     if isinstance(value, dict):
         prefix = f"{key}." if key else ""
         return {

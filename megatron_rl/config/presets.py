@@ -1,7 +1,6 @@
 """Objectives by name: the values that each preset of `[algorithm]` sets.
 
-Imported by every process through `algorithm.py`. Keys that a preset does not name have the
-defaults of their section, which are Magistral's.
+Other keys have the defaults of their section, which are Magistral's.
 """
 
 from dataclasses import dataclass, field
@@ -149,8 +148,8 @@ PRESETS: dict[str, Preset] = {
             "normalization": _NONE,
             "aggregation": _SUM,
             "policy_loss": _REINFORCE,
-            # A soft value above most rewards lowers logprobs; only the reference opposes it. With
-            # 1e-3, as with a group's mean, the reference weighs too little: the policy collapses.
+            # A soft value above most rewards lowers logprobs, which only the reference opposes. At
+            # 1e-3, the default for a group's mean, it weighs too little: the policy collapses.
             "shaping": {"name": "regression", "baseline": "soft", "temperature": 0.3},
             "reference": {"policy": "start"},
             "zero_variance_groups": "keep",

@@ -1,8 +1,4 @@
-"""The sections `[[prompts]]` (sources of prompts), `[curriculum]` (which of them are drawn) and
-`[render]` (how prompts become tokens).
-
-Imported by every process, as part of the configuration tree.
-"""
+"""The sections `[[prompts]]`, `[curriculum]` and `[render]` of the configuration tree."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -114,7 +110,7 @@ class CurriculumConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether it changes anything."""
+        """Whether any rule is set."""
         return bool(self.retire_after or self.bands)
 
     @model_validator(mode="after")
@@ -193,7 +189,7 @@ class Demonstrations(Section):
 
 
 _FOLLOWS_FROM = 500_000_000
-"""Parameters from which a model is not shown an exchange."""
+"""Number of parameters from which rendering shows no exchange."""
 
 
 class RenderConfig(Section):
@@ -217,13 +213,13 @@ class RenderConfig(Section):
     """Jinja chat template that replaces the tokenizer's own; empty: keep the tokenizer's."""
 
     def for_model(self, parameters: int) -> Self:
-        """The same with `demonstrate` decided, for a model with this number of parameters."""
+        """The settings with `demonstrate` decided, for a model of this size."""
         if self.demonstrate != "auto":
             return self
         return self.model_copy(update={"demonstrate": parameters < _FOLLOWS_FROM})
 
     def system_prompt_of(self, format_check: str) -> str:
-        """The text before a prompt whose task has this format check; empty for none."""
+        """System prompt for a task's format check; empty: none."""
         if self.system_prompt is not None:
             return self.system_prompt
         text: str = getattr(self.system_prompts, format_check)
@@ -232,10 +228,10 @@ class RenderConfig(Section):
     def demonstration_of(
         self, format_check: str, *, is_program: bool = False, is_cpp: bool = False
     ) -> Demonstration | None:
-        """The exchange that is shown before a prompt whose task has this format check.
+        """The exchange before a prompt, for its task's format check; None: none.
 
-        is_program: whether tests run the answer as a program, rather than call a function of it.
-        is_cpp: whether the prompt names C++, for which there is no exchange with a program.
+        is_program: tests run the answer as a program, not as a function. is_cpp: the prompt names
+        C++, for which no program is shown.
         """
         assert self.demonstrate != "auto", "for_model decides"
         if self.system_prompt is not None or not self.demonstrate:

@@ -1,6 +1,6 @@
-"""Reference of every configuration key: type, limits, default and unit, as data, TOML and a page.
+"""Reference of every configuration key: type, limits, default and meaning, as data, TOML and page.
 
-Used by `megatron-rl config`; with `--markdown` it prints docs/configuration.md. All of it is read
+Used by `megatron-rl config`; with `--markdown` it prints docs/configuration.md. It is generated
 from the sections, so it cannot differ from what a run accepts.
 """
 
@@ -24,9 +24,9 @@ from megatron_rl.config.section import Section
 from megatron_rl.config.tree import Config
 
 ITEM = "0"
-"""Stands for the number of an item of a list in the keys of the reference."""
+"""Number of a list's item in the keys of the reference."""
 NAME = "NAME"
-"""Stands for a name of the user's in the keys of the reference."""
+"""A user's name in the keys of the reference."""
 _PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
 _BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 _WIDTH = 100
@@ -67,9 +67,8 @@ class Entry:
     kind: str
     """Allowed values, such as "whole number above 0"."""
     default: Any
-    """As TOML would hold it; None: not given."""
+    """TOML value; None: not given."""
     is_required: bool
-    """Whether it has no default."""
     meaning: str
 
 
@@ -82,7 +81,7 @@ class Table:
     meaning: str
     entries: tuple[Entry, ...]
     is_given: bool
-    """Whether the table exists by default; items of lists and the like do not."""
+    """Whether the table exists by default, unlike items of lists."""
 
 
 def tables() -> list[Table]:
@@ -94,7 +93,7 @@ def tables() -> list[Table]:
 
 
 def _part(table: Table, *, expert: bool) -> Table:
-    """A table's common keys, or its keys under `[expert]`, by the names to give."""
+    """The table with only its common keys, or only its expert keys, by the user's names."""
     entries = [entry for entry in table.entries if is_expert(entry.key) == expert]
     named = tuple(replace(entry, key=public_key(entry.key)) for entry in entries)
     if not expert:
@@ -112,13 +111,13 @@ def find_entries(key: str) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a section is found."""
+    """The place of a section in the tree."""
 
     key: str
     meaning: str
-    """The text of the field that holds it."""
+    """Text of the field that holds the section."""
     value: Section | None
-    """Its defaults there; None: it is not there."""
+    """Its defaults at this place; None: it does not exist by default."""
     is_given: bool
 
 
@@ -149,7 +148,7 @@ def _sections(model: type[Section], place: _Place) -> Iterator[Table]:
 
 
 def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
-    """The section that a field holds, and in which form: itself, list or dict."""
+    """(section of a field, form): form is itself, list or dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, "itself"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -164,7 +163,7 @@ def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
 def _entry(key: str, field: FieldInfo, value: Section | None) -> Entry:
     name = key.rpartition(".")[2]
     default = _default_of(field)
-    # A path as the field states it: in the section it is absolute.
+    # The section has made paths absolute; the field has the stated one.
     if value is not None and not isinstance(default, Path):
         default = value.model_dump(mode="json")[name]
     kind = _kind(field.annotation, field.metadata)
@@ -189,7 +188,7 @@ def _text(documentation: str | None) -> str:
 
 
 def _kind(annotation: Any, metadata: list[Any]) -> str:
-    """In words: what a value of this type may be."""
+    """The allowed values of a type, in words."""
     return " ".join([_type(annotation), *_bounds(metadata)])
 
 
@@ -210,7 +209,7 @@ def _type(annotation: Any) -> str:
 
 
 def _bounds(metadata: list[Any]) -> list[str]:
-    """Limits of a number; other constraints are told by the error that they raise."""
+    """Limits of a number; errors tell other constraints."""
     found = []
     for item in metadata:
         for constraint in item if isinstance(item, annotated_types.GroupedMetadata) else [item]:
@@ -264,7 +263,7 @@ def explain(entry: Entry) -> str:
 
 
 def value_text(value: Any, entry: Entry | None = None) -> str:
-    """A value as TOML writes it; of one that is not there, an ellipsis or the first choice."""
+    """A value as TOML; for None an ellipsis or the first choice."""
     if value is None:
         is_choice = entry is not None and entry.kind.startswith('"')
         return entry.kind.partition(" | ")[0] if is_choice and entry is not None else "..."

@@ -1,7 +1,4 @@
-"""Keys that have another name now: the refusal of an old name says the new one.
-
-Used where a configuration is loaded, and by `megatron-rl config migrate`.
-"""
+"""Renamed keys: a refusal names the new key, and `megatron-rl config migrate` rewrites files."""
 
 import re
 import tomllib
@@ -25,7 +22,7 @@ RENAMED = {
     "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
     "train.groups_per_batch": "train.prompts_per_batch",
 }
-"""Former name -> name now; `*` stands for any one part of a key."""
+"""Former name -> present name; `*` matches any one part of a key."""
 
 RENAMED_METRICS = {
     "queue/groups_dropped_flat": "queue/groups_dropped_zero_variance",
@@ -52,7 +49,7 @@ RENAMED_METRICS = {
         "wire_mb",
     )
 }
-"""The same for names of metrics.jsonl and summary.json."""
+"""Former -> present names in metrics.jsonl and summary.json."""
 
 _HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-]+)\s*\]\]?")
 _ASSIGNMENT = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)")
@@ -61,10 +58,7 @@ _OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
 
 
 def new_name(key: str) -> str:
-    """The key, or its present name, with any text after the renamed part.
-
-    Keys that moved to `[expert]` are renamed ones too.
-    """
+    """The present name of a key; also moves keys to `[expert]`."""
     parts = key.split(".")
     for old, new in RENAMED.items():
         pattern = old.split(".")
@@ -82,11 +76,11 @@ def new_name(key: str) -> str:
 
 
 def migrate(text: str) -> tuple[str, list[str]]:
-    """The TOML text with today's names, and a line "old -> new" for each change.
+    """(the TOML text with present names, a line "old -> new" for each change).
 
-    Tables, keys, and overrides in quotes ("section.key=value", as sweeps have them) are rewritten;
-    comments and layout stay. Raises ConfigError for text that is not valid TOML, and for a former
-    name in an inline table, which the user has to rewrite by hand.
+    Tables, keys, and quoted overrides of sweeps ("section.key=value") change; comments and layout
+    stay. Raises ConfigError for invalid TOML, and for a former name in an inline table, which the
+    user must rewrite.
     """
     before = _parsed(text)
     changes: list[str] = []
@@ -121,7 +115,7 @@ def migrate(text: str) -> tuple[str, list[str]]:
 
 
 def _with_tables(lines: list[str], moved: dict[str, list[str]]) -> list[str]:
-    """The lines of a file with moved keys in their tables, which are added where they are not."""
+    """The lines of a file with moved keys in their tables; missing tables are added."""
     for table, keys in moved.items():
         headers = [number for number, line in enumerate(lines) if line.strip() == f"[{table}]"]
         if headers:
@@ -156,7 +150,7 @@ def _replaced(
 
 
 def _renamed(value: Any, key: str) -> Any:
-    """The tree with today's names."""
+    """The tree with present names."""
     if isinstance(value, dict):
         return {
             _last_part(f"{key}.{name}" if key else name, name): _renamed(
@@ -173,5 +167,5 @@ def _renamed(value: Any, key: str) -> Any:
 
 
 def _last_part(key: str, name: str) -> str:
-    """A table's name for a key; a quoted name with dots is a whole key."""
+    """Present name of a key in its table; a quoted name with dots is a whole key."""
     return new_name(name) if "." in name else new_name(key).rpartition(".")[2]

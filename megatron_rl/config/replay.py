@@ -1,7 +1,4 @@
-"""Section of the configuration: groups that are trained on without being sampled for the step.
-
-Imported by every process by way of `tree.py`.
-"""
+"""The section `[replay]` of the configuration tree: groups that are not sampled for the step."""
 
 from pathlib import Path
 from typing import Self
@@ -54,11 +51,11 @@ class ReplayConfig(Section):
         return self
 
     def steps_in_buffer(self, sampled_groups: int) -> int:
-        """Steps that fill buffer_groups with this number of sampled groups; 0 without a buffer."""
+        """Steps that fill the buffer, with `sampled_groups` per step; 0 without a buffer."""
         return -(-self.buffer_groups // sampled_groups) if self.buffer_groups else 0
 
     def groups_of(self, prompts_per_batch: int) -> int:
-        """Groups of a batch that are replayed. Raises ValueError where they are no whole number."""
+        """Number of replayed groups per batch. Raises ValueError for a fraction."""
         groups = self.share * prompts_per_batch
         if abs(groups - round(groups)) > 1e-6:
             raise ValueError(

@@ -1,7 +1,4 @@
-"""The sections `[reward]` (what a completion earns) and `[verifier]` (the processes that grade).
-
-Imported by every process, as part of the configuration tree.
-"""
+"""The sections `[reward]` and `[verifier]` of the configuration tree."""
 
 from typing import Any, Literal, NamedTuple, Self
 
@@ -10,9 +7,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.section import Section
 
 START_AND_END_S = 5.0
-"""Time that grading a program takes besides its compilation and its tests."""
+"""Time for grading a program in addition to compilation and tests."""
 WALL_FACTOR = 2.0
-"""Elapsed time of a program, waits for a core not counted, as a multiple of its CPU time."""
+"""Maximum elapsed time of a program, without waits for a core, over its CPU time."""
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 WORKER_POOLS = (ANSWERS, LANGUAGE, CODE, CUSTOM)
 FormatCheckName = Literal["think_box", "think_code", "box", "code", "none"]
@@ -24,10 +21,10 @@ class Step(NamedTuple):
     """A part of grading that needs a killable process."""
 
     kind: StepKind
-    """judge: whether the answer is right; extras: all extra rewards of the task; pair, of no score:
-    whether two answers are the same."""
+    """judge: whether the answer is right; extras: all extra rewards of the task; pair: whether two
+    answers are the same, apart from any score."""
     pool: str
-    """The processes that take it."""
+    """Worker pool that runs it."""
 
 
 class TaskConfig(Section):
@@ -114,18 +111,18 @@ class RewardConfig(Section):
 
     @property
     def all_tasks(self) -> dict[str, TaskConfig]:
-        """The tasks that prompts may name."""
+        """Tasks that prompts may name."""
         return _DEFAULT_TASKS | self.tasks
 
     def extras_of(self, task: str) -> list[ExtraReward]:
-        """The extra rewards that apply to a task."""
+        """Extra rewards of a task."""
         return [extra for extra in self.extra if not extra.tasks or task in extra.tasks]
 
     def steps_of(self, task: str) -> tuple[Step, ...]:
         """Steps that may follow the format check of a completion of a task, in order.
 
-        Only this function decides the worker pools. The queue keeps room in the worker pools of
-        all these steps. The verifier takes the steps, less the first where plain text decides.
+        Only this function decides the worker pools. The queue keeps room in the pools of all steps;
+        the verifier skips the first step if comparing texts decides.
         """
         compare = self.all_tasks[task].compare
         pool = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
@@ -137,13 +134,13 @@ class RewardConfig(Section):
         return tuple(steps)
 
     def class_step(self, task: str) -> Step:
-        """How it is decided whether two answers of a task are the same, where text does not."""
+        """The step that compares two answers of a task if their texts differ."""
         return Step("pair", CUSTOM if ":" in self.all_tasks[task].compare else ANSWERS)
 
     @property
     def longest_program_s(self) -> float:
-        """Most time that grading a program takes, waits for a core not counted."""
-        # Calls run together first, then singly where they are counted.
+        """Maximum seconds for grading a program, without waits for a core."""
+        # To count passed tests, calls run together first, then one by one.
         tests = self.tests_per_problem + (self.code_credit == "proportional")
         return longest_program_s(self.compile_s, tests * self.test_s)
 
@@ -169,7 +166,7 @@ class RewardConfig(Section):
 
 
 def longest_program_s(compile_s: float, tests_s: float, factor: float = WALL_FACTOR) -> float:
-    """Most time that grading a program with these limits of CPU time takes, waits not counted."""
+    """Maximum seconds for grading a program with these CPU limits, without waits for a core."""
     return START_AND_END_S + factor * (compile_s + tests_s)
 
 
@@ -198,7 +195,7 @@ class WorkerPoolConfig(Section):
     its task needs."""
 
     def with_workers(self, pool: str, cores: int) -> Self:
-        """The same with a number of processes, for a verifier with this number of cores."""
+        """The settings with `workers` decided, for a verifier with this number of cores."""
         if self.workers != "auto":
             return self
         share = cores // 2 if pool == CODE else min(8, cores // 4)
@@ -241,7 +238,7 @@ class VerifierConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_other_defaults(cls, given: Any) -> Any:
-        """A pool of which one key is given keeps its own defaults of the others."""
+        """Keep a pool's defaults for keys that are not given."""
         if not isinstance(given, dict):
             return given
         own = {"language": _LANGUAGE_POOL, "code": _CODE_POOL, "custom": _CUSTOM_POOL}

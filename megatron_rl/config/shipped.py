@@ -1,7 +1,7 @@
-"""Configurations of the folder examples/, by name.
+"""Configurations of the folder examples/, by name, for `--config` of commands.
 
-Used by the launcher, where a command takes `--config`. setup.py copies the folder into the package
-when it builds a wheel; a clone has the folder next to the package.
+setup.py copies the folder into the package when it builds a wheel; a clone has it next to the
+package.
 """
 
 import difflib
@@ -15,15 +15,12 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "examples"
 
 
 def shipped() -> dict[str, Path]:
-    """Name and file of every shipped configuration."""
+    """Name -> file of every shipped configuration."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def config_path(text: str) -> Path:
-    """The file that `--config` names: a path, or the name of a shipped configuration.
-
-    Raises ConfigError for what is neither.
-    """
+    """The file of a path or of a shipped configuration's name. Raises ConfigError for neither."""
     path = Path(text)
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path

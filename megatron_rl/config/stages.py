@@ -1,7 +1,7 @@
-"""The sections `[[stages]]`: a run whose rules change at certain steps.
+"""The sections `[[stages]]`: changes of the rules during a run. Part of the configuration tree.
 
-Imported by every process, as part of the configuration tree. Stage 0 is the configuration itself;
-each of `[[stages]]` changes values of the stage before it. `staging.py` builds the stages.
+Stage 0 is the configuration itself; each of `[[stages]]` changes values of the stage before it.
+`staging.py` builds the stages.
 """
 
 from typing import Any, Literal, Self

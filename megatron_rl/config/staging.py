@@ -1,7 +1,7 @@
-"""The whole configuration of each stage of a run, and whether it is possible.
+"""Builds and checks the configuration of each stage of a run.
 
-Used by every process: `files.py` checks all stages when a configuration is loaded. Every stage
-is a whole configuration, and the same validators check it as any other.
+Used by every process: `files.py` checks all stages when it loads a configuration. Every stage is a
+whole configuration with the usual validators.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron_rl.config.tree import Config
 
 
 def check_stages(config: Config) -> None:
-    """Raise ValueError for a stage that is impossible, naming it."""
+    """Raise ValueError, which names the stage, for an impossible stage."""
     if not config.stages:
         return
     latest = 0
@@ -33,15 +33,15 @@ def check_stages(config: Config) -> None:
 
 
 def name_of(config: Config, number: int) -> str:
-    """The stage in messages: its number, and its name where it has one."""
+    """Number and name of a stage, for messages."""
     name = config.stages[number - 1].name if number else "from the start"
     return f"stage {number}" + (f" ({name})" if name else "")
 
 
 def resolve_stages(config: Config) -> list[Config]:
-    """The whole configuration of each stage, without `stages`. Raises ValueError, naming a stage.
+    """The configuration of each stage, without `stages`; stage 0 is the configuration itself.
 
-    The first is the configuration itself.
+    Raises ValueError, which names the stage.
     """
     resolved = [config.model_copy(update={"stages": []})]
     tree = resolved[0].model_dump(mode="json", exclude_none=True)
@@ -59,16 +59,16 @@ def resolve_stages(config: Config) -> list[Config]:
 
 
 def longest_stage(config: Config) -> Config:
-    """The stage that allows the longest completions. Prompts must leave room for these. All
-    evaluations sample under its limit, which makes evaluations comparable."""
+    """The stage with the longest completions. Prompts must leave room for them, and all evaluations
+    use this limit, so that they are comparable."""
     return max(resolve_stages(config), key=lambda stage: stage.sampling.max_new_tokens)
 
 
 def optimizer_steps(config: Config) -> int:
     """Optimizer steps of the whole run, for the schedule of the learning rate.
 
-    A stage whose first step is unknown adds nothing: `_check_schedule` lets such a stage change
-    optimizer steps only under a constant rate.
+    A stage with a plateau adds nothing: `_check_schedule` lets it change optimizer steps only under
+    a constant rate.
     """
     stages = resolve_stages(config)
     known = [(0, stages[0])]
@@ -98,7 +98,7 @@ def _source_of(config: Config, key: str, number: int) -> int:
 
 
 def _check_engine(stage: Config, name: str) -> None:
-    """Engines are started once: what they are started with must do for every stage."""
+    """Engines start once, so their sizes must fit every stage."""
     limit, held = stage.sampling.max_new_tokens, stage.generator.bounded_kv_tokens
     if limit >= held:
         raise ValueError(

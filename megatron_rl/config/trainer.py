@@ -1,7 +1,4 @@
-"""Sections of the configuration that say what trainer ranks do.
-
-Imported by every process by way of `tree.py`.
-"""
+"""The sections `[model]`, `[optimizer]`, `[train]`, `[sft]` and `[checkpoint]` of the tree."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -61,17 +58,17 @@ class ModelConfig(Section):
     @field_validator("path")
     @classmethod
     def _make_absolute(cls, path: Path) -> Path:
-        # The default: files and overrides have told their folder before.
+        # Only the default is relative: `layers.py` has made other paths absolute.
         return path if is_hub_name(str(path)) else path.absolute()
 
     @property
     def logits_dtype(self) -> str:
-        """As DTYPES names it."""
+        """Dtype of the logits, a key of DTYPES."""
         return "float32" if self.dtype == "float32" else self.head_dtype
 
     @property
     def has_wide_head(self) -> bool:
-        """Whether logits are of a wider dtype than what they are computed from."""
+        """Whether logits have a wider dtype than the hidden states."""
         return self.logits_dtype != self.dtype
 
     @model_validator(mode="after")
@@ -80,7 +77,7 @@ class ModelConfig(Section):
         given = f"model.recompute_modules={modules}"
         if not modules or len(set(modules)) < len(modules):
             raise ValueError(f"{given} shall name at least one module, and each once")
-        # With "full" they are recomputed as all else is: one key turns an example to it.
+        # "full" recomputes them too, so that one key changes an example to it.
         if self.recompute == "none" and modules != ["core_attn"]:
             raise ValueError(
                 f"{given} has no effect with model.recompute='none': set that to 'selective', or "
@@ -120,7 +117,7 @@ class ModelConfig(Section):
                 "'tensorwise'"
             )
         elif self.fp8 == "delayed" and self.fp8_parameters:
-            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
+            # Without earlier steps, loaded weights would be rounded with a scale of 1.
             raise ValueError(
                 f"expert.model.fp8_parameters=true is not possible with {given}, which has no "
                 "scales for loaded weights; nearest possible: model.fp8='tensorwise'"
@@ -286,7 +283,7 @@ class SftConfig(Section):
 
     @property
     def candidates(self) -> list[int]:
-        """Steps after which a model is exported to choose from; [] without a choice."""
+        """Steps of the exports to choose from; [] without a choice."""
         every = self.export_every_steps
         if not every or not self.steps:
             return []

@@ -1,7 +1,7 @@
-"""The configuration tree of a run.
+"""The configuration tree of a run. Imported by every process.
 
-Imported by every process. `files.py` loads it once from TOML plus `section.key=value`
-overrides; the resolved tree is saved in the run folder as `config.toml`, which processes read.
+`files.py` loads it from TOML and `section.key=value` overrides. Processes read the resolved tree
+from config.toml in the run folder.
 """
 
 from pathlib import Path
@@ -227,34 +227,34 @@ class Config(Section):
 
     @property
     def has_expandable_segments(self) -> bool:
-        """For trainer ranks; another process cannot open memory of expandable segments."""
+        """Whether trainer ranks use expandable segments, which "ipc" cannot share."""
         return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
     def has_scorer(self) -> bool:
-        """Whether the run starts one: without training nobody asks for a reference."""
+        """Whether the run starts a scorer; without training nothing needs a reference."""
         return self.train.steps > 0 and self.algorithm.needs_scorer
 
     @property
     def sampled_groups(self) -> int:
-        """Groups of a batch that are sampled for it; the others are replayed."""
+        """Number of groups per batch that are not replayed."""
         return self.train.prompts_per_batch - self.replay.groups_of(self.train.prompts_per_batch)
 
     @property
     def start_and_join_s(self) -> float:
-        """Longest time from the start of engines to their first weights."""
+        """Maximum seconds from the start of engines to their first weights."""
         return self.generator.start_timeout_s + self.weights.join_timeout_s
 
     @property
     def longest_step_s(self) -> float:
-        """Longest time between two weight syncs: transfers in turn, a checkpoint, a batch."""
+        """Maximum seconds between two weight syncs: transfers in turn, a checkpoint, a batch."""
         sync_s = self.weights.deadline_s * self.generator.replicas
         wait_s = self.weights.join_timeout_s + self.train.batch_timeout_s
         return sync_s + wait_s + self.checkpoint.write_timeout_s
 
     @property
     def evaluators(self) -> int:
-        """Generators that evaluate during training; 0: all evaluate, and training waits."""
+        """Number of generators that evaluate during training; 0: all, and training waits."""
         replicas = self.generator.replicas
         if replicas == 1 or self.generator.release_memory:
             return 0

@@ -1,4 +1,4 @@
-"""Requests translations from a served model, several at once, and keeps each of them on disk.
+"""Requests translations from a served model, several at once, and keeps each one on disk.
 
 Used by `data translate --endpoint`; one thread, one event loop.
 
@@ -6,8 +6,8 @@ Used by `data translate --endpoint`; one thread, one event loop.
 |---|---|---|---|
 | `at_once` workers | a request | a line of the kept file | when no request is left, or one raises |
 
-Later calls append to the kept file: a request whose text is in it is not sent again. A request that
-the server has not answered is not in it. A last line that a crash cut short is removed.
+Later calls append to the kept file and do not repeat its requests. Unanswered requests are not in
+the file. A last line that a crash cut short is removed.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SYSTEM = (
     "formulas of your own. Reply with the translation alone."
 )
 FIRST_TEMPERATURE, LATER_TEMPERATURE = 0.0, 0.7
-"""The most likely translation first; later tries must differ from it."""
+"""Later tries must differ from the first one."""
 MAX_FAULTS_IN_A_ROW = 20
 """Failures of the server that end the command."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -48,7 +48,7 @@ class Kept(msgspec.Struct, frozen=True):
     source: str
     """Text of the request."""
     text: str
-    """The last translation, which may be a refused one."""
+    """The last translation, also a refused one."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Asked:
     failed_tries: Counter[str] = field(default_factory=Counter)
     """By failure of the server, or reason of the refusal."""
     unanswered: int = 0
-    """Requests that are not kept: the same command sends them again."""
+    """Requests without a kept line; the same command repeats them."""
 
     def figures(self) -> dict[str, object]:
         """For the report."""
@@ -81,10 +81,10 @@ def ask_all(
     at_once: int,
     progress: Progress = no_progress,
 ) -> Asked:
-    """Translations of the chosen rows, as far as the server gives them.
+    """Request translations of the chosen rows.
 
-    A request has `attempts` tries, each of at most endpoint.timeout_s. Raises InputError if the
-    server is not there, does not serve the model, or keeps failing.
+    A request has `attempts` tries of at most endpoint.timeout_s. Raises InputError if the server is
+    away, does not serve the model, or keeps failing.
     """
     check_at_least("--attempts", attempts, 1)
     check_at_least("--at-once", at_once, 1)
@@ -105,7 +105,7 @@ def ask_all(
 
 
 class _Asking:
-    """One call of `ask_all`; workers share it, and only one of them runs between two awaits."""
+    """One call of `ask_all`. Its workers share the state: they switch only at an await."""
 
     def __init__(self, endpoint: Endpoint, attempts: int, found: Asked, progress: Progress) -> None:
         self._endpoint = endpoint
@@ -116,7 +116,6 @@ class _Asking:
         """Failures of the server in a row."""
 
     async def ask(self, missing: list[Chosen], kept: Path, at_once: int) -> None:
-        """Ask for all of `missing`."""
         found, total = self._found, self._found.from_before + len(missing)
         async with open_session(self._endpoint, at_once) as session:
             await check_served(session, self._endpoint)
@@ -153,7 +152,7 @@ class _Asking:
             self._count(answer, refusal, file)
             if answer.is_final or not (answer.failure or refusal):
                 break
-        # A server that was away may do better next time; a refused translation stays refused.
+        # The same command repeats a request after a server's fault, but keeps a refusal.
         if text and not answer.is_server_fault:
             self._found.texts[request.id, request.language] = text
             file.write(encode_lines([Kept(request.id, request.language, request.text, text)]))

@@ -1,6 +1,6 @@
-"""One request to a server with OpenAI's chat completions (SGLang, vLLM, a company's).
+"""Sends one request to a server of OpenAI's chat completions, such as SGLang or vLLM.
 
-Used by `data translate --endpoint`. The server is not ours, so the length of a response is bounded,
+Used by `data translate --endpoint`. The server is not trusted: the length of a response is bounded,
 and each kind of failure has a name.
 """
 
@@ -18,7 +18,7 @@ MAX_BODY_BYTES = 4 << 20
 """Longer responses are refused unread."""
 _CHUNK_BYTES = 1 << 16
 _BUSY = (408, 409, 425, 429)
-"""A later try may succeed, as for 500 and above."""
+"""Statuses after which a later try may succeed, as after 500 and above."""
 _SHOWN_NAMES = 8
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 
@@ -30,7 +30,7 @@ class Endpoint:
     url: str
     """Up to and including /v1."""
     model: str
-    """The name that the server gives it."""
+    """The server's name of the model."""
     timeout_s: float = 120.0
     """Per request."""
     max_tokens: int = 4096
@@ -59,9 +59,9 @@ class Answer(NamedTuple):
     failure: str = ""
     """Empty for a text."""
     is_server_fault: bool = False
-    """The server is away, busy or broken, whatever is asked."""
+    """The server is away, busy or broken."""
     is_final: bool = False
-    """The same request will fail again."""
+    """The same request would fail again."""
 
 
 class _Message(msgspec.Struct):
@@ -90,7 +90,7 @@ class _TooLong(Exception):
 
 
 def open_session(endpoint: Endpoint, connections: int) -> aiohttp.ClientSession:
-    """At most `connections` to the server; use and close it in a running loop."""
+    """A session of at most `connections`; use and close it in a running loop."""
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
         timeout=aiohttp.ClientTimeout(total=endpoint.timeout_s),
@@ -99,7 +99,7 @@ def open_session(endpoint: Endpoint, connections: int) -> aiohttp.ClientSession:
 
 
 async def check_served(session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
-    """Raise InputError unless the server responds, and serves the model."""
+    """Raise InputError unless the server serves the model."""
     address = endpoint.address("models")
     try:
         async with session.get(address, allow_redirects=False) as response:

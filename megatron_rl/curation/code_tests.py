@@ -1,9 +1,9 @@
-"""`data code-tests`: compares the tests of code problems with what several solutions print.
+"""`data code-tests`: compares the tests of code problems with the outputs of several solutions.
 
-A test on which solutions disagree is dropped. A test that no solution passes, though they agree,
-gets their output as the expected one; so does a test without an expected output. Each problem is
-then written once per language. `verification/code/outputs.py` runs the programs, one process a
-solution, which is killed when it exceeds its time.
+A test on which solutions disagree is dropped. If they agree and the test has no expected output or
+no solution passes, their output becomes the expected one. The output has each problem once per
+language. `verification/code/outputs.py` runs each solution in a process, which is killed after its
+time limit.
 
 Source: Magistral (arXiv 2506.10910), section 4.2. The shares are ours.
 """
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -40,27 +40,27 @@ from verification.verdict import GradingError
 log = logging.getLogger(__name__)
 TASK = "code"
 SENTENCES = {"python": "Write the program in Python 3.", "cpp": "Write the program in C++20."}
-"""Added to the question of each version."""
+"""Language -> sentence added to the question."""
 OUTPUT_BYTES = 1 << 20
-"""A longer output does not count: all outputs are held in memory."""
+"""Maximum length of an output, because memory holds all outputs."""
 START_S = 60.0
-"""Time that a process takes besides its programs."""
+"""Time of a process in addition to its programs."""
 
 
 @dataclass(frozen=True)
 class CodeTestOptions:
-    """Which tests and problems are kept."""
+    """Rules for tests and problems to keep."""
 
     min_solutions: int = 3
-    """Problems with fewer solutions that run are dropped."""
+    """Minimum number of running solutions of a problem."""
     agreement: float = 0.5
-    """Tests for which a smaller share of the solutions prints the same are dropped."""
+    """Minimum share of the solutions that print the same for a test."""
     relabel_agreement: float = 0.7
     """Minimum share for an output that becomes the expected one."""
     min_tests: int = 1
-    """Problems with fewer remaining tests are dropped."""
-    languages: tuple[str, ...] = ("python", "cpp")
-    """One version of each problem per language; none: one version, in any language."""
+    """Minimum number of remaining tests of a problem."""
+    languages: list[str] = field(default_factory=lambda: list(SENTENCES))
+    """Languages of the versions of a problem; no name: one version, in any language."""
 
     def __post_init__(self) -> None:
         check_at_least("--min-solutions", self.min_solutions, 1)
@@ -80,7 +80,7 @@ class OpenCase(msgspec.Struct, frozen=True):
 
 
 class Tests(msgspec.Struct, frozen=True):
-    """The keys of an `entry` that matter here; other keys stay unchanged."""
+    """The keys of an `entry` that this tool reads; other keys stay unchanged."""
 
     cases: list[OpenCase] = []
     unit_tests: str | list[str] = ""
@@ -100,13 +100,13 @@ class Judged(NamedTuple):
     """The result for a test."""
 
     verdict: str
-    """"kept", "relabelled", "generated", or the reason of the drop."""
+    """"kept", "relabelled", "generated", or the reason for dropping the test."""
     case: OpenCase | None = None
-    """The test to write; None if it is dropped."""
+    """The test to write; None: dropped."""
 
 
 def read_tests(row: Row) -> Tests:
-    """The tests of a row; none for another task. Raises InputError for a bad entry."""
+    """The tests of a row; empty for another task. Raises InputError for a bad entry."""
     if row.prompt.task != TASK:
         return Tests()
     try:
@@ -126,7 +126,7 @@ def run_on_tests(
     workers: int,
     progress: Progress = no_progress,
 ) -> tuple[dict[str, list[list[Printed]]], dict[str, int]]:
-    """(by id of the row, what each solution prints for each case; counts for the report)."""
+    """(row's id -> each solution's outputs for the cases, counts for the report)."""
     jobs, owners = [], []
     for row in rows:
         found = solutions.by_id.get(solutions.id_for(row.prompt), [])
@@ -165,8 +165,8 @@ def check_tests(
 ) -> Outcome:
     """The problems with their kept tests, one version per language.
 
-    printed, counts: from `run_on_tests`. Rows of other tasks, and tests without inputs and outputs,
-    stay unchanged.
+    printed, counts: from `run_on_tests`. Rows of other tasks, and with tests of calls, stay
+    unchanged.
     """
     tally = Tally("code-tests", asdict(options), read=len(rows))
     tests_by_verdict: Counter[str] = Counter()
@@ -178,7 +178,7 @@ def check_tests(
             unexamined += 1
             kept.append(row)
             continue
-        # A program that fails for every input says nothing.
+        # A program that fails for every input is no evidence.
         running = [
             outputs
             for outputs in printed.get(row.prompt.id, ())
@@ -209,7 +209,7 @@ def check_tests(
 def judge_test(
     case: OpenCase, printed: Sequence[Printed], tests: Tests, options: CodeTestOptions
 ) -> Judged:
-    """The result for a test, by what each of at least one solution prints for it."""
+    """The result for a test, by the outputs of one or more solutions."""
     is_same = OUTPUT_COMPARISONS[tests.comparison]
     classes: list[list[bytes]] = []
     for found in printed:
@@ -261,7 +261,7 @@ def _with(row: Row, **values: object) -> Row:
 
 
 def check_sandbox(limits: CodeLimits) -> CodeLimits:
-    """The limits with the isolation that works here. Raises InputError without any."""
+    """The limits with an isolation that works on this machine. Raises InputError without one."""
     try:
         return prepare(msgspec.structs.replace(limits, output_bytes=OUTPUT_BYTES))
     except GradingError as error:
@@ -275,7 +275,7 @@ def run_all(
     workers: int,
     progress: Progress = no_progress,
 ) -> list[list[Printed] | str]:
-    """What each solution prints for its inputs; a text says why the process failed instead."""
+    """Each solution's outputs; a text if its process failed."""
     found = []
     with ThreadPoolExecutor(workers) as threads:
         for result in threads.map(lambda job: _run(*job, limits), jobs):
@@ -298,7 +298,7 @@ def _run(solution: Solution, inputs: list[str], limits: CodeLimits) -> list[Prin
         try:
             output, errors = process.communicate(job, timeout=limit_s)
         except subprocess.TimeoutExpired:
-            # The programs in its sandbox die with it.
+            # The sandboxed programs end with this process group.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return f"no answer within {limit_s:.0f} s"

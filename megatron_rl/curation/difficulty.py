@@ -1,10 +1,9 @@
 """`data difficulty`: keeps problems of medium difficulty, and checks their labels.
 
-The paper calls this twice. First with samples of a strong base model, without a check of labels.
-Then with samples of a model that was trained on the kept problems and has graded the *whole*
-original set: problems that only the first model never solved come back, and labels are compared
-with the majority. The comparisons of the verifier, in its grading processes, decide which answers
-are the same.
+The paper applies this step twice: to samples of a strong base model, without checking labels; then
+to samples of the *whole* original set by a model trained on the kept problems. The second time,
+problems that only the first model never solved return, and labels are compared with the majority.
+The verifier's comparisons, in grading processes, decide which answers are the same.
 
 A label is doubted when one other answer has at least `label_share` of a problem's n samples, and
 the label at most `max_label_share`. For n = 16 and the defaults (at least 10 samples of one other
@@ -42,25 +41,31 @@ from megatron_rl.protocol.types import Prompt, ScoreFailed
 from verification.library import Grading
 
 WITHOUT_VOTE = ("reasoning_gym", "code")
-"""Comparisons whose reference is the prompt's `entry`: an answer cannot replace it."""
+"""Comparisons with the prompt's `entry`, which no answer can replace."""
 Classify = Callable[[Sequence[ClassRequest]], list[ClassDone | ScoreFailed]]
 Action = Literal["keep", "drop", "relabel"]
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class LabelRules:
-    """When a label is doubted, and what happens to it."""
+class DifficultyOptions:
+    """Rules for problems to keep, by the share of right samples, and for doubted labels."""
 
-    action: Action = "keep"
-    """keep: labels are not checked; drop: problems with doubted labels are dropped; relabel: the
-    majority's answer replaces the label if its share is large enough, else they are dropped."""
+    labels: Action = "keep"
+    """Treatment of doubted labels. keep: labels are not checked; drop: their problems are dropped;
+    relabel: the majority's answer replaces them, or their problems are dropped."""
     label_share: float = 0.6
-    """Minimum share of the samples for an answer that speaks against the label."""
+    """Minimum share of the samples with an answer that speaks against the label."""
     max_label_share: float = 0.1
-    """Maximum share of samples with a label that is doubted."""
+    """Maximum share of samples with a doubted label."""
     relabel_share: float = 0.8
-    """Minimum share of samples for an answer that replaces the label."""
+    """Minimum share of samples with an answer that replaces the label."""
+    above: float = 0.0
+    """Maximum share of right samples of a problem that is too hard; 0: never solved."""
+    up_to: float = 0.75
+    """Maximum share of right samples of a kept problem; others are too easy."""
+    min_samples: int = 8
+    """Minimum number of graded samples, without which the share would be a guess."""
 
     def __post_init__(self) -> None:
         check_share("--label-share", self.label_share)
@@ -71,38 +76,23 @@ class LabelRules:
                 f"--max-label-share={self.max_label_share:g} must be below "
                 f"--label-share={self.label_share:g}: else label and majority are no rivals"
             )
-
-
-@dataclass(frozen=True)
-class DifficultyOptions:
-    """Which problems are kept, by the share of right samples."""
-
-    above: float = 0.0
-    """Problems with at most this share of right samples are too hard; 0: never solved."""
-    up_to: float = 0.75
-    """Problems with a larger share are too easy."""
-    min_samples: int = 8
-    """Problems with fewer graded samples are dropped: the share would be a guess."""
-    labels: LabelRules = LabelRules()
-
-    def __post_init__(self) -> None:
         check_share("--above", self.above, low=-1.0)
         check_share("--up-to", self.up_to, low=max(self.above, 0.0))
         check_at_least("--min-samples", self.min_samples, 1)
 
 
 class Vote(NamedTuple):
-    """Samples with the label, and samples of the most frequent other answer."""
+    """Counts of samples with the label and with the most frequent other answer."""
 
     produced: int
-    """Samples that give the label, in any form."""
+    """Samples with the label, in any form."""
     majority: int
     answer: str
-    """The other answer, in its most frequent form."""
+    """Most frequent form of the other answer."""
 
 
 class Judgement(NamedTuple):
-    """What happens to a label."""
+    """Decision about a label."""
 
     action: Action
     answer: str = ""
@@ -110,23 +100,23 @@ class Judgement(NamedTuple):
 
 
 class _Doubt(NamedTuple):
-    """A problem whose wrong answers will be compared."""
+    """A problem with wrong answers to compare."""
 
     prompt: Prompt
     answers: list[str | None]
-    """Of the samples that are not right."""
+    """Answers of the wrong samples."""
     correct: int
 
 
 class _Checked(NamedTuple):
-    """The result for a label that was doubted."""
+    """The result for a doubted label."""
 
     judgement: Judgement
     majority: int = 0
-    """Samples of the answer that speaks against it."""
+    """Number of samples with `majority_answer`."""
     majority_answer: str = ""
     failure: str = ""
-    """The reason why the comparison failed."""
+    """Reason for a failed comparison."""
 
 
 def filter_difficulty(
@@ -137,9 +127,9 @@ def filter_difficulty(
     reward: RewardConfig,
     classify: Classify,
 ) -> Outcome:
-    """The kept problems, with `pass_rate` and `samples`; `original_answer` if relabelled.
+    """The kept problems, with `pass_rate` and `samples`, and `original_answer` if relabelled.
 
-    Labels are judged first: a wrong label makes a problem look unsolved.
+    Labels come first, because a wrong label makes a problem look unsolved.
     """
     matched = match(rows, found.graded)
     tally = Tally("difficulty", asdict(options), read=len(rows))
@@ -149,10 +139,10 @@ def filter_difficulty(
         "samples_of_no_problem": matched.unmatched,
     }
     checked: dict[str, _Checked] = {}
-    if options.labels.action != "keep":
+    if options.labels != "keep":
         doubts, unchecked = _doubts(rows, matched.by_id, options, reward)
         tally.figures |= {"labels_compared": len(doubts), "labels_not_checked": unchecked}
-        checked = _check_labels(doubts, options.labels, classify)
+        checked = _check_labels(doubts, options, classify)
     kept = []
     for row in rows:
         samples = matched.by_id[row.prompt.id]
@@ -199,7 +189,7 @@ def _doubts(
     options: DifficultyOptions,
     reward: RewardConfig,
 ) -> tuple[list[_Doubt], int]:
-    """Problems whose labels may be wrong, and the number of problems without a possible vote.
+    """(problems with labels that may be wrong, number of problems without a possible vote).
 
     Raises InputError for an unknown task.
     """
@@ -215,20 +205,20 @@ def _doubts(
         answers = [sample.answer for sample in samples if not sample.is_correct]
         if task.compare in WITHOUT_VOTE:
             unchecked += 1
-        elif may_be_doubted(answers, correct=len(samples) - len(answers), rules=options.labels):
+        elif may_be_doubted(answers, correct=len(samples) - len(answers), rules=options):
             doubts.append(_Doubt(row.prompt, answers, len(samples) - len(answers)))
     return doubts, unchecked
 
 
 def _check_labels(
-    doubts: list[_Doubt], rules: LabelRules, classify: Classify
+    doubts: list[_Doubt], rules: DifficultyOptions, classify: Classify
 ) -> dict[str, _Checked]:
     """The result for each label, by the problem's id."""
     requests = [
         ClassRequest(
             request_id=0,
             task=doubt.prompt.task,
-            # The label comes first: answers of its class do not speak against it.
+            # The label is first: `count_votes` needs its class.
             texts=[doubt.prompt.answer, *(answer or "" for answer in doubt.answers)],
             prompt_tails=[""] * (1 + len(doubt.answers)),
             problem=doubt.prompt.question,
@@ -249,7 +239,7 @@ def _check_labels(
 
 @contextmanager
 def open_classes(reward: RewardConfig, verifier: VerifierConfig) -> Iterator[Classify]:
-    """Comparisons of answers in grading processes, which end with the context."""
+    """Start grading processes that compare answers; they end with the context."""
     tasks = {
         name: task.model_copy(update={"format_check": "none"})
         for name, task in reward.all_tasks.items()
@@ -268,10 +258,12 @@ def most(share: float, samples: int) -> int:
     return math.floor(share * samples + _ROUNDING)
 
 
-def may_be_doubted(answers: Sequence[str | None], *, correct: int, rules: LabelRules) -> bool:
-    """Whether any grouping of the wrong answers can speak against the label.
+def may_be_doubted(
+    answers: Sequence[str | None], *, correct: int, rules: DifficultyOptions
+) -> bool:
+    """Whether any classes of the wrong answers could speak against the label.
 
-    answers: of the samples that are not right. Avoids the comparisons of most problems.
+    This check spares most problems the comparisons.
     """
     samples = len(answers) + correct
     given = sum(answer is not None for answer in answers)
@@ -295,11 +287,11 @@ def count_votes(answers: Sequence[str | None], classes: Sequence[int], *, correc
     return Vote(correct + same_as_label, size, texts.most_common(1)[0][0])
 
 
-def judge(vote: Vote, *, samples: int, rules: LabelRules) -> Judgement:
-    """What happens to the label after a vote of `samples`."""
+def judge(vote: Vote, *, samples: int, rules: DifficultyOptions) -> Judgement:
+    """The decision about a label after a vote of `samples`."""
     speaks = vote.majority >= max(1, least(rules.label_share, samples))
     if not speaks or vote.produced > most(rules.max_label_share, samples):
         return Judgement("keep")
-    if rules.action == "relabel" and vote.majority >= least(rules.relabel_share, samples):
+    if rules.labels == "relabel" and vote.majority >= least(rules.relabel_share, samples):
         return Judgement("relabel", vote.answer)
     return Judgement("drop")

@@ -1,20 +1,19 @@
-"""`data dedupe` and `data decontaminate`: near duplicates of questions.
+"""`data dedupe` and `data decontaminate`: drop near duplicates of questions.
 
 Two questions are near duplicates if both hold:
 
 - The Jaccard index of their shingles (tokens, and pairs of neighbours) reaches a threshold. One
   changed word of n different words leaves about (2n - 4) / (2n + 2), so 0.73 for n = 10.
-- Everything that decides about the answer is equal: numbers (as digits or words), operators, LaTeX
-  functions and relations, and DIRECTIONS. So problems that differ only in numbers are never
+- Tokens that decide about the answer are equal: numbers (as digits or words), operators, LaTeX
+  functions and relations, and DIRECTIONS. Problems that differ only in numbers are never
   duplicates.
 
 Layout does not count: case, spacing, dollars, braces, LaTeX's spaces and sizes, punctuation, and
 synonyms of instructions.
 
 datasketch's MinHash LSH proposes pairs, and the exact index confirms them. With b bands of r
-hashes, texts of Jaccard index J become a candidate with probability 1 - (1 - J^r)^b. The deciding
-tokens are mixed into every hash: otherwise each question of a template would be compared with all
-others.
+hashes, texts of Jaccard index J become candidates with probability 1 - (1 - J^r)^b. Every hash
+includes the deciding tokens, so that questions of one template are not all compared.
 """
 
 import re
@@ -32,7 +31,7 @@ from megatron_rl.protocol.questions import normalized
 
 HASHES = 128
 SCHEME = "affine32"
-"""datasketch's default since 2.0; named, because one MinHash passes its permutations to others."""
+"""datasketch's default since 2.0, explicit because all MinHashes share permutations."""
 MAX_MISSED = 1e-3
 LOWEST_THRESHOLD = 0.3
 """A lower threshold would make nearly all pairs candidates."""
@@ -68,7 +67,7 @@ DIRECTIONS = frozenset(
     "not without before after increasing decreasing inside outside except half twice double triple "
     "most median mean mode mod modulo perimeter area volume".split()
 )
-"""Words that decide about the answer: another word makes another problem."""
+"""Words that decide about the answer."""
 
 
 def dedupe(rows: Sequence[Row], *, threshold: float, progress: Progress = no_progress) -> Outcome:
@@ -103,7 +102,7 @@ def decontaminate(
 ) -> Outcome:
     """The rows that are not near duplicates of an evaluation problem.
 
-    Numbers may come in another order here: a lost problem costs less than a leak.
+    The order of numbers does not count, because a lost problem costs less than a leak.
     """
     options = {"threshold": threshold, "evaluation_problems": len(evaluations)}
     tally = Tally("decontaminate", options, read=len(rows))
@@ -124,18 +123,18 @@ def decontaminate(
 
 
 class Fingerprint(NamedTuple):
-    """What of a question is compared."""
+    """The compared parts of a question."""
 
     shingles: np.ndarray
     """[shingles] uint64, sorted, distinct: digests of tokens and of pairs of neighbours."""
     numbers: tuple[str, ...]
     """In the order of the text."""
     decisive: frozenset[str]
-    """Its operators, LaTeX commands and DIRECTIONS."""
+    """Operators, LaTeX commands and DIRECTIONS."""
 
 
 class Question(NamedTuple):
-    """A question that is ready to be looked up."""
+    """A question, prepared for `find` and `add`."""
 
     fingerprint: Fingerprint
     hashes: Any
@@ -143,7 +142,7 @@ class Question(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A known question that is nearly the given one."""
+    """A known near duplicate of a question."""
 
     key: str
     similarity: float
@@ -154,7 +153,7 @@ class NearDuplicates:
     """An index of questions."""
 
     def __init__(self, threshold: float, *, ordered: bool) -> None:
-        """ordered: numbers in another order make another problem. Raises InputError."""
+        """ordered: the order of numbers counts. Raises InputError."""
         check_share("--threshold", threshold, low=LOWEST_THRESHOLD)
         self._library = _load_datasketch()
         self._threshold = threshold
@@ -166,9 +165,9 @@ class NearDuplicates:
         ).permutations
         self._known: dict[str, Fingerprint] = {}
         self._number_of: dict[str, int] = {}
-        """Position of each key in the order of `add`."""
+        """Key -> position in the order of `add`."""
         self.candidates = 0
-        """Pairs that were compared."""
+        """Number of compared pairs."""
 
     def prepare(self, text: str) -> Question:
         """The argument of `find` and `add`."""
@@ -187,7 +186,7 @@ class NearDuplicates:
         return Question(known, hashed)
 
     def find(self, question: Question) -> Match | None:
-        """The most similar near duplicate among known questions; of equals the first added."""
+        """The most similar known near duplicate; among equals the first added."""
         asked = question.fingerprint
         best: Match | None = None
         found = set(self._index.query(question.hashes))
@@ -219,9 +218,9 @@ def _matched(
 
 
 def bands(threshold: float) -> tuple[int, int]:
-    """(bands, hashes per band) that miss at most MAX_MISSED of the pairs at the threshold.
+    """(bands, hashes per band) with most hashes that miss at most MAX_MISSED pairs at `threshold`.
 
-    The largest number of hashes that does so: 32 bands of 4 for 0.7, which miss 1.5 in 10,000.
+    For 0.7: 32 bands of 4, which miss 1.5 in 10,000.
     """
     rows = max(
         r for r in range(1, HASHES) if (1 - threshold**r) ** (HASHES // r) <= MAX_MISSED or r == 1
@@ -230,7 +229,7 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 def fingerprint(text: str) -> Fingerprint:
-    """What of a question is compared with others."""
+    """The compared parts of a question."""
     tokens = [_as_number(token) for token in _tokens_of(text)]
     pairs = {f"{first} {second}" for first, second in zip(tokens, tokens[1:], strict=False)}
     digests = {xxhash.xxh3_64_intdigest(shingle.encode()) for shingle in pairs | set(tokens)}
@@ -242,9 +241,9 @@ def fingerprint(text: str) -> Fingerprint:
 
 
 def _tokens_of(text: str) -> list[str]:
-    """Words, numbers, operators and LaTeX commands of a text, one word for synonyms."""
+    """Words, numbers, operators and LaTeX commands, with one word for synonyms."""
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS).casefold()
-    # A space, because commands of layout may touch the next word (\quad x).
+    # A space, because a layout command may touch the next word (\quad x).
     plain = _LAYOUT.sub(" ", _GROUPS.sub("", text))
     return [_SAME.get(token, token) for token in _TOKEN.findall(plain)]
 
@@ -265,7 +264,7 @@ def jaccard(one: Fingerprint, other: Fingerprint) -> float:
 
 
 def decides_alike(one: Fingerprint, other: Fingerprint, *, ordered: bool) -> bool:
-    """Whether numbers and decisive tokens are equal. ordered: numbers in the same order, too."""
+    """Whether numbers and decisive tokens are equal. ordered: the order of numbers counts."""
     if one.decisive != other.decisive:
         return False
     if ordered:

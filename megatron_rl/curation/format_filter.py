@@ -1,7 +1,7 @@
 """`data filter-format`: keeps problems with one comparable answer, and opens multiple choice.
 
 A multiple-choice problem becomes an open question; its answer is the text of the right choice.
-Each rule that drops problems has a name, which counts them. Pure string code.
+Dropped problems are counted by the name of the rule. Pure string code.
 
 Choices are three or more in alphabetical order from A with the same kind of mark: `(A)` (also in
 \\textbf, \\text and the like), or `A)`, `A.`, `A:` after a space. Two suffice if both begin lines.
@@ -20,7 +20,7 @@ from verification.math.choices import Choice, read_choice
 from verification.math.text import normalise
 
 MAX_WORDS = 3
-"""A choice of more words is prose, which the comparison of mathematics cannot judge."""
+"""A choice of more words is prose, which the math comparison cannot judge."""
 _SENTENCE = r"(?:^|[.!?:;]\s+|\n\s*|\b(?:and|then|also)\s+|\)\s+)"
 _ASKED = r"(?:\s+(?:that|why|whether|the|this|these|your|it|if)\b|\s*[:,$\\])"
 _PROOF = re.compile(
@@ -83,7 +83,7 @@ _STYLE = r"(?:\\(?:textbf|textrm|text|mathbf|mathrm|bf|rm)\s*\{\s*)"
 
 
 def _patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Marks in parentheses, and those of a list; one group of each match is the letter."""
+    """(marks in parentheses, marks of a list); one group of each match is the letter."""
     marked = (
         rf"{_STYLE}\(({letters})\)\s*\.?(?:\\\s|~|\s)*\}}|\{{\s*\\bf\s*\(({letters})\)\s*\}}"
         rf"|\({_STYLE}({letters})\}}\)|(?<![\w)])\(({letters})\)(?!\w)"
@@ -103,17 +103,17 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 class Verdict(NamedTuple):
-    """What becomes of a problem."""
+    """Result for a problem."""
 
     rule: str = ""
-    """The rule that drops it; empty: it is kept."""
+    """The rule that drops it; empty: kept."""
     question: str = ""
-    """As it will be written; likewise the answer."""
+    """The question to write."""
     answer: str = ""
 
 
 class Asked(NamedTuple):
-    """A question without its choices, and their texts."""
+    """A question, apart from its choices."""
 
     stem: str
     choices: dict[str, str]
@@ -145,7 +145,7 @@ def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> O
 
 
 def judge_format(question: str, answer: str) -> Verdict:
-    """Whether a problem has one comparable answer; with its choices opened."""
+    """The verdict on a problem; choices are opened."""
     if _NO_ANSWER.fullmatch(answer.strip()):
         return Verdict("no_answer")
     asked = find_choices(question)
@@ -177,7 +177,7 @@ def _rule_of(question: str, answer: str) -> str:
 
 
 def _is_list_of_tasks(found: re.Match[str]) -> bool:
-    """Whether both parts ask for something: "(a) ... (b)" may also number facts."""
+    """Whether both parts ask for something; "(a) ... (b)" may also number facts."""
     return all(_TASK_WORD.search(part) for part in found.groups())
 
 
@@ -235,10 +235,10 @@ def _compact(text: str) -> str:
 
 
 def find_choices(question: str, *, is_lower: bool = False) -> Asked | None:
-    """The question and its choices; None if no choices are found.
+    """The question and its choices; None without choices.
 
-    is_lower: marks are small letters, which may also number the parts of a problem. The text of a
-    choice is empty if it cannot be separated from its surroundings.
+    is_lower: marks are small letters, which may also number the parts of a problem. A choice that
+    cannot be separated from other text is empty.
     """
     for pattern in _LOWER if is_lower else _UPPER:
         marks = _last_sequence(question, pattern)
@@ -249,7 +249,7 @@ def find_choices(question: str, *, is_lower: bool = False) -> Asked | None:
 
 
 def _last_sequence(question: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """The marks A, B, ... that begin at the last A from which there is a B."""
+    """The marks A, B, ... from the last A that a B follows."""
     marks = list(pattern.finditer(question))
     letters = [next(letter for letter in mark.groups() if letter).upper() for mark in marks]
     found: list[re.Match[str]] = []
@@ -257,7 +257,7 @@ def _last_sequence(question: str, pattern: re.Pattern[str]) -> list[re.Match[str
         count = 0
         while start + count < len(marks) and letters[start + count] == "ABCDEFGHIJ"[count]:
             count += 1
-        # A later letter out of order is a mention, which makes the texts unclear.
+        # A later letter out of order only mentions a choice: the texts are unclear.
         if count >= 2 and start + count == len(marks):
             found = marks[start:]
     return found
@@ -269,7 +269,7 @@ def _begins_line(question: str, mark: re.Match[str]) -> bool:
 
 def _take_apart(question: str, marks: list[re.Match[str]]) -> Asked:
     stem = question[: marks[0].start()]
-    # An odd dollar opens a formula that holds the choices.
+    # After an odd number of dollars the choices are inside a formula.
     in_formula = len(_DOLLAR.findall(stem)) % 2 == 1
     if in_formula:
         opening = list(_DOLLAR.finditer(stem))[-1].start()

@@ -1,8 +1,8 @@
-"""Rows of prompts that tools read and write, by the readers of a run.
+"""Reads and writes rows of prompts for the data tools, with a run's readers.
 
-A row keeps every key of its line as written, other people's keys too. Rows are written with their
-`id`, because an id from the line number would change with the next tool. Rows of data sets get our
-keys for the columns that a run reads, and keep the other columns.
+A row keeps every key of its line as written, unknown keys too. The output has each row's `id`,
+because an id from the line number would change with the next tool. Rows of data sets get our keys
+for the columns that a run reads, and keep the other columns.
 """
 
 from pathlib import Path
@@ -27,18 +27,17 @@ class Row(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
     """Keys of the line, with values or raw JSON."""
     prompt: Prompt
-    """The prompt that the fields describe."""
 
     def line(self) -> dict[str, Any]:
-        """The fields, with the id: a line of the output."""
+        """A line of the output: the fields and the id."""
         return {"id": self.prompt.id, **self.fields}
 
     def with_fields(self, **values: Any) -> "Row":
-        """The row with further keys, which are not those of a prompt."""
+        """The row with further keys that are not keys of a prompt."""
         return Row({**self.fields, **values}, self.prompt)
 
     def replace(self, **values: str) -> "Row":
-        """The row with other values of its prompt: id, answer, entry or language."""
+        """The row with another id, answer, entry or language."""
         prompt = msgspec.structs.replace(self.prompt, **values)
         return Row({**self.fields, **values}, prompt)
 
@@ -55,9 +54,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = "") -> list[Row]:
-    """All rows of a file or folder of prompts. Raises InputError, also for an id that occurs twice.
+    """All rows of a file or folder of prompts. Raises InputError, also for a repeated id.
 
-    task: of rows that name none. subset, split: of a folder, as in a run.
+    task: of rows without a task. subset, split: of a folder, as in a run.
     """
     rows = _read(path, task, subset=subset, split=split)
     if not rows:
@@ -74,7 +73,7 @@ def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = 
 
 def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
     source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
-    # A file of another name, such as a pipe, has lines and can be read only once.
+    # Any other file, such as a pipe, has lines and can be read only once.
     is_other = not path.is_dir() and path.suffix not in SUFFIXES
     if is_other or is_in_our_form(source):
         return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
@@ -83,9 +82,9 @@ def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
 
 
 def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> dict[str, Any]:
-    """The columns of a row, with those that the prompt uses under our keys.
+    """The columns of a row, with our keys for the prompt's columns.
 
-    A run reads from the written line what it reads from the row.
+    A run makes the same prompt of the written line as of the row.
     """
     question = columns.question or next(key for key in QUESTIONS if key in fields)
     is_text = isinstance(value_of(fields, question), str)
@@ -103,10 +102,10 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
     for column, value in fields.items():
         name = key_of.get(column, "")
         if name:
-            # Where both say the same, a number stays a number.
+            # A number that equals the prompt's text stays a number.
             found[name] = value if str(value) == str(values[name]) else values[name]
         else:
-            # A run must not read a column from the line that it did not read from the row.
+            # Under its own name a run would read this column from the line.
             found[f"original_{column}" if is_ours(column) else column] = value
     named = {"answer"} | {n for column, n in key_of.items() if value_of(fields, column) is not None}
     if "entry" in named:
@@ -115,14 +114,14 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
 
 
 def encode_lines(lines: list[Any]) -> str:
-    """JSONL of what msgspec can encode."""
+    """The lines as JSONL."""
     return "".join(msgspec.json.encode(line).decode() + "\n" for line in lines)
 
 
 def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]:
-    """(number, line as `kind`) of a JSONL file; InputError names the first bad line.
+    """(number, line as `kind`) of a JSONL file. Raises InputError with the first bad line.
 
-    expected: an example of a line, for the message.
+    expected: example of a line, for the message.
     """
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.

@@ -1,9 +1,8 @@
-"""Completions of problems that grading has left: graded samples, and solutions of code problems.
+"""Reads completions that a run has graded: samples, and solutions of code problems.
 
-Read from records of rollouts (the folder of a run or an evaluation, or one file of records), or
-from JSONL: graded samples as {"id" or "problem", "correct": [bool, ...], "answers": [str or null,
-...]}, solutions as {"id", "language", "source"}. The format check of the task finds answers and
-programs in a completion, as in the verifier; nothing is compared here.
+The source is a folder or file of rollout records, or JSONL: samples as {"id" or "problem",
+"correct": [bool, ...], "answers": [str or null, ...]}, solutions as {"id", "language", "source"}.
+The task's format check extracts answers and programs, as in the verifier; nothing is compared.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +30,11 @@ class Sample(NamedTuple):
 
     is_correct: bool
     answer: str | None
-    """None: it has no answer, or the file does not say."""
+    """None: no answer, or not in the file."""
 
 
 class Graded(NamedTuple):
-    """Samples of one line, and the problem that they belong to."""
+    """Samples of one line, and their problem."""
 
     id: str
     problem: str
@@ -46,9 +45,9 @@ class Matched(NamedTuple):
     """Samples by problem."""
 
     by_id: dict[str, list[Sample]]
-    """By the id of each row; empty for a row without samples."""
+    """Row's id -> samples; [] for a row without samples."""
     unmatched: int
-    """Samples of problems that the rows do not contain."""
+    """Number of samples of problems that are not among the rows."""
 
 
 class SampleFile(NamedTuple):
@@ -56,7 +55,7 @@ class SampleFile(NamedTuple):
 
     graded: list[Graded]
     ungraded: int
-    """Completions that could not be graded, which do not count."""
+    """Number of completions that could not be graded."""
 
 
 class Solution(NamedTuple):
@@ -72,20 +71,18 @@ class Solutions(NamedTuple):
 
     by_id: dict[str, list[Solution]]
     without_program: int
-    """Completions in which the format check found no program."""
+    """Number of completions in which the format check found no program."""
     id_of: dict[str, str] = {}
-    """Normalized question of a record -> its id, which differs in sets of evaluations."""
+    """Normalized question of a record -> its id, which evaluation sets change."""
 
     def id_for(self, prompt: Prompt) -> str:
-        """The id that solutions of a problem have: that of the problem, or of its question."""
+        """The id of a problem's solutions: by its id, else by its question."""
         if prompt.id in self.by_id:
             return prompt.id
         return self.id_of.get(prompt.normalized_question, prompt.id)
 
 
 class _SampleLine(msgspec.Struct, frozen=True):
-    """All samples of a problem."""
-
     correct: list[bool]
     id: str | int = ""
     problem: str = ""
@@ -186,10 +183,10 @@ def _sample(record: RolloutRecord, reward: RewardConfig) -> Sample:
 
 
 def match(rows: list[Row], graded: Iterable[Graded]) -> Matched:
-    """Samples of each row: by the id if the question agrees or is missing, else by the question.
+    """Samples of each row, matched by its stated id, else by its question.
 
-    Ids from line numbers change with the file, so the question decides unless the row states its
-    id.
+    Ids from line numbers change with the file, so such an id counts only if the question agrees or
+    is missing.
     """
     by_id: dict[str, list[Sample]] = {row.prompt.id: [] for row in rows}
     question_of = {row.prompt.id: normalized(row.prompt.question) for row in rows}

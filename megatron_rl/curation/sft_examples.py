@@ -1,7 +1,7 @@
 """`data sft`: selects rollouts of a run as SFT examples, for the cold start of another model.
 
-Only right rollouts of training are used, because prompts of evaluations are held out. Each problem
-gives a few; problems with a low pass rate count more; a share of instruction data is mixed in.
+It takes right rollouts of training, not of evaluations, whose prompts are held out. Each problem
+gives a few, problems with a low pass rate more, and a share of instruction data is mixed in.
 `[sft] dataset` reads the output (`trainer/sft_dataset.py`).
 
 Source: Magistral (arXiv 2506.10910), on Magistral Small: correct SFT examples of the larger model's
@@ -26,27 +26,27 @@ from verification.format import with_opening
 
 @dataclass(frozen=True)
 class SftExampleOptions:
-    """Which rollouts become SFT examples, and how often."""
+    """Rules for rollouts that become SFT examples."""
 
     first_step: int = 0
-    """Batches before this step are left out."""
+    """Number of first batches to leave out."""
     min_tokens: int = 0
     """Minimum tokens of a completion."""
     per_problem: int = 4
     """Maximum SFT examples of a problem, before repetition."""
     upsample_below: float = 0.5
-    """Examples of a problem with a pass rate r below this are repeated upsample_below / r times."""
+    """Examples of a problem with a pass rate r below this value occur upsample_below / r times."""
     max_copies: int = 4
     """Maximum copies of an SFT example."""
     instruction_share: float = 0.1
     """Share of instruction data in the output."""
     epochs: int = 4
-    """Epochs of the cold start, for the number of steps in the report."""
+    """Epochs of the cold start, for the report's number of steps."""
     batch_size: int = 32
     """SFT examples per step of the cold start (sft.batch_size)."""
     template_opens_thoughts: bool = False
-    """The new model's chat template ends prompts with <think>, so responses begin after it. Else a
-    <think> that the run's template opened is put back."""
+    """The new model's chat template ends prompts with <think>, so responses begin after it. Else
+    responses get the <think> that the run's template opened."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Mined(NamedTuple):
 
     record: RolloutRecord
     step: int
-    """Of its batch, or of the batch before which it was dropped."""
+    """Step of its batch; of a dropped rollout, the next batch."""
     place: str
 
 
@@ -87,8 +87,8 @@ def mine_sft_examples(
 ) -> Outcome:
     """SFT examples of right rollouts and instruction data, shuffled by the seed.
 
-    prompts: by id, for the messages before the question, which records lack. Raises InputError if
-    nothing is left, or for too few instructions.
+    prompts: by id, for messages before the question, which records lack. Raises InputError if no
+    rollout is left, or for too few instructions.
     """
     rollouts = list(rollouts)
     tally = Tally("sft", asdict(options), read=len(rollouts))
@@ -179,7 +179,7 @@ def _example(
 def _choose(
     instructions: Sequence[SftExample], examples: int, options: SftExampleOptions
 ) -> list[tuple[float, SftExample]]:
-    """(place, line) of the instruction data for `examples`, each line at most once."""
+    """(place in the order, line) of instruction data for `examples`, each line at most once."""
     share = options.instruction_share
     wanted = round(examples * share / (1 - share))
     if wanted > len(instructions):

@@ -1,4 +1,4 @@
-"""What all tools share: checks of options, seeded draws, counts of rows, and the report.
+"""Parts of all data tools: checks of options, seeded draws, counts of rows, the report.
 
 `cli/data_tools/files.py` prints the report as a table and writes it next to the output.
 """
@@ -14,7 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Prompt
 
 Progress = Callable[[int, int], None]
-"""Called with the items that are done, and all."""
+"""f(done, total)"""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -34,7 +34,7 @@ def check_at_least(name: str, value: float, low: float) -> None:
 
 
 def place_of(seed: int, *names: str) -> float:
-    """A number in [0, 1) that depends on seed and names only, not on the order of rows."""
+    """A number in [0, 1) that depends only on seed and names, not on the order of rows."""
     digest = hashlib.sha256("\0".join((str(seed), *names)).encode(errors="backslashreplace"))
     return int.from_bytes(digest.digest()[:6], "big") / 2**48
 
@@ -44,14 +44,14 @@ class Drop(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     place: str
-    """Where it was read, as file:line."""
+    """As file:line."""
     reason: str
     detail: str = ""
-    """For people: the other row of a pair, the share that was too low."""
+    """For people: the other row of a pair, or the share that was too low."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one call of a tool did. read + added - dropped = written."""
+    """Counts of one call of a tool: read + added - dropped = written."""
 
     tool: str
     options: dict[str, Any]
@@ -62,16 +62,15 @@ class Report(msgspec.Struct, frozen=True):
     dropped: dict[str, int]
     """By reason."""
     added: dict[str, int]
-    """Rows of the output beyond one per kept row, by kind."""
+    """Further rows of the output, by kind."""
     changed: dict[str, int]
-    """Kept rows that were changed, by kind of change; a row may count in several."""
+    """Changed rows by kind of change; a row may count in several."""
     figures: dict[str, Any]
-    """Other figures of the tool."""
     drops: list[Drop]
 
 
 class Outcome(NamedTuple):
-    """Rows that a tool writes, and its report."""
+    """A tool's rows and report."""
 
     rows: list[Any]
     report: Report
@@ -103,7 +102,7 @@ class Tally:
         return ", ".join(f"{count} {reason}" for reason, count in counts) or "nothing was dropped"
 
     def outcome(self, rows: list[Any]) -> Outcome:
-        """The written rows and the report; every row must have been kept, added or dropped."""
+        """The rows and the report; asserts that every row was kept, added or dropped."""
         dropped = Counter(drop.reason for drop in self._drops)
         expected = self._read + self.added.total() - dropped.total()
         assert expected == len(rows), (self._read, self.added, dropped)

@@ -1,12 +1,11 @@
-"""`data translate`: puts a share of the English problems into six other languages.
+"""`data translate`: translates a share of the English problems into six other languages.
 
 A served model (`asking.py`), a filled-in file, or your own function translates. This tool checks
-the result: numbers, formulas and code must be those of the source, and the language the requested
-one, by the classifier that also judges completions. A refused translation leaves the problem
-unchanged.
+that numbers, formulas and code are unchanged, and the language, by the classifier that also judges
+completions. A problem with a refused translation stays unchanged.
 
-Before translation each number, formula and piece of code becomes a placeholder such as ⟦3⟧, which
-the translator keeps and may move. Every placeholder must return exactly once, without new pieces.
+Before translation each number, formula and piece of code becomes a placeholder such as ⟦3⟧. The
+translator may move placeholders; each must return exactly once, without new pieces.
 
 Source: Magistral (arXiv 2506.10910), section 2.2.4: 10 % of the English problems are translated
 into French, Spanish, Italian, German, Chinese and Russian.
@@ -15,7 +14,7 @@ into French, Spanish, Italian, German, Chinese and Russian.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,6 @@ from verification.language import LanguageRules, canonical_code, detect
 
 NAMES = {"fr": "French", "es": "Spanish", "it": "Italian", "de": "German", "zh": "Chinese",
          "ru": "Russian"}  # fmt: skip
-LANGUAGES = tuple(NAMES)
 GROWTH, GROWTH_CHARS = 3, 200
 """A translation has at most GROWTH times the characters of the source, plus GROWTH_CHARS."""
 OPEN, CLOSE = "⟦", "⟧"
@@ -36,8 +34,8 @@ _RULES = LanguageRules()
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LONG_WORD = re.compile(r"[^\W\d_]{4,}")
 _EXPECTED = '{"id": "...", "language": "fr", "text": "... with the placeholders of --requests ..."}'
-# Lengths are bounded, because many openings would take quadratic time. In a longer formula every
-# number and command is its own piece.
+# Lengths are bounded: many openings would take quadratic time. In a longer formula every number and
+# command is a separate piece.
 _PIECE = re.compile(
     r"```.{0,4000}?```"
     r"|`[^`\n]+`"
@@ -59,25 +57,27 @@ _BRACES = re.compile(r"[{}]")
 
 @dataclass(frozen=True)
 class TranslateOptions:
-    """Which problems are translated, and into which languages."""
+    """Rules for problems to translate."""
 
     share: float = 0.1
-    """Share of the eligible problems; seed and question alone decide which."""
-    languages: tuple[str, ...] = LANGUAGES
-    tasks: tuple[str, ...] = ("math",)
+    """Share of the eligible problems; only seed and question choose them."""
+    languages: list[str] = field(default_factory=lambda: list(NAMES))
+    """Codes of the languages."""
+    tasks: list[str] = field(default_factory=lambda: ["math"])
+    """Tasks of the eligible problems."""
     keep_source: bool = False
-    """Write the English problem too, before its translation."""
+    """Also write the English problem, before its translation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_share("--share", self.share)
-        unknown = [code for code in self.languages if code not in LANGUAGES]
+        unknown = [code for code in self.languages if code not in NAMES]
         if unknown or not self.languages:
-            raise InputError(f"--languages {unknown}: expected some of {', '.join(LANGUAGES)}")
+            raise InputError(f"--languages {unknown}: expected some of {', '.join(NAMES)}")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A text to translate; also a line of the files of requests and of translations."""
+    """A text to translate; also a line of a requests or translations file."""
 
     id: str
     language: str
@@ -86,19 +86,19 @@ class Request(msgspec.Struct, frozen=True):
 
 
 Translator = Callable[[Request], str]
-"""The request's text in its language, with the placeholders; empty: no translation."""
+"""f(request) -> translated text with the placeholders; empty: no translation."""
 
 
 class Protected(NamedTuple):
-    """A text to translate, and the pieces that placeholders stand for."""
+    """A text with placeholders, and their pieces."""
 
     text: str
     pieces: tuple[str, ...]
-    """By the number of the placeholder."""
+    """By number of the placeholder."""
 
 
 class Chosen(NamedTuple):
-    """A row that will be translated."""
+    """A row to translate."""
 
     row: Row
     language: str
@@ -106,7 +106,7 @@ class Chosen(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """What a translator is asked."""
+        """The translator's request."""
         return Request(self.row.prompt.id, self.language, self.protected.text)
 
 
@@ -119,7 +119,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen], Counter[str]]:
-    """The rows to translate, and the counts of rows that are not eligible, by reason."""
+    """(rows to translate, counts of ineligible rows by reason)."""
     chosen, ineligible = [], Counter[str]()
     for row in rows:
         protected = protect(row.prompt.question)
@@ -135,7 +135,7 @@ def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen]
 
 
 def translate(rows: Sequence[Row], translator: Translator, options: TranslateOptions) -> Outcome:
-    """The rows with translations in place of the chosen rows, or after them."""
+    """The rows, with translations in place of the chosen rows, or after them (keep_source)."""
     chosen, ineligible = choose(rows, options)
     tally = Tally("translate", asdict(options), read=len(rows))
     translated: dict[str, Row] = {}
@@ -170,7 +170,7 @@ def translate(rows: Sequence[Row], translator: Translator, options: TranslateOpt
 
 
 def check_translation(item: Chosen, text: str) -> tuple[str, str]:
-    """(question with its pieces, empty), or (empty, the reason of the refusal)."""
+    """(question with its pieces, ""), or ("", reason of the refusal)."""
     if not text.strip():
         return "", "no_translation"
     if len(text) > GROWTH * len(item.protected.text) + GROWTH_CHARS:
@@ -185,7 +185,7 @@ def check_translation(item: Chosen, text: str) -> tuple[str, str]:
 
 
 def _ineligible(row: Row, options: TranslateOptions) -> str:
-    """The reason why a row is never translated; empty: it is eligible."""
+    """Reason why a row is never translated; empty: eligible."""
     prompt = row.prompt
     if prompt.task not in options.tasks:
         return "other_task"
@@ -195,7 +195,7 @@ def _ineligible(row: Row, options: TranslateOptions) -> str:
         return "several_messages"
     if prompt.language:
         return "language_given"
-    # "Tuesday" would be wrong in any other language.
+    # An answer "Tuesday" would be wrong in another language.
     if _LONG_WORD.search(_COMMAND.sub(" ", prompt.answer)):
         return "answer_in_words"
     return "" if detect(prompt.question, _RULES).code == "en" else "not_english"
@@ -215,7 +215,7 @@ def read_translations(path: Path) -> dict[tuple[str, str], str]:
 
 
 def protect(text: str) -> Protected | None:
-    """The text with placeholders for its pieces; None if it contains such signs already."""
+    """The text with placeholders for its pieces; None if it already contains placeholders."""
     if OPEN in text or CLOSE in text:
         return None
     pieces: list[str] = []
@@ -228,7 +228,7 @@ def protect(text: str) -> Protected | None:
 
 
 def restore(source: str, protected: Protected, translated: str) -> tuple[str, str]:
-    """(the translation of `source` with its pieces, empty), or (empty, reason of the refusal)."""
+    """(translation of `source` with its pieces, ""), or ("", reason of the refusal)."""
     numbers = Counter(int(number) for number in _SIGN.findall(translated))
     expected = Counter(range(len(protected.pieces)))
     if expected - numbers:
@@ -244,11 +244,11 @@ def restore(source: str, protected: Protected, translated: str) -> tuple[str, st
     is_braced_alike = sorted(_BRACES.findall(rest)) == sorted(_BRACES.findall(plain))
     if _PIECE.search(rest) or "\\" in rest or "`" in rest or not is_braced_alike:
         return "", "formula_added"
-    # By number, not by str.replace: a piece may look like a placeholder.
+    # One pass by number: a piece may look like a placeholder.
     text = _SIGN.sub(lambda found: protected.pieces[int(found[1])], translated)
     return (text, "") if _pieces_of(text) == _pieces_of(source) else ("", "pieces_run_together")
 
 
 def _pieces_of(text: str) -> Counter[str]:
-    """Numbers, formulas and code of a text with their counts."""
+    """Counts of a text's numbers, formulas and pieces of code."""
     return Counter(found[0] for found in _PIECE.finditer(text))

@@ -1,7 +1,7 @@
-"""Faults of prompts, each with its file and row: behind `megatron-rl data check`.
+"""Finds faults of prompts, each with its file and row, for `megatron-rl data check`.
 
-A fault is what a run would refuse, leave out, grade wrongly or leak; each is found by the code that
-the run itself uses.
+A fault is a prompt that a run would refuse, leave out, grade wrongly or leak. The code of the run
+finds it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from verification.math.answer import find_illegible
 Fault = RowFault
 UNKNOWN_TASK = "unknown_task"
 CONTAINED_WORDS = 8
-"""An evaluation question of fewer words is looked for as a whole prompt alone."""
+"""An evaluation question of fewer words counts only as a whole prompt, not inside another."""
 _READING_S = 600.0
 
 
@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What was found."""
+    """Result of the check."""
 
     parts: list[Part]
     faults: list[Fault]
     notes: list[str]
-    """What was taken of data sets, prompts with a system message, and what was not checked."""
+    """Columns and rows read, prompts with a system message, checks that were left out."""
 
 
 def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
@@ -113,7 +113,7 @@ def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
     answers = [prompt.answer for prompt in mathematical]
     if not answers:
         return
-    # The grammar is made for processes that can be killed.
+    # In a child: a hostile answer may keep the parser busy.
     found = call_in_child(find_illegible, answers, what="reading the answers", limit_s=_READING_S)
     for index, why in found.items():
         place = mathematical[index].place or f"prompt {mathematical[index].id!r}"
@@ -141,7 +141,7 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
 
 
 def _leaks(trained: Iterable[Prompt], evaluated: Sequence[Part]) -> Iterator[Fault]:
-    """Prompts that ask, or hold within them, a question of an evaluation set."""
+    """Prompts that ask or contain a question of an evaluation set."""
     index = _Questions(evaluated)
     for prompt in trained:
         found = index.find(prompt)
@@ -171,7 +171,7 @@ class _Questions:
                     self._by_start.setdefault(start, []).append((text, part.name, prompt))
 
     def find(self, prompt: Prompt) -> tuple[str, Prompt, bool] | None:
-        """(set, its prompt, whether it is the whole question) that a prompt gives away."""
+        """(set, its prompt, whether the questions are equal) for a leaked question."""
         whole = self._whole.get(prompt.normalized_question)
         if whole is not None:
             return *whole, True

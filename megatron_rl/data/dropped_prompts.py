@@ -1,7 +1,7 @@
 """Prompts that cannot be rendered: too long for the context, or refused by the chat template.
 
-The launcher finds them before a run and writes RUN/prompts_dropped.jsonl; the rollout queue leaves
-out the prompts that this file names, and tools that repeat an evaluation do as well.
+The launcher finds them before a run and writes RUN/prompts_dropped.jsonl. The rollout queue, and
+tools that repeat an evaluation, leave out the prompts in this file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class DroppedPrompt(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """What the user finds it by."""
+        """Place for messages."""
         return self.place or f"prompt {self.id!r}"
 
 
@@ -40,11 +40,11 @@ def find_dropped(
 ) -> list[DroppedPrompt]:
     """The prompts that generators could not render. Raises InputError for a bad tokenizer.
 
-    limits: tokens of a completion by the id of the prompt; others: the largest
+    limits: maximum tokens of a completion, by prompt id; default: the largest
     sampling.max_new_tokens of the stages.
     """
     conversations = [Conversation(p.task, p.messages, p.is_program) for p in prompts]
-    # A prompt is drawn in any stage, so it must leave room for the longest completions of all.
+    # Any stage may draw a prompt, so it must leave room for the longest completions.
     default = longest_stage(config).sampling.max_new_tokens
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
     refusals = call_in_child(
@@ -73,7 +73,7 @@ def find_refusals(
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:
-    """Write the file anew; without dropped prompts there is none."""
+    """Write the file, or remove it without dropped prompts."""
     path = run_dir / DROPPED
     if dropped:
         path.write_bytes(msgspec.json.Encoder().encode_lines(dropped))

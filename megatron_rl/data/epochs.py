@@ -4,10 +4,10 @@ import random
 
 
 class ShuffledEpochs:
-    """Which item comes n-th; it depends on the count of items, the name and n alone."""
+    """Index of the n-th item; it depends only on the count of items, the name and n."""
 
     def __init__(self, count: int, name: str) -> None:
-        """name: what the shuffling is seeded with, before the number of the epoch."""
+        """name: first part of the seed of an epoch's shuffle."""
         self._count, self._name = count, name
         self._known: tuple[int, list[int]] = (-1, [])
 

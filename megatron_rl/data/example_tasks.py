@@ -1,9 +1,9 @@
 """Makes prompts and SFT examples of the example tasks, `sort` and `chain_sum`.
 
 Used by `python -m megatron_rl.data.tiny` and tools/make_tasks.py; runs in no process of a run. A
-folder gets prompts.jsonl (train and held-out lines) and sft.jsonl. No question is in two of
-train, held-out and SFT examples. In a given share of the SFT examples the teacher makes a mistake,
-so that what reinforcement learning adds to its teacher can be seen.
+folder gets prompts.jsonl (train and held-out lines) and sft.jsonl. Train prompts, held-out prompts
+and SFT examples share no question. The teacher makes a mistake in a given share of the SFT
+examples, so that reinforcement learning can improve on it.
 """
 
 import json
@@ -29,7 +29,7 @@ _TERM = re.compile(r"[-+]?\s*\d+")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many questions of each kind, and how many SFT examples are wrong."""
+    """Numbers of questions and of wrong SFT examples."""
 
     train: int
     held_out: int
@@ -37,12 +37,12 @@ class Sizes:
     wrong_share: float
     """Share of the SFT examples with the teacher's mistake, in [0, 1]."""
     seed: int
-    """Of train questions and SFT examples; held-out questions are the same for every seed."""
+    """Seed of train questions and SFT examples; held-out questions do not depend on it."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What an SFT example says: thoughts and the boxed answer."""
+    """Thoughts and boxed answer of an SFT example."""
 
     thoughts: str
     answer: str
@@ -85,7 +85,7 @@ def _write_lines(path: Path, lines: list[dict[str, object]]) -> None:
 
 
 def make_sort(sizes: Sizes) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of both splits, and those to teach. Raises InputError when there are not enough."""
+    """(prompts of both splits, prompts of SFT examples). Raises InputError for too few strings."""
     held_out = _take(_digit_strings(random.Random(SORT_HELD_OUT_SEED)), sizes.held_out, set())
     stream = _digit_strings(random.Random(sizes.seed))
     train = _take(stream, sizes.train + sizes.sft_examples, set(held_out))
@@ -133,13 +133,16 @@ def _sort_prompt(digits: str, split: str) -> Prompt:
 def make_chain_sum(
     sizes: Sizes, source: PromptSource, *, teaching_options: dict[str, int]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of both splits, and those to teach, whose sizes may differ. Raises InputError."""
+    """(prompts of both splits, prompts of SFT examples). Raises InputError for too few questions.
+
+    teaching_options: options of the data set for the SFT examples.
+    """
     wanted = sizes.train + sizes.sft_examples
     update = {"held_out_size": sizes.held_out, "train_size": wanted}
     prompts = load_reasoning_gym(source.model_copy(update=update), sizes.seed)
     taken = {prompt.normalized_question for prompt in prompts if prompt.split == "held_out"}
     if teaching_options == source.options:
-        # From the same draw: a second one would collide with it where questions are few.
+        # From the same draw: a second draw would repeat its questions where few exist.
         teaching = [prompt for prompt in prompts if prompt.split == "train"][: sizes.sft_examples]
     else:
         options = {"options": teaching_options, "held_out_size": 0, "train_size": wanted}
@@ -158,7 +161,7 @@ def make_chain_sum(
 
 
 def compact(prompts: list[Prompt]) -> list[Prompt]:
-    """Without spaces in the user message: in many tokenizers " 7" is two tokens and "7" one."""
+    """The prompts without spaces: in many tokenizers " 7" is two tokens and "7" is one."""
     return [
         msgspec.structs.replace(
             prompt,
@@ -169,7 +172,7 @@ def compact(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def chain_sum_solver(template: str, mistake_name: str) -> Solve:
-    """A solver that thinks in partial sums; wrong ones make the mistake of MISTAKES."""
+    """A solver that thinks in partial sums; its wrong solutions make a mistake of MISTAKES."""
     before, after = template.split("{question}")
     make_mistake = MISTAKES[mistake_name]
 
@@ -184,11 +187,11 @@ def chain_sum_solver(template: str, mistake_name: str) -> Solve:
 
 
 def partial_sums(terms: list[int], errors: list[int]) -> Solved:
-    """One line a step, as in "12+7=19"; errors[i] is added to the result of taking in terms[i]."""
+    """One line per term, as in "12+7=19"; errors[i] is added to the result for terms[i]."""
     total, lines = terms[0], []
     for term, error in zip(terms[1:], errors[1:], strict=True):
         result = total + term + error
-        # No spaces: a space before a digit is a token of its own in many tokenizers.
+        # No spaces: in many tokenizers a space before a digit is a separate token.
         lines.append(f"{total}{'-' if term < 0 else '+'}{abs(term)}={result}")
         total = result
     return Solved("\n".join(lines), str(total))

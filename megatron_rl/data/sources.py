@@ -1,7 +1,7 @@
-"""Where prompts come from: files, the Hub, reasoning_gym datasets, HumanEval; table SOURCES.
+"""Table SOURCES of prompts: files, the Hub, reasoning_gym datasets, HumanEval.
 
 Used by the rollout queue at start, and by tools that need the same prompts. To add a source, write
-`f(source: PromptSource, seed: int) -> list[Prompt]`, train and held-out prompts together.
+`f(source: PromptSource, seed: int) -> list[Prompt]` for train and held-out prompts.
 """
 
 import difflib
@@ -33,8 +33,8 @@ _INTEGER = re.compile(r"-?\d+")
 def load_reasoning_gym(source: PromptSource, seed: int) -> list[Prompt]:
     """Held-out and train prompts of one reasoning_gym dataset, each question once.
 
-    Where every answer is a plain integer the task is "math", else "reasoning_gym" with the entry
-    that the dataset's own scorer needs.
+    The task is "math" if every answer is a plain integer. Else it is "reasoning_gym", with the
+    entry for the dataset's scorer.
     """
     if "{question}" not in source.template:
         raise InputError(f"prompts.template={source.template!r} does not contain {{question}}")
@@ -152,7 +152,7 @@ def load_hub(source: PromptSource, seed: int) -> list[Prompt]:
 
 
 def read_source(source: PromptSource, seed: int, *, key: str) -> Reading:
-    """Prompts of a source with what is to be said of it. key: of its kind, for messages."""
+    """Prompts of a source, with notes for the user. key: name of `source.kind` in messages."""
     if source.kind in _READERS:
         return _READERS[source.kind](source)
     prompts = find_function(SOURCES, source.kind, key=key)(source, seed)

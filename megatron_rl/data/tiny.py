@@ -1,9 +1,9 @@
-"""Makes what a first run needs, from nothing: a model of 1.3M parameters, prompts and SFT examples.
+"""Makes the inputs of a first run: a model of 1.3M parameters, prompts and SFT examples.
 
-`python -m megatron_rl.data.tiny FOLDER [--seed S]`: the model goes to FOLDER/model, five digits to
-sort to FOLDER/tasks, and the layer FOLDER/paths.toml says where they are. Then
-`megatron-rl run --config tiny --config FOLDER/paths.toml --run-dir DIR`, from any folder. The same
-model and tasks as of `examples/quickstart.sh --tiny`. Runs in no process of a run.
+`python -m megatron_rl.data.tiny FOLDER [--seed S]` writes the model to FOLDER/model, the task
+`sort` to FOLDER/tasks, and their paths to FOLDER/paths.toml. Then
+`megatron-rl run --config tiny --config FOLDER/paths.toml --run-dir DIR` works from any folder.
+`examples/quickstart.sh --tiny` uses the same model and tasks. Runs in no process of a run.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from megatron_rl.data.tiny_model import make_folder
 
 TRAIN, HELD_OUT, SFT_EXAMPLES = 8000, 1000, 500
 WRONG_SHARE = 0.6
-"""Of the SFT examples, which sort downwards: reinforcement learning outgrows this teacher."""
+"""Share of the SFT examples that sort downwards, so that RL can outgrow this teacher."""
 
 
 def make_tiny(folder: Path, seed: int) -> Path:
-    """Make the folder, whole or in part again after an interruption; returns its layer of TOML.
+    """Make the folder, or complete an interrupted one; returns the path of its paths.toml.
 
-    Raises InputError where FOLDER is complete already.
+    Raises InputError for a complete folder.
     """
     layer, model, tasks = (folder.absolute() / name for name in ("paths.toml", "model", "tasks"))
     if layer.exists():
@@ -39,7 +39,7 @@ def make_tiny(folder: Path, seed: int) -> Path:
         "sft": {"dataset": str(tasks / "sft.jsonl")},
         "prompts": [{"kind": "jsonl", "path": str(tasks / "prompts.jsonl")}],
     }
-    # Written last: it says that all the rest is there.
+    # Written last: it marks a complete folder.
     written = layer.with_suffix(".new")
     written.write_text(tomli_w.dumps(settings))
     written.replace(layer)

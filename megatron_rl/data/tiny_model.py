@@ -1,9 +1,8 @@
 """Makes a random Llama of 1.3M parameters with a character tokenizer, for quick runs and tests.
 
 Used by `python -m megatron_rl.data.tiny`, tools/make_tiny_model.py and tests; runs in no process of
-a run. Tags and the box are one token each, so a short answer is about ten tokens; with `programs`
-the fences of a Python program are, too. Heads, key-value heads, feed-forward width and vocabulary
-divide by 2, for tensor parallelism.
+a run. Each tag, the box and (with `programs`) each fence is one token, so a short answer has about
+ten. Heads, key-value heads, feed-forward width and vocabulary are even, for tensor parallelism.
 """
 
 import json
@@ -15,15 +14,15 @@ VOCAB_SIZE = 64
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 TAGS = ["<think>", "</think>", "\\boxed{", "}"]
 CHARACTERS = "0123456789+-*=,;:()<> abcdefghijklmnopqrstuvwxyz"
-# Ids without a use still decode to a text of their own: an untrained model samples them.
+# An untrained model samples unused ids too, so each decodes to a different text.
 FILLERS = [chr(ord("α") + i) for i in range(VOCAB_SIZE)]
 VOCABULARY = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *FILLERS][:VOCAB_SIZE]
 FENCES = ["```python\n", "\n```"]
-"""Of a model that writes programs, in the places of the last fillers."""
+"""With `programs`: tokens in place of the last fillers."""
 # The system message, if any, goes before the question; the model answers right after it.
 CHAT_TEMPLATE = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONTEXT_TOKENS = 256
-# Written without transformers, which takes longer to load than all the rest.
+# A dict: transformers would take longer to load than everything else.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -93,15 +92,15 @@ def write_model(out: Path, seed: int) -> int:
     for name, size in tensor_sizes().items():
         normal = INITIAL_STD * rng.standard_normal(size, dtype=np.float32)
         weights[name] = np.ones(size, dtype=np.float32) if len(size) == 1 else normal
-    # Without this mark transformers refuses the file.
+    # transformers refuses a file without this entry.
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    # safetensors 0.8.0 leaves the file readable by its owner alone.
+    # safetensors 0.8.0 lets only the owner read the file.
     (out / "model.safetensors").chmod(0o644)
     return sum(tensor.size for tensor in weights.values())
 
 
 def tensor_sizes() -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model; vectors are the weights of norms."""
+    """Shape of every tensor; vectors are weights of norms."""
     width, units = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     queries, keys = (
         CONFIG["head_dim"] * CONFIG[f"num_{kind}_heads"] for kind in ("attention", "key_value")
@@ -124,10 +123,10 @@ def tensor_sizes() -> dict[str, tuple[int, ...]]:
 
 
 def make_folder(out: Path, seed: int, *, programs: bool = False) -> int:
-    """Make the HF folder `out`, whole or not at all; returns the parameter count.
+    """Make the HF folder `out`, complete or not at all; returns the parameter count.
 
-    programs: its tokenizer has the fences of programs.
-    Raises FileExistsError where `out` holds anything.
+    programs: the tokenizer has the fences of programs. Raises FileExistsError unless `out` is
+    empty.
     """
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} exists: name another folder or delete this one")

@@ -120,7 +120,7 @@ def test_bad_entries_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="p.jsonl:1: the entry is not the JSON of tests"):
         check_tests(rows(tmp_path, {"entry": "no"}), {}, options=OPTIONS)
     with pytest.raises(InputError, match="--languages"):
-        CodeTestOptions(languages=("ada",))
+        CodeTestOptions(languages=["ada"])
     with pytest.raises(InputError, match="--relabel-agreement"):
         CodeTestOptions(agreement=0.8, relabel_agreement=0.7)
 

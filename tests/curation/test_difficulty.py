@@ -12,7 +12,6 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.curation.difficulty import (
     DifficultyOptions,
-    LabelRules,
     Outcome,
     filter_difficulty,
     open_classes,
@@ -92,7 +91,7 @@ def test_planted_wrong_labels_are_found_and_right_ones_are_kept(
         drawn = [problem.answer(rng) for _ in range(SAMPLES)]
         samples = [Sample(value == problem.label, spelled(value, rng)) for value in drawn]
         graded.append(Graded(f"p{i}", "", samples))
-    options = DifficultyOptions(**ALL, labels=LabelRules(action="relabel"))
+    options = DifficultyOptions(**ALL, labels="relabel")
     outcome = filtered(rows, graded, options)
     kept = {row.prompt.id: row for row in outcome.rows}
     dropped = {drop.id for drop in outcome.report.drops if drop.reason == "label_disagrees"}
@@ -155,7 +154,7 @@ def test_the_second_stage_takes_back_what_only_the_first_model_could_not_solve(
     base = filtered(rows, solved(hard=0, mid=8, easy=15, bad=0), DifficultyOptions())
     assert [row.prompt.id for row in base.rows] == ["mid"]
     assert base.report.dropped == {"too_hard": 2, "too_easy": 1}
-    checked = DifficultyOptions(labels=LabelRules(action="drop"))
+    checked = DifficultyOptions(labels="drop")
     trained = filtered(rows, solved(hard=5, mid=12, easy=16, bad=0), checked)
     assert [row.prompt.id for row in trained.rows] == ["hard", "mid"]
     assert trained.report.dropped == {"too_easy": 1, "label_disagrees": 1}
@@ -163,10 +162,10 @@ def test_the_second_stage_takes_back_what_only_the_first_model_could_not_solve(
 
 def test_a_relabelled_problem_is_judged_by_its_new_label(tmp_path: Path, filtered: Filter) -> None:
     samples = [Sample(False, "8") for _ in range(14)] + [Sample(False, None)] * 2
-    rules = LabelRules(action="relabel")
-    strict = filtered(row(tmp_path), [Graded("p", "", samples)], DifficultyOptions(labels=rules))
+    rules = DifficultyOptions(labels="relabel")
+    strict = filtered(row(tmp_path), [Graded("p", "", samples)], rules)
     assert strict.report.dropped == {"too_easy_when_relabelled": 1}
-    wide = DifficultyOptions(up_to=0.9, labels=rules)
+    wide = DifficultyOptions(up_to=0.9, labels="relabel")
     kept = filtered(row(tmp_path), [Graded("p", "", samples)], wide).rows[0]
     assert kept.prompt.answer == "8"
     line = kept.line()
@@ -179,7 +178,7 @@ def test_an_answer_that_only_leaves_work_undone_is_no_rival_of_the_label(
 ) -> None:
     # All samples box 2*4 - 1, which earned nothing, but means the label.
     samples = [Sample(False, "2 \\cdot 4 - 1")] * SAMPLES
-    options = DifficultyOptions(**ALL, labels=LabelRules(action="drop"))
+    options = DifficultyOptions(**ALL, labels="drop")
     outcome = filtered(row(tmp_path), [Graded("p", "", samples)], options)
     assert outcome.report.dropped == {} and outcome.report.figures["labels_compared"] == 1
 
@@ -190,7 +189,7 @@ def test_a_label_that_could_not_be_compared_is_dropped_under_its_own_reason(
     outcome = filter_difficulty(
         row(tmp_path),
         SampleFile([Graded("p", "", [Sample(False, "8")] * SAMPLES)], 0),
-        options=DifficultyOptions(**ALL, labels=LabelRules(action="drop")),
+        options=DifficultyOptions(**ALL, labels="drop"),
         reward=RewardConfig(),
         classify=lambda requests: [ScoreFailed(0, "no time") for _ in requests],
     )
@@ -200,7 +199,7 @@ def test_a_label_that_could_not_be_compared_is_dropped_under_its_own_reason(
 
 def test_programs_have_no_vote_on_their_label(tmp_path: Path, filtered: Filter) -> None:
     samples = [Sample(False, "print(8)")] * SAMPLES
-    options = DifficultyOptions(**ALL, labels=LabelRules(action="drop"))
+    options = DifficultyOptions(**ALL, labels="drop")
     outcome = filtered(row(tmp_path, task="code"), [Graded("p", "", samples)], options)
     assert outcome.report.figures["labels_not_checked"] == 1 and len(outcome.rows) == 1
     with pytest.raises(InputError, match="unknown task 'mine'"):
@@ -224,7 +223,7 @@ def test_samples_are_read_from_the_rollouts_of_a_run(tmp_path: Path, filtered: F
     found = read_samples(tmp_path, RewardConfig(), label="before")
     assert found.ungraded == 1 and len(found.graded) == SAMPLES
     assert read_samples(tmp_path, RewardConfig()).graded[0].samples == [Sample(False, "8")]
-    options = DifficultyOptions(**ALL, labels=LabelRules(action="drop"))
+    options = DifficultyOptions(**ALL, labels="drop")
     outcome = filtered(row(tmp_path), found, options)
     assert outcome.report.dropped == {"label_disagrees": 1}
     with pytest.raises(InputError, match="no rollouts of an evaluation 'after'"):

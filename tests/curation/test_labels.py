@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.difficulty import (
-    LabelRules,
+    DifficultyOptions,
     Vote,
     count_votes,
     judge,
@@ -16,10 +16,10 @@ from megatron_rl.curation.difficulty import (
 from megatron_rl.protocol.class_messages import NO_ANSWER
 
 SAMPLES = 16
-DROP = LabelRules(action="drop")
+DROP = DifficultyOptions(labels="drop")
 
 
-def probability_of_doubt(right: float, rivals: list[float], rules: LabelRules = DROP) -> float:
+def probability_of_doubt(right: float, rivals: list[float]) -> float:
     """That a label with probability `right` is doubted, by a sum over all outcomes.
 
     rivals: probabilities of other answers; the rest of the samples gives none.
@@ -31,7 +31,7 @@ def probability_of_doubt(right: float, rivals: list[float], rules: LabelRules = 
         if rest < 0:
             continue
         vote = Vote(produced=counts[0], majority=max(counts[1:]), answer="")
-        if judge(vote, samples=SAMPLES, rules=rules).action == "drop":
+        if judge(vote, samples=SAMPLES, rules=DROP).action == "drop":
             ways = math.factorial(SAMPLES)
             for count in (*counts, rest):
                 ways //= math.factorial(count)
@@ -62,7 +62,7 @@ def test_right_labels_are_doubted_as_seldom_as_stated() -> None:
 def test_shares_decide_at_their_edges(produced: int, majority: int, action: str) -> None:
     # Of 16: 0.6 is 9.6, so 10; 0.1 is 1.6, so 1; 0.8 is 12.8, so 13.
     vote = Vote(produced, majority, "7")
-    assert judge(vote, samples=SAMPLES, rules=LabelRules(action="relabel")).action == action
+    assert judge(vote, samples=SAMPLES, rules=DifficultyOptions(labels="relabel")).action == action
 
 
 def test_a_wrong_answer_that_is_the_label_counts_for_it() -> None:
@@ -90,4 +90,4 @@ def test_only_problems_that_a_vote_could_change_are_compared() -> None:
 )
 def test_impossible_shares_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(InputError):
-        LabelRules(**values)
+        DifficultyOptions(**values)

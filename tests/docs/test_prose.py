@@ -113,6 +113,10 @@ def spoken(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield from _texts(argument)
         if isinstance(node, ast.keyword) and node.arg == "help":
             yield from _texts(node.value)
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Options"):
+            for field in node.body:
+                if isinstance(field, ast.Expr):
+                    yield from _texts(field.value)
 
 
 def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What all commands of `megatron-rl` are made with: groups, options, completion, progress bars.
+"""Parts of all commands of `megatron-rl`: groups, options, completion, progress bars.
 
-Runs in the process of the command. Imports nothing heavy: a shell waits for completions.
+Runs in the process of the command. Imports nothing heavy, because a shell waits for completions.
 """

@@ -1,26 +1,32 @@
-"""A command is a function of its options, which a dataclass describes, and of the console.
+"""Makes typer commands of functions `f(options, console)`, with a dataclass of options.
 
 Used by every module of commands.
 
-- A field `name: Annotated[type, typer.Option(...)] = default` becomes `--name`, a field with
-  `typer.Argument(...)` a positional word.
-- A flag names itself, as in `typer.Option("--name")`: else typer adds `--no-name`.
-- An option with the metavar "FILE..." takes all words up to the next option, with "[NAME...]" also
-  none.
-- A group loads the module of a command when the command is called: help and completion of names
-  need the table alone.
+- A field `name: type = default` becomes the option `--name`, with its docstring as help. Types are
+  those of typer; `Annotated[type, typer.Option(...)]` adds a metavar, a completion or a panel, and
+  `typer.Argument(...)` makes a positional word.
+- A bool is a flag without `--no-name`; `typer.Option(...)` of a bool must name it.
+- A list takes all words up to the next option, as does any option with a metavar like "FILE...";
+  with "[NAME...]" it may have none.
+- A group imports a command's module when the command is called. Help and completion of names need
+  only the table.
 """
 
+import ast
+import copy
 import dataclasses
 import importlib
 import inspect
+import itertools
+import textwrap
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import ParameterInfo
 
 PROGRAM = "megatron-rl"
 Handler = Callable[[Any, Console], int]
@@ -32,7 +38,7 @@ class Command(TyperCommand):
     handler: Handler
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """As typer does, but for options that take several words."""
+        """Parse; options may take several words."""
         several = {
             o: str(p.metavar) for p in self.params for o in p.opts if "..." in (p.metavar or "")
         }
@@ -41,11 +47,11 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: typer.Context) -> int:
         """Call the handler with the options."""
-        # Sockets, and with them the configuration, are needed by called commands alone.
+        # Loads sockets and the configuration, which help does not need.
         from megatron_rl.protocol.process import run_main
 
-        options, codes = super().invoke(ctx), list[int]()
-        code = run_main(PROGRAM, lambda: codes.append(self.handler(options, ctx.obj["console"])))
+        make, codes = super().invoke, list[int]()
+        code = run_main(PROGRAM, lambda: codes.append(self.handler(make(ctx), ctx.obj["console"])))
         return code or codes[0]
 
 
@@ -54,7 +60,7 @@ def spread(
 ) -> list[str]:
     """`--against A B` as `--against A --against B`, for the options in `several`.
 
-    optional: those that no word may follow; they then get one empty text.
+    optional: options that may have no word; they then get one empty text.
     """
     found: list[str] = []
     taking = ""
@@ -75,10 +81,7 @@ def _empty(found: Sequence[str], optional: Collection[str]) -> list[str]:
 def command(
     app: typer.Typer, name: str, help_text: str, *, epilog: str | None = None
 ) -> Callable[[Handler], Handler]:
-    """Add the decorated `f(options, console) -> exit code` to the app.
-
-    The type of `options` is a dataclass, whose fields are options and arguments of the command.
-    """
+    """Add the decorated `f(options, console) -> exit code` to the app."""
 
     def add(handler: Handler) -> Handler:
         kind = next(iter(get_type_hints(handler).values()))
@@ -90,10 +93,11 @@ def command(
 
 
 def _maker_of(kind: type) -> Callable[..., Any]:
-    """A function that typer can read: it takes the fields of a dataclass, and makes one."""
+    """A function of a dataclass's fields that makes one, with a signature that typer reads."""
 
     def make(**given: Any) -> Any:
-        # Typer gives None for a list that nobody has given.
+        given |= {name: [] for name in optional if given[name] == [""]}
+        # Typer gives None for a missing list.
         return kind(**{name: value for name, value in given.items() if value is not None})
 
     factories = {
@@ -101,13 +105,42 @@ def _maker_of(kind: type) -> Callable[..., Any]:
         for field in dataclasses.fields(kind)
         if field.default_factory is not dataclasses.MISSING
     }
+    texts, hints = _docstrings(kind), get_type_hints(kind, include_extras=True)
     parameters = [
-        one.replace(kind=one.KEYWORD_ONLY, default=factories.get(one.name, one.default))
-        for one in inspect.signature(kind).parameters.values()
+        one.replace(
+            kind=one.KEYWORD_ONLY,
+            default=factories.get(name, one.default),
+            annotation=_with_help(name, hints[name], texts.get(name)),
+        )
+        for name, one in inspect.signature(kind).parameters.items()
     ]
+    metavars = {one.name: one.annotation.__metadata__[0].metavar or "" for one in parameters}
+    optional = [name for name, metavar in metavars.items() if metavar.startswith("[")]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    make.__annotations__ = get_type_hints(kind, include_extras=True)
     return make
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass and its bases."""
+    found = {}
+    for one in reversed(kind.__mro__[:-1]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        for field, text in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
+
+
+def _with_help(name: str, hint: Any, text: str | None) -> Any:
+    """The type of a field as an option of typer, with its help."""
+    kind, given = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
+    info = next((copy.copy(one) for one in given if isinstance(one, ParameterInfo)), None)
+    if info is None:
+        kind, info = hint, typer.Option(metavar="NAME..." if kind is list else None)
+    if kind is bool and not info.param_decls and info.default is ...:
+        info.param_decls = (f"--{name.replace('_', '-')}",)
+    info.help = text or info.help
+    return Annotated[kind, info]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +154,11 @@ class Entry:
     panel: str = "Commands"
     """Heading in the help of the group."""
     is_group: bool = False
-    """Whether the whole `app` is meant, with its commands."""
+    """Whether the entry is the whole `app` with its commands."""
 
 
 class LazyGroup(TyperGroup):
-    """Lists stand-ins; `resolve_command`, which calls and completion use, gives the command."""
+    """Lists placeholders; `resolve_command`, which calls and completion use, loads a command."""
 
     entries: Sequence[Entry] = ()
 
@@ -141,14 +174,14 @@ class LazyGroup(TyperGroup):
     def resolve_command(
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
-        """The command that the first word names, loaded, and the other words."""
+        """The loaded command of the first word, and the other words."""
         name, found, rest = super().resolve_command(ctx, args)
         entry = next((entry for entry in self.entries if entry.name == name), None)
         return name, found if entry is None else load(entry), rest
 
 
 def load(entry: Entry) -> TyperCommand | TyperGroup:
-    """The command itself."""
+    """Import a command."""
     found = get_command(importlib.import_module(entry.module).app)
     if isinstance(found, TyperGroup) and not entry.is_group:
         return found.commands[entry.name]
@@ -167,7 +200,7 @@ def lazy_app(help_text: str, entries: Sequence[Entry], *, add_completion: bool) 
 def plain_app(
     help_text: str | None = None, *, callback: Callable[..., int] | None = None
 ) -> typer.Typer:
-    """A typer app for the commands of one module; callback: called where no command is named."""
+    """A typer app for the commands of one module. callback: called without a command's name."""
     app = typer.Typer(
         help=help_text,
         add_completion=False,

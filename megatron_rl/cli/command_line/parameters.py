@@ -1,7 +1,7 @@
-"""Options and arguments that several commands have, and what a shell offers for them.
+"""Options and arguments of several commands, and their shell completions.
 
-A shell waits for completions, so nothing heavier than the configuration tree is imported, and only
-where it is needed. Where nothing is offered, bash completes file names.
+A shell waits for completions, so functions import only what they need, at most the configuration
+tree. Without an offer bash completes file names.
 """
 
 import functools
@@ -15,7 +15,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Keys with `=`, then the values of a key that has a fixed set of values."""
+    """Keys with `=`; after it, the values of a key with a fixed set of values."""
     key, equals, _ = incomplete.partition("=")
     if equals:
         return [f"{key}={value}" for value in _values_of(key)]
@@ -23,14 +23,14 @@ def complete_override(incomplete: str) -> list[str]:
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Keys that begin with this text; list indices and the user's own names as typed."""
+    """Keys that begin with this text, with list indices and user's names as typed."""
     typed = incomplete.split(".")
     keys = (_as_typed(key.split("."), typed) for key in _kinds())
     return sorted(key for key in keys if key.startswith(incomplete))
 
 
 def _values_of(key: str) -> list[str]:
-    """Values of a key with a fixed set of values, such as names of presets; [] for other keys."""
+    """The fixed set of a key's values, such as names of presets; [] for other keys."""
     from megatron_rl.config.presets import PRESETS
 
     if key == "algorithm.preset":
@@ -44,7 +44,7 @@ def _values_of(key: str) -> list[str]:
 
 @functools.cache
 def _kinds() -> dict[str, str]:
-    """What each key takes."""
+    """Key -> allowed values."""
     from megatron_rl.config.reference import tables
 
     return {entry.key: entry.kind for table in tables() for entry in table.entries}
@@ -72,12 +72,12 @@ def complete_run_folder(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
-_FILE_HELP = "TOML file, or the name of a shipped configuration"
+_FILE_HELP = "TOML file, or the name of a shipped configuration."
 Overrides = Annotated[
     list[str],
     typer.Argument(
         metavar="section.key=value", autocompletion=complete_override, show_default=False,
-        help="change single keys, anywhere on the line; `megatron-rl config` lists all keys",
+        help="Changes of single keys; `megatron-rl config` lists all keys.",
     ),
 ]  # fmt: skip
 ConfigFile = Annotated[
@@ -87,7 +87,7 @@ ConfigFiles = Annotated[
     list[str],
     typer.Option(
         "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-        help=f"{_FILE_HELP}; of several, later ones win",
+        help=f"{_FILE_HELP} Later files win.",
     ),
 ]  # fmt: skip
 OneConfig = Annotated[
@@ -96,16 +96,16 @@ OneConfig = Annotated[
 ]
 RunFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN_DIR", help="folder of the run", autocompletion=complete_run_folder),
+    typer.Argument(metavar="RUN_DIR", help="Run folder.", autocompletion=complete_run_folder),
 ]
 RunDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--run-dir", metavar="DIR", help="run folder; the same as run.dir=DIR",
+        "--run-dir", metavar="DIR", help="Run folder; the same as run.dir=DIR.",
         autocompletion=complete_run_folder,
     ),
 ]  # fmt: skip
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="check everything, say what would be done, start nothing")
+    bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
 ]

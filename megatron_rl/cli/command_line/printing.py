@@ -1,7 +1,7 @@
-"""What commands print: plain lines, texts of models, and how far a long work is.
+"""Prints plain lines, texts of models, and the progress of long work.
 
-Used by commands, the launcher and whatever looks at a run. One thread; a bar is drawn only when the
-work reports `(done, all)`.
+Used by commands, the launcher and views of a run. One thread: a bar is drawn only when the work
+reports `(done, total)`.
 """
 
 import time
@@ -23,18 +23,18 @@ from rich.progress import (
 
 Item = TypeVar("Item")
 PLAIN_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 Report = Callable[[int, int | None], None]
-"""f(done, all): all is None while it is not known."""
+"""f(done, total); total is None while unknown."""
 
 
 def printable(text: str) -> str:
-    """The text with a blank for each character that could move the cursor or change colors."""
+    """The text with blanks for characters that could move the cursor or change colors."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: rich neither wraps nor colors them, and reads no markup in them."""
+    """Print lines unchanged: rich does not wrap or color them, and reads no markup."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -43,7 +43,7 @@ def say(console: Console, *lines: str) -> None:
 def progress(
     console: Console, what: str, *, in_bytes: bool = False, clock: Callable[[], float] = time.time
 ) -> Iterator[Report]:
-    """Give the function to which the work reports; nothing stays on a terminal at the end."""
+    """Yield the function to which the work reports. A terminal shows a bar until the end."""
     if not console.is_terminal:
         yield _Lines(console, what, clock, in_bytes=in_bytes).report
         return
@@ -57,7 +57,7 @@ def progress(
 
 
 def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterator[Item]:
-    """The same items, each reported when the next one is asked for."""
+    """The items; each is reported when the next one is taken."""
     report(0, total)
     for done, item in enumerate(items, 1):
         yield item
@@ -65,7 +65,7 @@ def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterato
 
 
 class _Lines:
-    """Prints how far a work is, at most every PLAIN_S; nothing for a shorter work."""
+    """Prints progress at most every PLAIN_S, so nothing for shorter work."""
 
     def __init__(
         self, console: Console, what: str, clock: Callable[[], float], *, in_bytes: bool

@@ -4,7 +4,7 @@ prompts out.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,13 +15,13 @@ from megatron_rl.cli.command_line.printing import progress
 from megatron_rl.cli.data_tools.files import (
     ToolOptions,
     check_output,
+    part_of,
     read_config,
     read_prompts,
     write_rows,
 )
 from megatron_rl.curation.difficulty import (
     DifficultyOptions,
-    LabelRules,
     filter_difficulty,
     open_classes,
 )
@@ -31,58 +31,45 @@ from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import read_samples
 
 app = plain_app()
-_RULES, _LIMITS = LabelRules(), DifficultyOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions(ToolOptions):
-    """What `data difficulty` is given."""
+class ChoiceOptions(DifficultyOptions, ToolOptions):
+    """Options of `data difficulty`."""
 
-    samples: Annotated[
-        Path,
-        typer.Option(
-            help="folder with rollouts, a file of rollouts, or JSONL of {id, correct, answers}"
-        ),
-    ]
-    label: Annotated[str, typer.Option(help="one evaluation of the folder of samples")] = ""
+    samples: Path
+    """Folder with rollouts, a file of rollouts, or JSONL of {id, correct, answers}."""
+    label: str = ""
+    """Name of one evaluation in the folder of samples."""
     config: OneConfig = None
-    labels: Literal["keep", "drop", "relabel"] = _RULES.action
-    label_share: float = _RULES.label_share
-    max_label_share: float = _RULES.max_label_share
-    relabel_share: float = _RULES.relabel_share
-    above: float = _LIMITS.above
-    up_to: float = _LIMITS.up_to
-    min_samples: int = _LIMITS.min_samples
 
 
 @command(app, "difficulty", "Keep prompts that are neither too hard nor too easy.")
 def difficulty(options: ChoiceOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    rules = LabelRules(
-        action=options.labels,
-        label_share=options.label_share,
-        max_label_share=options.max_label_share,
-        relabel_share=options.relabel_share,
-    )
-    wanted = DifficultyOptions(options.above, options.up_to, options.min_samples, rules)
     check_output(options)
     rows = read_prompts(options)
     config = read_config(options.config)
     samples = read_samples(options.samples, config.reward, label=options.label)
     with open_classes(config.reward, config.verifier) as classify:
         kept, report = filter_difficulty(
-            rows, samples, options=wanted, reward=config.reward, classify=classify
+            rows,
+            samples,
+            options=part_of(DifficultyOptions, options),
+            reward=config.reward,
+            classify=classify,
         )
     return write_rows(options.out, kept, report, console)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(ToolOptions):
-    """What `data filter-format` is given."""
+    """Options of `data filter-format`."""
 
-    tasks: Annotated[list[str], typer.Option(metavar="NAME...", help="tasks to filter")] = field(
+    tasks: Annotated[list[str], typer.Option(metavar="NAME...")] = field(
         default_factory=lambda: ["math"]
     )
+    """Tasks to filter."""
 
 
 @command(app, "filter-format", "Keep problems with one answer that can be compared.")
@@ -95,7 +82,7 @@ def filter_file(options: FormatOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupeOptions(ToolOptions):
-    """What `data dedupe` is given."""
+    """Options of `data dedupe`."""
 
     threshold: float = DEFAULT_THRESHOLD
 
@@ -112,9 +99,10 @@ def dedupe_file(options: DedupeOptions, console: Console) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(DedupeOptions):
-    """What `data decontaminate` is given."""
+    """Options of `data decontaminate`."""
 
-    against: Annotated[list[Path], typer.Option(metavar="FILE...", help="evaluation problems")]
+    against: Annotated[list[Path], typer.Option(metavar="FILE...")]
+    """Evaluation problems."""
 
 
 @command(app, "decontaminate", "Drop problems that evaluations ask.")

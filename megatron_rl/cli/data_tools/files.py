@@ -1,11 +1,11 @@
-"""Files and reports of all tools of `megatron-rl data`.
+"""Input, output and reports of the tools of `megatron-rl data`.
 
-A report is printed as a table, and written to OUT.report.json.
+A report is printed as a table and written to OUT.report.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -21,34 +21,44 @@ from megatron_rl.curation.rows import Row, encode_lines, read_rows
 from megatron_rl.curation.tool import Report
 from megatron_rl.protocol.whole_file import write_whole
 
-Out = Annotated[Path, typer.Option(help="JSONL file to write")]
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """What every tool that reads a file of prompts is given."""
+    """Options of every tool that reads a file of prompts."""
 
-    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
-    out: Out
-    task: Annotated[str, typer.Option(help="task of rows that name none")] = "math"
-    subset: Annotated[str, typer.Option(help="subset of a folder that has several")] = ""
-    dataset_split: Annotated[str, typer.Option(help="split of a folder that has several")] = ""
+    prompts: Annotated[Path, typer.Argument()]
+    """File or folder of prompts, as for a run."""
+    out: Path
+    """JSONL file to write."""
+    task: str = "math"
+    """Task of rows without a task."""
+    subset: str = ""
+    """Subset of a folder with several."""
+    dataset_split: str = ""
+    """Split of a folder with several."""
+
+
+def part_of(kind: type[Kind], options: Any) -> Kind:
+    """The options of a tool among a command's options."""
+    return kind(**{one.name: getattr(options, one.name) for one in fields(kind)})
 
 
 def read_prompts(options: ToolOptions) -> list[Row]:
-    """The rows that a tool is given. Raises InputError."""
+    """The rows of the input. Raises InputError."""
     return read_rows(
         options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
     )
 
 
 def read_config(name: str | None) -> Config:
-    """The configuration whose tasks count; without a file the defaults. Raises ConfigError."""
+    """The configuration with the tasks; default: ours. Raises ConfigError."""
     return load_config(None if name is None else config_path(name), [])
 
 
 def check_output(options: Any) -> None:
-    """Raise InputError for an output that cannot be written, or that is the input."""
+    """Raise InputError for an output without a folder, or that is an input."""
     folder = options.out.resolve().parent
     if not folder.is_dir():
         raise InputError(f"--out {options.out}: there is no folder {folder}")
@@ -77,7 +87,7 @@ def write_lines(out: Path, lines: list[Any], report: Report, console: Console) -
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Counts as a table."""
+    """Print the counts as a table."""
     table = Table(f"data {report.tool}", "rows")
     table.add_row("read", str(report.read))
     for kind, counts in (

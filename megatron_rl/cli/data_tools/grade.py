@@ -1,15 +1,13 @@
-"""`megatron-rl data grade PROMPTS`: samples of every problem of a file by a model, graded.
+"""`megatron-rl data grade PROMPTS`: samples every problem of a file by a model, and grades.
 
-An evaluation of one set (`runner.py`), whose problems are all rows of the file, whatever their
-split. `data difficulty --samples` and `data code-tests --solutions` read the folder that it leaves.
+It runs an evaluation of one set (`runner.py`) with all rows of the file, of any split. `data
+difficulty --samples` and `data code-tests --solutions` read its folder.
 """
 
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
@@ -29,23 +27,25 @@ from megatron_rl.protocol.whole_file import write_whole
 
 app = plain_app()
 SET = "graded"
-"""Name of the set, and so of figures and files."""
+"""Name of the evaluation set, and so of figures and files."""
 PROBLEMS = "problems.jsonl"
-"""File of the folder: the rows, as an evaluation set."""
+"""File with the rows, as an evaluation set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradeOptions(ToolOptions):
-    """What the command is given."""
+    """Options of the command."""
 
-    model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
-    out: Annotated[Path, typer.Option(help="folder of the results; an existing one is resumed")]
+    model: Path
+    """Hugging Face folder."""
+    out: Path
+    """Folder of the results; an existing one is resumed."""
     overrides: Overrides = field(default_factory=list)
-    samples: Annotated[int, typer.Option(help="completions of a problem")] = 16
+    samples: int = 16
+    """Number of completions per problem."""
     config: OneConfig = None
-    temperature: Annotated[
-        float | None, typer.Option(help="default: sampling.temperature, as in training")
-    ] = None
+    temperature: float | None = None
+    """Sampling temperature; default: sampling.temperature, as in training."""
     dry_run: DryRun = False
 
 
@@ -73,7 +73,7 @@ def _grade(options: GradeOptions, console: Console) -> None:
 
 
 def _check(config: Config, rows: list[Row], console: Console) -> None:
-    """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
+    """Check the evaluation with a copy of the problems, and print its plan."""
     if (config.run.dir / CONFIG).exists():
         say(console, f"{config.run.dir} holds an earlier call: it would resume")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
@@ -90,7 +90,7 @@ def _check(config: Config, rows: list[Row], console: Console) -> None:
 
 
 def grading_config(options: GradeOptions) -> Config:
-    """The configuration of the evaluation: that of the file, with the problems as its one set."""
+    """The given configuration with the problems as its only evaluation set."""
     config = load_config(
         None if options.config is None else config_path(options.config),
         [
@@ -106,7 +106,7 @@ def grading_config(options: GradeOptions) -> Config:
         "temperature": config.sampling.temperature if temperature is None else temperature,
         "prompts": {"path": config.run.dir / PROBLEMS, "task": options.task},
     }
-    # What is asked for is this folder and these problems, whatever training began with.
+    # Only this model and these problems count, not the start of training.
     changed = {
         "model": config.model.model_dump() | {"megatron_path": None},
         "prompts": [],
@@ -117,12 +117,12 @@ def grading_config(options: GradeOptions) -> Config:
 
 
 def problem_line(row: Row) -> dict[str, object]:
-    """A row as a line of an evaluation set, which takes no line to train on."""
+    """A row as a line of an evaluation set, which takes no train lines."""
     return row.line() | {"split": "held_out"}
 
 
 def check_questions(rows: list[Row]) -> None:
-    """Raise InputError where two rows ask the same: samples could not be told apart."""
+    """Raise InputError for a repeated question, whose samples would mix."""
     first: dict[str, Row] = {}
     for row in rows:
         other = first.setdefault(row.prompt.normalized_question, row)

@@ -1,4 +1,4 @@
-"""`megatron-rl data check` and `data show`: faults of prompts; prompts as the model sees them."""
+"""`megatron-rl data check` finds faults of prompts; `data show` prints what the model sees."""
 
 import json
 from collections import Counter
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
     text: str
     tokens: int
     refusal: str
-    """Why a run would leave the prompt out; empty: it would not."""
+    """Reason why a run would leave the prompt out; empty: none."""
 
 
 app = plain_app()
@@ -45,36 +45,30 @@ app = plain_app()
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What both commands are given."""
+    """Options of both commands."""
 
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
-            "reasoning_gym:NAME",
-            show_default=False,
-        ),
-    ] = None
+    source: Annotated[str | None, typer.Argument(metavar="SOURCE", show_default=False)] = None
+    """Configuration (TOML file or shipped name), file or folder of prompts, hub:NAME,
+    reasoning_gym:NAME."""
     overrides: Overrides = field(default_factory=list)
     config: Annotated[
         list[str],
         typer.Option(
-            "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
-            help="configuration with the tasks, model and lengths for SOURCE; without SOURCE: the "
-            "configuration whose prompts are meant",
+            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
         ),
-    ] = field(default_factory=list)  # fmt: skip
-    model: Annotated[
-        Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
-    ] = None
+    ] = field(default_factory=list)
+    """Configuration with the tasks, model and lengths for SOURCE; without SOURCE: the configuration
+    whose prompts are meant."""
+    model: Path | None = None
+    """Model folder, for its tokenizer and chat template."""
 
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
-    """What `data check` is given."""
+    """Options of `data check`."""
 
-    limit: Annotated[int, typer.Option(help="most faults to print; equal faults count once")] = 20
+    limit: int = 20
+    """Maximum number of faults to print; equal faults count once."""
     json: Json = False
 
 
@@ -97,7 +91,7 @@ def check(options: CheckOptions, console: Console) -> int:
 
 
 def fault_lines(faults: Sequence[Fault]) -> list[str]:
-    """A line for each different fault; equal faults of several rows share a line with a count."""
+    """A line for each different fault, with the count of its rows."""
     places: dict[tuple[str, str], list[str]] = {}
     for fault in faults:
         text = fault.text.removeprefix(fault.place).removeprefix(": ")
@@ -115,14 +109,16 @@ def fault_lines(faults: Sequence[Fault]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShowOptions(SourceOptions):
-    """What `data show` is given."""
+    """Options of `data show`."""
 
-    rows: Annotated[int, typer.Option(help="number of prompts to print")] = 3
-    start: Annotated[int, typer.Option(help="number of prompts to skip first")] = 0
-    split: Annotated[str, typer.Option(help="train, held_out or an evaluation set's name")] = (
-        "train"
-    )
-    chars: Annotated[int, typer.Option(help="most characters of each prompt")] = 4000
+    rows: int = 3
+    """Number of prompts to print."""
+    start: int = 0
+    """Number of prompts to skip first."""
+    split: str = "train"
+    """Split to print: train, held_out or the name of an evaluation set."""
+    chars: int = 4000
+    """Maximum number of characters per prompt."""
 
 
 @command(app, "show", "Show prompts as the model sees them, with their tokens.")
@@ -153,7 +149,7 @@ def show(options: ShowOptions, console: Console) -> int:
 
 
 def read_source_config(options: SourceOptions) -> Config:
-    """The configuration that names, or stands for, a source of prompts. Raises InputError."""
+    """The given configuration, or one with the given source of prompts. Raises InputError."""
     source, overrides, given = options.source, list(options.overrides), []
     if options.model is not None:
         given.append(override("model.path", str(folder_of(options.model, key="--model"))))
@@ -187,7 +183,7 @@ def _is_configuration(source: str) -> bool:
 def _of_one_source(
     source: dict[str, str], files: Sequence[Path], overrides: Sequence[str]
 ) -> Config:
-    """The configuration with one source of prompts, which overrides may change."""
+    """A configuration with one source of prompts, which overrides may change."""
     layers = read_layers(files)
     layers.tree["prompts"] = [source]
     layers.tree.get("eval", {}).pop("sets", None)
@@ -196,7 +192,7 @@ def _of_one_source(
 
 
 def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
-    """In a child: prompts as the model sees them; imports transformers."""
+    """Render prompts as the model sees them. Runs in a child; imports transformers."""
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
@@ -215,7 +211,7 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
 
 
 def _has_model(config: Config, model: Path | None) -> bool:
-    """Whether there is a folder for the tokenizer; one that was asked for must be there."""
+    """Whether a model folder exists. Raises InputError if a given one does not."""
     if model is not None and not config.model.path.is_dir():
         raise InputError(f"--model {model}: there is no such folder")
     return config.model.path.is_dir()
@@ -274,5 +270,5 @@ def _as_json(findings: Findings) -> dict[str, object]:
 
 
 def _say(console: Console, *lines: str) -> None:
-    """Print lines that may hold texts of a data set: their characters move no cursor."""
+    """Print lines with texts of a data set, which must not move the cursor."""
     say(console, *map(printable, lines))

@@ -1,7 +1,7 @@
 """`megatron-rl data translate`."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from megatron_rl.cli.command_line.printing import progress, say
 from megatron_rl.cli.data_tools.files import (
     ToolOptions,
     check_output,
+    part_of,
     read_prompts,
     write_rows,
 )
@@ -33,49 +34,32 @@ if TYPE_CHECKING:
     from megatron_rl.curation.chat_endpoint import Endpoint
 
 app = plain_app()
-_DEFAULTS = TranslateOptions()
 _HOW = "Who translates: one of these"
 _SERVER = "With --endpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ToolOptions):
-    """What the command is given."""
+class Options(TranslateOptions, ToolOptions):
+    """Options of the command."""
 
-    requests: Annotated[
-        bool,
-        typer.Option("--requests", help="write the requests to --out", rich_help_panel=_HOW),
-    ] = False
-    translations: Annotated[
-        Path | None,
-        typer.Option(help="JSONL of {id, language, text}", rich_help_panel=_HOW),
-    ] = None
-    endpoint: Annotated[
-        str | None,
-        typer.Option(help="ask this server, as in http://127.0.0.1:30000/v1", rich_help_panel=_HOW),
-    ] = None
-    served_model: Annotated[
-        str | None, typer.Option(help="the model's name there", rich_help_panel=_SERVER)
-    ] = None
-    key_variable: Annotated[
-        str | None,
-        typer.Option(help="environment variable with its key", rich_help_panel=_SERVER),
-    ] = None
+    requests: Annotated[bool, typer.Option(rich_help_panel=_HOW)] = False
+    """Write requests to --out, for any translator."""
+    translations: Annotated[Path | None, typer.Option(rich_help_panel=_HOW)] = None
+    """JSONL file of {id, language, text}."""
+    endpoint: Annotated[str | None, typer.Option(rich_help_panel=_HOW)] = None
+    """Address of the server, such as http://127.0.0.1:30000/v1."""
+    served_model: Annotated[str | None, typer.Option(rich_help_panel=_SERVER)] = None
+    """Name that the server gives the model."""
+    key_variable: Annotated[str | None, typer.Option(rich_help_panel=_SERVER)] = None
+    """Environment variable with the server's key."""
     attempts: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 3
+    """Number of tries of a request."""
     at_once: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 16
+    """Number of open requests."""
     timeout_s: Annotated[float, typer.Option(rich_help_panel=_SERVER)] = 120.0
+    """Seconds of a try."""
     max_tokens: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 4096
-    share: Annotated[float, typer.Option(help="share of the problems to translate")] = (
-        _DEFAULTS.share
-    )
-    seed: int = _DEFAULTS.seed
-    languages: Annotated[list[str], typer.Option(metavar="CODE...")] = field(
-        default_factory=lambda: list(_DEFAULTS.languages)
-    )
-    tasks: Annotated[list[str], typer.Option(metavar="NAME...")] = field(
-        default_factory=lambda: list(_DEFAULTS.tasks)
-    )
-    keep_source: Annotated[bool, typer.Option("--keep-source", help="add translations")] = False
+    """Maximum tokens of a response, thoughts included."""
     dry_run: DryRun = False
 
 
@@ -85,13 +69,7 @@ def translate_file(options: Options, console: Console) -> int:
     ways = (options.requests, options.translations is not None, options.endpoint is not None)
     if sum(ways) != 1:
         raise InputError("give one of --requests, --translations FILE, --endpoint URL")
-    wanted = TranslateOptions(
-        share=options.share,
-        languages=tuple(options.languages),
-        tasks=tuple(options.tasks),
-        keep_source=options.keep_source,
-        seed=options.seed,
-    )
+    wanted = part_of(TranslateOptions, options)
     check_output(options)
     rows = read_prompts(options)
     chosen, ineligible = choose(rows, wanted)
@@ -124,8 +102,8 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
 def _ask_endpoint(
     options: Options, chosen: list[Chosen], console: Console
 ) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
-    """Translations by a served model, and their cost; OUT.translations.jsonl keeps them."""
-    # Needs aiohttp, which the other tools do without.
+    """(translations by a served model, figures); OUT.translations.jsonl keeps translations."""
+    # Only this option needs aiohttp.
     from megatron_rl.curation.asking import ask_all
 
     endpoint = _endpoint(options)
@@ -143,7 +121,7 @@ def _ask_endpoint(
 
 
 def _endpoint(options: Options) -> "Endpoint":
-    """The server that is to be asked. Raises InputError."""
+    """The server. Raises InputError."""
     from megatron_rl.curation.chat_endpoint import Endpoint
 
     if not options.served_model:

@@ -1,4 +1,4 @@
-"""Which columns of a data set hold what: configured, or found by their names and the first rows.
+"""Finds the columns of a data set: by the configuration, or by their names and the first rows.
 
 Pure. `data_sets.py` has the table of known names.
 """
@@ -14,9 +14,9 @@ from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, choose_part, kno
 from megatron_rl.data.tables.where import value_of
 
 NOTHING = "-"
-"""In prompts.columns: no column is read, whatever the names are."""
+"""Value of prompts.columns.*: read no such column."""
 SAMPLE_ROWS = 64
-"""Rows at the start that decide about columns."""
+"""Number of first rows that decide about columns."""
 
 
 class ColumnMap(NamedTuple):
@@ -26,7 +26,7 @@ class ColumnMap(NamedTuple):
     """Empty for lines in our own form: each line names its question."""
     answer: str
     part: str
-    """What of the column is the answer: "all" or a key of PARTS."""
+    """Part of the column that is the answer: "all" or a key of PARTS."""
     id: str
     task: str
     language: str
@@ -43,12 +43,12 @@ class ColumnMap(NamedTuple):
         return [name for name in (self.question, self.answer, *self[3:9]) if name]
 
     def describe(self) -> str:
-        """What is read, for people."""
+        """The columns, for people."""
         where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
         said.append(f"answer = {self.answer or 'none'}{where}")
         for name in _OPTIONAL | {"tests": None}:
-            # Lines in our own form have all of our keys: nothing needs saying.
+            # Our own lines may have all our keys, which needs no note.
             if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
         if self.prefix or self.suffix:
@@ -66,8 +66,8 @@ def find_columns(
 ) -> ColumnMap:
     """The columns to read, by the configuration, the names and a sample of rows.
 
-    is_lines: JSONL, where a key may appear in later lines only, so our optional keys always count.
-    Raises InputError where a column is missing, or the user must choose.
+    is_lines: JSONL, where later lines may have further keys, so our optional keys always count.
+    Raises InputError for a missing column, and where the user must choose.
     """
     given = source.columns
     _check_given(given, names, place, is_lines=is_lines)
@@ -88,7 +88,7 @@ def find_columns(
         prefix, suffix = _instructions([value_of(row, question) for row in sample])
     return ColumnMap(
         question=question,
-        # Lines in our own form name these parts; rows of a data set do not.
+        # Later lines in our own form may have these keys.
         answer=answer or ("answer" if is_lines else ""),
         part=part,
         tests=tests or ("entry" if is_lines else ""),
@@ -138,7 +138,7 @@ class _Finder:
         known = [found for name in known_names("question") if (found := self._named(name))]
         if is_lines and not _are_together(known, self._sample):
             return ""
-        # Next to a problem, messages are a worked example: they hold the answer.
+        # With another column of questions, messages are a worked example with the answer.
         known = [name for name in known if name.lower() != "messages"] or known
         if len(known) == 1:
             return known[0]
@@ -186,7 +186,7 @@ def _check_given(given: PromptColumns, names: Sequence[str], place: str, *, is_l
 
 
 def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a line has `messages` beside its question, or a name of a question not ours."""
+    """Whether a line has a question and `messages`, or a question under another name than ours."""
     ours = {"question", "problem", "prompt", "messages"}
     questions = set(known) - {"messages"}
     return not ours.issuperset(known) or any(
@@ -227,4 +227,4 @@ _OPTIONAL: dict[str, Callable[[list[Any]], bool]] = {
     "split": _are_splits,
     "pass_rate": _are_shares,
 }
-"""Columns that a data set may lack, and whether values of a column are like ours."""
+"""Optional columns -> whether values of a column have our form."""

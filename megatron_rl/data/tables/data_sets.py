@@ -1,7 +1,7 @@
-"""The public data sets whose columns are known, and how their answers and tests are read.
+"""Known public data sets: their columns, and how to read their answers and tests.
 
-Pure. To add a data set, add an entry to DATA_SETS. A new way to write the answer is a function in
-PARTS; a new way to write tests of programs is one in TEST_FORMS.
+Pure. To add a data set, add an entry to DATA_SETS. A new form of answers is a function in PARTS; a
+new form of tests of programs is a function in TEST_FORMS.
 """
 
 import json
@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 class DataSet(NamedTuple):
     """The columns of one data set, or of several with the same columns. A dot enters a structure.
 
-    Other data sets with columns of these names are read as well. Earlier entries win.
+    The entry also serves other data sets with these columns. Earlier entries win.
     """
 
     name: str
     question: str = ""
     answer: str = ""
     part: str = "all"
-    """What of the answer's column is the answer: "all", or a key of PARTS."""
+    """Part of the column that is the answer: "all", or a key of PARTS."""
     is_partly_answered: bool = False
-    """Some rows lack the part, such as proofs. They are faulty rows."""
+    """Some rows, such as proofs, lack the part; these rows are faulty."""
     tests: str = ""
     """Column of a program's tests; the task is "code" then."""
     id: str = ""
     pass_rate: str = ""
     prefix: str = ""
-    """Instructions before each question, which are removed: our format checks ask for another
-    form. The suffix likewise."""
+    """Instructions before each question (suffix: after it). They are removed, because our format
+    checks need another form."""
     suffix: str = ""
 
 
@@ -61,7 +61,7 @@ DATA_SETS = (
 
 
 def known_names(key: str) -> list[str]:
-    """Names of columns for a field of DataSet, such as "answer", in the order of the table."""
+    """Column names for a field of DataSet, such as "answer", in the order of the table."""
     return list(dict.fromkeys(filter(None, (getattr(one, key) for one in DATA_SETS))))
 
 
@@ -73,7 +73,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.S)
 
 
 class NoAnswer(ValueError):
-    """A value without the part that is wanted; the text says what is missing."""
+    """The value lacks the wanted part; the text names it."""
 
 
 class BadTests(NoAnswer):
@@ -81,7 +81,7 @@ class BadTests(NoAnswer):
 
 
 class Part(NamedTuple):
-    """How a text holds the answer."""
+    """A form in which a text contains the answer."""
 
     find: Callable[[str], str | None]
     """The answer in a text; None or empty where it has none."""
@@ -119,9 +119,9 @@ PARTS = {
 
 
 def choose_part(values: Sequence[Any], column: str) -> str:
-    """ "all" or a key of PARTS, by the values of the first rows of a column.
+    """ "all" or a key of PARTS, by a column's values in the first rows.
 
-    All rows must have the part, unless the table says that some rows of such a column lack it.
+    All rows must have the part, except in a column that `is_partly_answered`.
     """
     texts = [value for value in values if isinstance(value, str) and value.strip()]
     for one in DATA_SETS:
@@ -148,7 +148,7 @@ def take_part(value: Any, part: str) -> Any:
 
 
 def entry_of(tests: Any) -> str:
-    """Our `entry` for tests in one of TEST_FORMS, or as its JSON; "" for none. Raises BadTests."""
+    """Our `entry` for tests in one of TEST_FORMS, also as JSON; "" for none. Raises BadTests."""
     if isinstance(tests, str):
         if not tests.strip():
             return ""

@@ -1,7 +1,7 @@
-"""Rows of one file, a batch at a time: JSONL, JSON, Parquet, Arrow; and the names of its columns.
+"""Reads rows of one file in batches, and the names of its columns: JSONL, JSON, Parquet, Arrow.
 
-Only the columns that are asked for are read from Parquet and Arrow, so that a column of long texts
-costs nothing. pyarrow is imported when such a file is opened.
+Parquet and Arrow files are read by column, so other columns cost nothing. Opening such a file
+imports pyarrow.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ class TableRow(NamedTuple):
     """One row of a file."""
 
     number: int
-    """From 1: of the line in a JSONL file, of the row in others."""
+    """Number of the line in a JSONL file, else of the row; from 1."""
     fields: dict[str, Any]
-    """Values by column; those without a value are not there."""
+    """Values by column, without missing values."""
     fault: str = ""
-    """Why the line could not be read; it has no fields then."""
+    """Reason why the line could not be read; it has no fields then."""
 
 
 def place_of(path: Path, number: int) -> str:
-    """Where a row is, for messages to the user."""
+    """Place of a row, for messages to the user."""
     row = f"row {number}" if path.suffix not in LINES else str(number)
     return f"{path}:{row}"
 
 
 def read_columns(path: Path) -> list[str]:
-    """Names of the columns, those in structures with dots. Raises InputError.
+    """Names of the columns (JSON: keys of the first row), with dots in structures.
 
-    Of JSON: those of the first row.
+    Raises InputError.
     """
     if path.suffix in BINARY:
         with _open_binary(path) as opened:
@@ -55,8 +55,8 @@ def read_rows(
 ) -> Iterator[TableRow]:
     """All rows in their order. Raises InputError for a file that cannot be read.
 
-    columns: those that are needed, without dots; None: all. batch_rows: held at once at most,
-    where the format allows it.
+    columns: names to read, without dots; None: all. batch_rows: maximum number of rows in memory,
+    where the format allows a limit.
     """
     if path.suffix in BINARY:
         return _read_binary(path, None if columns is None else sorted(set(columns)), batch_rows)
@@ -67,7 +67,7 @@ def read_rows(
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a file is one JSON array, rather than an object a line."""
+    """Whether a file is one JSON array, not one object per line."""
     if path.suffix in LINES:
         return False
     try:
@@ -192,7 +192,7 @@ def _batches(opened: _Binary, path: Path, wanted: Sequence[str], batch_rows: int
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """A missing value of a column is no value; what is inside lists stays as it is."""
+    """The fields without null values, except inside lists."""
     return {
         key: _without_nulls(value) if isinstance(value, dict) else value
         for key, value in fields.items()

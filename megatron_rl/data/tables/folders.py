@@ -1,9 +1,10 @@
-"""Which files of a data set's folder are its rows: subsets, splits, and the order of files.
+"""Finds the files with the rows of a data set's folder, by subset and split.
 
-Three kinds of folder are known: one that `datasets` saved (`save_to_disk`), with state.json, or
-with dataset_dict.json for several splits; one as it lies on the Hub, whose README.md names the
-files of each subset and split; and any other, where folders and file names say it, as
-`main/train-00000-of-00002.parquet` does. Nothing in a folder is executed.
+Three kinds of folder are known. Nothing in a folder is executed.
+
+- `datasets` saved it (`save_to_disk`): it has state.json, or dataset_dict.json for several splits.
+- It is a copy from the Hub, and README.md names the files of each subset and split.
+- Names of folders and files give subset and split, as in `main/train-00000-of-00002.parquet`.
 """
 
 import json
@@ -19,7 +20,7 @@ _SPLITS = {
     "evaluation": "test", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation",
 }  # fmt: skip
-"""What a word of a file's or folder's name says, as `datasets` reads it."""
+"""Word in the name of a file or folder -> split, as in `datasets`."""
 _PLAIN = {"data", "default"}
 """Folders that name no subset."""
 _SHARD = re.compile(r"-of-(\d{5})$")
@@ -30,11 +31,11 @@ class TableFiles(NamedTuple):
     """The files whose rows are prompts."""
 
     root: Path
-    """The folder that was given, or that of the file."""
+    """The given folder, or the folder of the given file."""
     files: list[Path]
     """In the order of their rows."""
     chosen: str
-    """Subset and split, for people; empty where there is nothing to choose."""
+    """Subset and split, for people; empty without a choice."""
 
 
 Parts = dict[tuple[str, str], list[Path]]
@@ -42,7 +43,7 @@ Parts = dict[tuple[str, str], list[Path]]
 
 
 def find_files(path: Path, *, subset: str = "", split: str = "") -> TableFiles:
-    """The files of a file or folder. Raises InputError where a choice is missing or wrong."""
+    """The files of a path. Raises InputError for a missing or wrong choice."""
     if not path.is_dir():
         if path.exists() and path.suffix not in SUFFIXES:
             raise InputError(
@@ -89,7 +90,7 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
 
 
 def _check_shards(root: Path, files: list[Path]) -> None:
-    """Raise InputError where a file of those that number themselves is missing."""
+    """Raise InputError if a file of a numbered series is missing."""
     for file in files:
         numbered = _SHARD.search(file.stem)
         if numbered is None:
@@ -107,7 +108,7 @@ def _check_shards(root: Path, files: list[Path]) -> None:
 
 
 def _saved(root: Path) -> Parts:
-    """What `save_to_disk` wrote; empty for another folder."""
+    """Files that `save_to_disk` wrote; empty for another folder."""
     if (root / "dataset_dict.json").exists():
         splits = _read_json(root / "dataset_dict.json").get("splits", [])
         return {("", str(split)): _saved_split(root / str(split)) for split in splits}
@@ -146,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _declared(root: Path) -> Parts:
-    """What README.md's `configs` names; empty where it names none."""
+    """Files that `configs` in README.md names; empty for none."""
     parts: Parts = {}
     for config in _configs(root):
         declared = config.get("data_files")
@@ -180,14 +181,14 @@ def _configs(root: Path) -> list[dict[str, Any]]:
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:
-    """Files of the folder that a pattern of its README.md names; none outside the folder."""
+    """Files that a pattern in README.md matches. Raises InputError for files outside the folder."""
     if pattern.startswith(("/", "~")) or ".." in Path(pattern).parts or "://" in pattern:
         raise InputError(f"{root}/README.md names files outside the folder: {pattern!r}")
     return [file for file in root.glob(pattern) if file.suffix in SUFFIXES and file.is_file()]
 
 
 def _named(root: Path) -> Parts:
-    """Subset and split by the names of folders and files; all is "train" where none says it."""
+    """Files by names of folders and files; without a name of a split all are "train"."""
     parts: Parts = {}
     for file in sorted(root.rglob("*"), key=lambda file: file.relative_to(root).as_posix()):
         inside = file.relative_to(root)
@@ -199,7 +200,7 @@ def _named(root: Path) -> Parts:
         parts.setdefault(("/".join(own), split), []).append(file)
     if all(not split for _, split in parts):
         return {(subset, "train"): files for (subset, _), files in parts.items()}
-    # Beside files of splits, what names none is something else, such as dataset_infos.json.
+    # Other files without a split are not rows, such as dataset_infos.json.
     return {key: files for key, files in parts.items() if key[1]}
 
 
@@ -210,6 +211,6 @@ def _is_hidden(inside: Path) -> bool:
 
 
 def _split_in(name: str) -> str:
-    """The split that a name says; empty for none."""
+    """The split in a name; empty for none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), "")

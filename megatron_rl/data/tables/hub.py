@@ -1,8 +1,8 @@
-"""Data sets of the Hugging Face Hub by name: which commit, which of its files, and their download.
+"""Downloads data sets of the Hugging Face Hub: pins the commit and chooses the files.
 
 Only files of rows are fetched, and nothing of a data set is executed. With HF_HUB_OFFLINE=1, or
-without a network, what the cache of huggingface_hub holds is taken. Used by the launcher, which
-pins the commit, and by the processes that read the same files from the cache then.
+without a network, the cache of huggingface_hub is used. The launcher pins the commit; other
+processes then read the same files from the cache.
 """
 
 import re
@@ -20,16 +20,16 @@ from megatron_rl.data.tables.source import Reading, RowFault, read_table
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DESCRIBING = ("README.md", "dataset_dict.json", "state.json")
-"""Files that say which others are the rows; they are small."""
+"""Small files that name the files with rows."""
 INFO_TIMEOUT_S = 30.0
 
 
 class HubSilent(Exception):
-    """The Hub does not answer; the text says how."""
+    """The Hub does not answer; the text gives the reason."""
 
 
 class Fetched(NamedTuple):
-    """The files of a source, as they lie in the cache."""
+    """The files of a source in the cache."""
 
     commit: str
     files: TableFiles
@@ -42,19 +42,19 @@ def read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None =
 
 
 def is_pinned(source: PromptSource) -> bool:
-    """Whether the revision names one commit, which never changes."""
+    """Whether the revision is a commit."""
     return is_commit(source.revision)
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is the whole name of a commit."""
+    """Whether a revision is the full hash of a commit."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def fetch(source: PromptSource, *, completes: bool = False) -> Fetched:
-    """The files of a source, downloaded where they are not yet in the cache. Raises InputError.
+    """The files of a source, from the cache or the Hub. Raises InputError.
 
-    completes: ask the Hub even for a commit that is in the cache, whose files may be a part.
+    completes: ask the Hub also for a cached commit, which may lack files.
     """
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id
@@ -104,9 +104,9 @@ def _download(source: PromptSource) -> Fetched:
 
 @contextmanager
 def hub_answers(kind: str, name: str, revision: str) -> Iterator[None]:
-    """Raise InputError for what the Hub refuses, HubSilent where it does not answer.
+    """Raise InputError if the Hub refuses a request, HubSilent if it does not answer.
 
-    kind: what is asked for, "data set" or "model". revision: "" for the newest.
+    kind: "data set" or "model". revision: "" for the newest.
     """
     import httpx
     from huggingface_hub import errors
@@ -131,9 +131,9 @@ def hub_answers(kind: str, name: str, revision: str) -> Iterator[None]:
 def _choose(
     source: PromptSource, names: Sequence[str], described: Sequence[str], folder: Path
 ) -> list[str]:
-    """Names of the files that hold the wanted rows, and of those that say so.
+    """Names of the files with the wanted rows, and of the files in `described`.
 
-    The files are chosen as in a folder: in one of empty files with the same names.
+    `find_files` chooses in a folder of empty files with the same names.
     """
     with tempfile.TemporaryDirectory(prefix="data_set.") as made:
         root = Path(made)
@@ -153,7 +153,7 @@ def _choose(
 
 
 def _from_cache(source: PromptSource) -> Fetched | None:
-    """What the cache holds of the revision; None where it lacks the wanted files."""
+    """The cached files of the revision; None if wanted files are missing."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -162,7 +162,7 @@ def _from_cache(source: PromptSource) -> Fetched | None:
                 source.name,
                 repo_type="dataset",
                 revision=source.revision or None,
-                # Of the whole data set the cache holds what was wanted alone.
+                # Without patterns the call would fail: the cache lacks files nobody wanted.
                 allow_patterns=list(_DESCRIBING),
                 local_files_only=True,
             )
@@ -174,7 +174,7 @@ def _from_cache(source: PromptSource) -> Fetched | None:
 
 
 def _offline(source: PromptSource, why: str) -> Fetched:
-    """The cache's files; InputError with the fix where it has none."""
+    """The cached files. Raises InputError, with the fix, if any is missing."""
     cached = _from_cache(source)
     if cached is not None:
         return cached
@@ -189,9 +189,9 @@ def _offline(source: PromptSource, why: str) -> Fetched:
 
 
 def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> PromptSource:
-    """The same source with the commit in place of a branch, its files in the cache.
+    """The source with a commit as its revision and its files in the cache. Raises InputError.
 
-    earlier: the sources of the run that goes on, whose commits are kept. Raises InputError.
+    earlier: sources of the resumed run, which keep their commits.
     """
     if source.kind != "hub":
         return source
@@ -202,6 +202,6 @@ def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> Prompt
 
 
 def _is_same(one: PromptSource, other: PromptSource) -> bool:
-    """Whether a source with a commit is of the same rows."""
+    """Whether `one` has a commit and the same rows as `other`."""
     keys = ("kind", "name", "subset", "dataset_split")
     return is_pinned(one) and all(getattr(one, key) == getattr(other, key) for key in keys)

@@ -1,6 +1,6 @@
-"""Prompts of a data set: reads the rows of its files, by the columns that hold prompts.
+"""Reads the prompts of a data set: rows of its files, by their columns.
 
-Order and ids of prompts come from file names and row numbers alone, so a resumed run reads the same
+Order and ids of prompts depend only on file names and row numbers, so a resumed run reads the same
 prompts with other versions of the libraries.
 """
 
@@ -48,9 +48,9 @@ class RowFault(NamedTuple):
 
     place: str
     reason: str
-    """One word, to count faults by."""
+    """One word, for counts."""
     text: str
-    """For people; begins with the place."""
+    """Message that begins with the place."""
 
 
 class Reading(NamedTuple):
@@ -58,7 +58,7 @@ class Reading(NamedTuple):
 
     prompts: list[Prompt]
     notes: list[str]
-    """For the user: the columns that were read, and the rows that were left out."""
+    """For the user: columns that were read, rows that were left out."""
     files: list[Path]
 
 
@@ -66,9 +66,8 @@ class Kept(NamedTuple):
     """Rows of a source with all their columns, for tools."""
 
     rows: list[tuple[dict[str, Any], Prompt]]
-    """Values by column, and the prompt; `split` is empty where a row has none."""
+    """(values by column, prompt); `split` is empty for a row without one."""
     columns: ColumnMap
-    """Columns that the prompts were made of."""
 
 
 def read_files(source: PromptSource, on_fault: Callable[[RowFault], None] | None = None) -> Reading:
@@ -93,7 +92,7 @@ def read_kept(source: PromptSource) -> Kept:
 
 
 def is_in_our_form(source: PromptSource) -> bool:
-    """Whether prompts.path is one file of lines that need no column found. Raises InputError."""
+    """Whether prompts.path is one JSONL file in our own form. Raises InputError."""
     files = _files_of(source)
     columns = _Table(source, files, str(source.path)).columns
     is_lines = len(files.files) == 1 and files.files[0].suffix in LINES
@@ -150,7 +149,7 @@ def _describe_faults(faults: list[RowFault], label: str, *, prompts: int) -> str
 
 
 class _Table:
-    """The rows of one source, while they are read."""
+    """Reads the rows of one source."""
 
     def __init__(
         self, source: PromptSource, files: TableFiles, label: str, *, keeps_columns: bool = False
@@ -163,17 +162,17 @@ class _Table:
         self.columns = self._find_columns()
         self._keeps_columns = keeps_columns
         self.kept: list[dict[str, Any]] = []
-        """All columns of each row that is a prompt, with keeps_columns."""
+        """With keeps_columns: all columns of each prompt's row."""
         self._seen: set[bytes] = set()
         self._names: list[str] = []
-        """Of each prompt, by its file and row."""
+        """Id of each prompt by its file and row."""
         self._left_out: Counter[str] = Counter()
-        """Rows, by reason."""
+        """Number of rows by reason."""
         self._first: dict[str, str] = {}
-        """Place of the first row of each reason."""
+        """Reason -> place of the first such row."""
 
     def rows(self) -> Iterator[Prompt | RowFault]:
-        """Each row that fulfils prompts.where, as a prompt or as a fault."""
+        """Each row that meets prompts.where, as a prompt or a fault."""
         needed = {name.split(".")[0] for name in self.columns.names}
         needed |= {condition.column.split(".")[0] for condition in self._conditions}
         for file in self._files.files:
@@ -203,7 +202,7 @@ class _Table:
             self._first.setdefault(fault.reason, fault.place)
 
     def with_unique_ids(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Ids by file and row, where a column that was found by its name repeats an id."""
+        """The prompts, with ids by file and row if a column that was found repeats an id."""
         if self._is_lines or self._source.columns.id or not self.columns.id:
             return prompts
         if len({prompt.id for prompt in prompts}) == len(prompts):
@@ -215,7 +214,7 @@ class _Table:
         ]
 
     def notes(self, kept: int) -> list[str]:
-        """For the user; none if all lines are in our own form and kept."""
+        """Notes for the user; [] if all lines are in our own form and kept."""
         source, own = self._source, PromptSource()
         is_plain = self._is_lines and not self.columns.question and self.columns.part == "all"
         if is_plain and not self._left_out and source.columns == own.columns:
@@ -286,12 +285,12 @@ class _Table:
         return _with_question(prompt, self._shorten)
 
     def _has_tests(self) -> bool:
-        """Whether a column of tests makes rows tasks of "code": no other task is configured."""
+        """Whether rows with tests have the task "code": the configuration names no other task."""
         column = self.columns.tests
         return bool(column) and column != "entry" and self._source.task == PromptSource().task
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The row under our keys. Raises NoAnswer."""
+        """The row with our keys. Raises NoAnswer."""
         columns = self.columns
         if not columns.question:
             found = {key: fields[key] for key in QUESTIONS if key in fields}
@@ -313,7 +312,7 @@ class _Table:
         return found
 
     def _shorten(self, text: str) -> str:
-        """The question without a data set's instructions, in prompts.template."""
+        """The question in prompts.template, without the data set's instructions."""
         columns, template = self.columns, self._source.template
         if columns.prefix or columns.suffix:
             text = text.strip().removeprefix(columns.prefix).removesuffix(columns.suffix).strip()
@@ -321,7 +320,7 @@ class _Table:
 
 
 def _question(value: Any) -> dict[str, Any]:
-    """A question under our key; messages keep only role and content."""
+    """The question with our key; messages keep only role and content."""
     if value is None:
         return {}
     if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
@@ -344,7 +343,7 @@ def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
 
 
 def _reason(text: str) -> str:
-    """The word that counts a row which is not a prompt."""
+    """The reason, in one word, for an error of `make_prompt`."""
     if "missing required field `answer`" in text or "at `$.answer`" in text:
         return "no_answer"
     if "there is no question" in text:

@@ -1,6 +1,6 @@
-"""Which rows of a data set are kept: conditions such as `level in [4, 5]`, from prompts.where.
+"""Conditions on rows of a data set, such as `level in [4, 5]`, from prompts.where.
 
-Pure. A condition is a column, an operator and a value as TOML writes it; nothing is evaluated.
+Pure. A condition is a column, an operator and a TOML value; no code is evaluated.
 """
 
 import operator
@@ -28,12 +28,12 @@ class Condition(NamedTuple):
 
 
 def parse_conditions(texts: Sequence[str]) -> list[Condition]:
-    """Conditions as they are configured. Raises InputError."""
+    """Parse conditions. Raises InputError."""
     return [_parse(text) for text in texts]
 
 
 def check_columns(conditions: Iterable[Condition], columns: Sequence[str], place: str) -> None:
-    """Raise InputError for a condition on a column that is not there."""
+    """Raise InputError for a condition on a missing column."""
     for condition in conditions:
         if condition.column not in columns:
             raise InputError(
@@ -43,9 +43,9 @@ def check_columns(conditions: Iterable[Condition], columns: Sequence[str], place
 
 
 def holds(condition: Condition, value: Any) -> bool:
-    """Whether a value fulfils it. No value (None) differs from all, and is in no order.
+    """Whether a value meets the condition. None equals no value and has no order.
 
-    Raises InputError where the two cannot be put in order.
+    Raises InputError for values without an order.
     """
     sign, wanted = condition.sign, condition.value
     if sign in ("==", "!="):
@@ -61,7 +61,7 @@ def holds(condition: Condition, value: Any) -> bool:
 
 
 def value_of(fields: Mapping[str, Any], column: str) -> Any:
-    """What a column of a row holds; a dot goes into a structure. None where there is nothing."""
+    """A row's value in a column; a dot enters a structure. None without a value."""
     if column in fields:
         return fields[column]
     value: Any = fields
@@ -71,7 +71,7 @@ def value_of(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    # True is 1 to Python, but not to whoever writes level == 1.
+    # In Python True == 1; the user's "level == 1" means the number.
     return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
 
 

@@ -47,7 +47,7 @@ def test_an_evaluation_is_given_a_model_or_two_folders() -> None:
 def test_tools_take_lists_of_words() -> None:
     common = ["data", "code-tests", "p", "--out", "o", "--solutions", "s"]
     assert parse(common).languages == ["python", "cpp"]
-    assert parse([*common, "--languages"]).languages == [""]
+    assert parse([*common, "--languages"]).languages == []
     assert parse([*common, "--languages", "python", "--min-tests", "2"]).languages == ["python"]
     given = parse(["data", "decontaminate", "p", "--against", "a", "b", "--out", "o"])
     assert given.against == [Path("a"), Path("b")] and given.task == "math"
