@@ -1,1 +1,1 @@
-"""Whether a program passes its tests. Runs in grading processes of the worker pool `code`."""
+"""Grades programs by their tests. Runs in grading processes of the worker pool `code`."""

@@ -1,7 +1,7 @@
-"""What the two processes of unit tests are given, what the tests report, and what a reader is told.
+"""Jobs of the two unit-test processes, the tests' report, and details for readers.
 
-Runs in a grading process. A program wrote most of what a reader is told: it is short and quoted as
-Python would, without line ends, control characters and marks that turn text around.
+Runs in a grading process. A program wrote most of a detail's text, so details are short and quoted
+like Python literals, without line ends, control characters or marks that reverse text.
 """
 
 import json
@@ -15,47 +15,44 @@ from verification.sandbox.sandbox import ProgramResult
 from verification.verdict import GradingError
 
 SHOWN_CHARS = 200
-"""Of each text; the middle of a longer one is left out."""
+"""Characters shown of each text; the middle of a longer text is left out."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What was run and called, in the words of the tests' process."""
+    """The tests' process's report of tests and calls."""
 
     is_asked: bool = False
-    """The tests asked something of the solution; whatever came later may be its doing."""
+    """The tests asked the solution something, so the solution may have caused later failures."""
     is_complete: bool = False
-    """The tests' process lived to say the rest."""
+    """The tests' process reported the other fields."""
     tests_run: int = 0
-    """Tests that were run to their end."""
+    """Completed tests."""
     calls: int = 0
-    """Of the solution, that it answered."""
+    """Answered calls of the solution."""
     is_gone: bool = False
-    """The solution's process ended, or broke the protocol."""
+    """The solution's process ended or broke the protocol."""
     has_failed_inside: bool = False
-    """An assertion failed in a function that the tests had passed to the solution."""
+    """An assertion failed in a function that the tests passed to the solution."""
     ended_by: str = ""
-    """"assertion", "gone", "error"; empty when all tests were run."""
+    """"assertion", "gone", "error"; empty when all tests ran."""
     message: str = ""
 
     @property
     def is_passed(self) -> bool:
-        """Whether all tests were run to their end, and really called the solution."""
+        """Whether all tests ran to their end and called the solution."""
         is_whole = self.is_complete and not self.ended_by
         is_whole &= not self.is_gone and not self.has_failed_inside
         return is_whole and self.tests_run > 0 and self.calls > 0
 
 
 def read_report(lines: bytes) -> Report:
-    """The last that was reported."""
+    """The last report."""
     whole = [line for line in lines.split(b"\n") if line]
     return msgspec.json.decode(whole[-1], type=Report) if whole else Report()
 
 
 def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, bytes]:
-    """What the solution's process and the tests' process are given.
-
-    GradingError for tests that can grade nothing.
-    """
+    """Jobs of the solution's process and the tests' process. Raises GradingError."""
     try:
         if tests.unit_tests:
             unit_tests, plan, imports = source_of(tests), plan_of(tests), ""
@@ -78,33 +75,33 @@ def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, 
 
 
 def of_case(case: Case, result: ProgramResult) -> str:
-    """A test of input and output: both, what was printed instead, and the complaint."""
+    """Detail of a failed case: input, expected and printed output, last error line."""
     output = result.output[: 8 * SHOWN_CHARS].decode(errors="replace")
     shown = f"input {quoted(case.stdin)}, expected {quoted(case.stdout)}, printed {quoted(output)}"
     return shown + _complaint(result.errors)
 
 
 def of_unit_tests(report: Report, result: ProgramResult) -> str:
-    """Unit tests: how they ended, and the complaint."""
+    """Detail of failed unit tests: how they ended, last error line."""
     said = f": {quoted(report.message)}" if report.message else ""
     ended = report.ended_by or ("failed inside" if report.has_failed_inside else "not finished")
     return f"unit tests after {report.tests_run}: {ended}{said}" + _complaint(result.errors)
 
 
 def of_compiler(result: ProgramResult) -> str:
-    """What the compiler complained of first."""
+    """Detail of a failed compilation: the compiler's first messages."""
     text = result.output[: 8 * SHOWN_CHARS].decode(errors="replace") or result.errors
     return f"compiler: {quoted(text)}"
 
 
 def _complaint(errors: str) -> str:
-    # A traceback ends with what happened.
+    # The last line of a traceback names the exception.
     last = errors.strip().rsplit("\n", 1)[-1]
     return f", error {quoted(last)}" if last else ""
 
 
 def quoted(text: str) -> str:
-    """The text on one line, its middle left out where it is long."""
+    """The text on one line, without the middle of a long text."""
     if len(text) > SHOWN_CHARS:
         half = SHOWN_CHARS // 2
         return f"{text[:half]!r}...{text[-half:]!r}"

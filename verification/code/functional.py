@@ -1,7 +1,7 @@
 """Cases that are calls: arguments as lines of JSON, the result as JSON (LiveCodeBench's form).
 
-Runs where prompts are checked and in grading processes. Cases become unit tests, so that the
-results expected stay in a process apart from the solution.
+Runs where prompts are checked and in grading processes. Cases become unit tests, so that expected
+results stay out of the solution's process.
 """
 
 import json
@@ -52,7 +52,7 @@ from itertools import *
 from math import *
 from typing import *
 """
-"""What judges import before a solution, and solutions count on."""
+"""Imports that online judges make before a solution."""
 
 
 class _Case(Protocol):
@@ -61,7 +61,7 @@ class _Case(Protocol):
 
 
 def as_unit_tests(cases: list[Any], tolerance: float | None) -> str:
-    """Source of unit tests with `check(candidate)`; ValueError for a case that is not JSON."""
+    """Source of unit tests with `check(candidate)`. Raises ValueError for invalid JSON."""
     calls = [[_arguments(case), json.loads(case.stdout)] for case in cases]
     return _SOURCE.format(cases=json.dumps(calls), tolerance=tolerance)
 
@@ -71,7 +71,7 @@ def _arguments(case: _Case) -> list[Any]:
 
 
 def find_case_problem(tests: Any) -> str:
-    """What is wrong with cases that are calls; empty if nothing."""
+    """Problem of cases that are calls; empty for none."""
     if tests.comparison == CHECKER:
         return "a checker cannot compare the results of calls: leave out the entry_point"
     for case in tests.cases:

@@ -1,7 +1,5 @@
-"""Grades a program by its tests: how it is run, and the verdict.
+"""Runs a program's tests and grades it.
 
-`grade` stops at the first test that fails, or counts those that pass (`counts_all`); it is right in
-the same cases.
 Runs in a grading process, which must be alone with the program's sandbox: see `grade`.
 """
 
@@ -39,7 +37,7 @@ from verification.verdict import CORRECT, GradingError, HostBusy, Verdict
 __all__ = ["Case", "CodeLimits", "CodeTests", "draw_cases", "grade", "parse_tests", "prepare"]
 
 MEMORY_SHARE = 0.8
-"""A program that failed while holding so much of its memory failed for want of memory."""
+"""A failed program that held this share of its memory limit ran out of memory."""
 WRONG_OUTPUT = Verdict(False, "wrong_output")
 _MEMORY_WORDS = ("std::bad_alloc", "MemoryError", "std::bad_array_new_length")
 
@@ -53,26 +51,25 @@ def grade(
     limits: CodeLimits,
     counts_all: bool = False,
 ) -> Verdict:
-    """Whether a program passes all its tests, and why not: by the first that fails.
+    """Verdict on a program: correct, or the reason of the first failed test.
 
-    counts_all: the verdict also says how many tests it passes. Unit tests count as one, next to
-    cases; calls are counted one by one.
+    counts_all: run all tests and also count those that pass; the reason stays the same. Unit tests
+    count as one test beside the cases; calls count one by one.
 
-    Takes at most `longest_item_s`, of one more test where calls are counted. The calling process
-    needs no limit on its processor time, no RLIMIT_FSIZE below the size of a test's input, and at
-    least 64 open files; it may be killed at any time, with all that it started here. GradingError:
-    our own failure, never a verdict.
+    Takes at most `longest_item_s` (of one more test with counts_all and calls). The calling process
+    needs no CPU limit, RLIMIT_FSIZE of at least a test's input, and 64 open files. It may be killed
+    at any time, which kills all that it started. Raises GradingError for our own failures.
     """
     name = find_language(tag)
     if name is None or not _is_allowed(name, tests):
         return Verdict(False, "unknown_language" if name is None else "wrong_language")
-    # Lone surrogates have no place in UTF-8: the compiler refuses what stands for them.
+    # UTF-8 has no lone surrogates: the compiler refuses their bytes.
     code = source.encode("utf-8", "surrogatepass")
     cases = draw_cases(tests, seed=seed, count=limits.cases)
     jobs = make_jobs(source, tests, cases) if is_called(tests) else None
     with open_sandbox(name, limits, tests.packages) as sandbox:
         verdict = compile_program(sandbox, name, code, limits)
-        # Without unit tests the cases of an entry point are calls, and all in one job.
+        # Without unit tests, cases of an entry point are calls; one job runs all of them.
         calls = cases if tests.entry_point and not tests.unit_tests else []
         total = len(cases) + (jobs is not None and not calls)
         if not verdict.is_correct:
@@ -101,7 +98,7 @@ def _is_allowed(name: str, tests: CodeTests) -> bool:
 
 
 def _first_failure(verdicts: Iterator[Verdict], *, counts_all: bool) -> tuple[Verdict, int]:
-    """(verdict of all tests, tests passed); without counts_all none is run after a failure."""
+    """(verdict, passed tests); without counts_all no test runs after a failure."""
     found, passed = CORRECT, 0
     for verdict in verdicts:
         passed += verdict.is_correct
@@ -115,10 +112,10 @@ def _first_failure(verdicts: Iterator[Verdict], *, counts_all: bool) -> tuple[Ve
 def _count_calls(
     sandbox: Sandbox, source: str, tests: CodeTests, *, calls: list[Case], limits: CodeLimits
 ) -> int:
-    """How many calls give the right result, one by one; they did not all together."""
+    """Number of calls that pass one by one, after they failed together."""
     jobs = (make_jobs(source, tests, [call]) for call in calls)
     passed = sum(run_unit_tests(sandbox, job, limits).is_correct for job in jobs)
-    # Together they took too long, or one was changed by those before it.
+    # Together they took too long, or an earlier call changed a later one.
     return min(passed, len(calls) - 1)
 
 
@@ -141,7 +138,7 @@ def compile_program(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits
 def _run_case(
     sandbox: Sandbox, name: str, code: bytes, *, case: Case, tests: CodeTests, limits: CodeLimits
 ) -> Verdict:
-    """Verdict on one case; the expected output stays in this process while the program runs."""
+    """Verdict on one case; the expected output never leaves this process."""
     result = _run_program(sandbox, name, code, case=case, limits=limits)
     verdict = _judge(result, sandbox, name, case=case, tests=tests, limits=limits)
     return verdict if verdict.is_correct else verdict._replace(detail=of_case(case, result))
@@ -181,8 +178,8 @@ def _judge(
 def failure_of(
     result: ProgramResult, ending: Ending, allowed: Limits, *, is_python: bool
 ) -> Verdict | None:
-    """Why a program failed whatever its output; None if it ended well."""
-    # A program may end between two looks at it: the clock of its end decides alike on every host.
+    """Verdict on a program that failed whatever its output; None if it ended well."""
+    # A program may end between two checks: the CPU time at its end decides the same on every host.
     if result.is_late or ending.cpu_s >= allowed.cpu_s:
         return Verdict(False, "test_timeout")
     if len(result.output) >= allowed.file_bytes:
@@ -204,7 +201,7 @@ def failure_of(
 def _run_checker(
     sandbox: Sandbox, checker: str, case: Case, *, output: bytes, limits: CodeLimits
 ) -> Verdict:
-    """Verdict of the checker that comes with the tests; the program no longer runs."""
+    """Verdict of the tests' own checker; the program has ended before."""
     question = {
         "stdin": case.stdin,
         "expected": case.stdout,
@@ -222,9 +219,9 @@ def _run_checker(
 
 
 def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimits) -> Verdict:
-    """Verdict of unit tests, which run apart from the solution: see `call_proxy.py`.
+    """Verdict of unit tests, which run in another process than the solution: see `call_proxy.py`.
 
-    By what was run and called, never by how the tests' process ended.
+    The report decides, never the exit code of the tests' process.
     """
     allowed = limits_of_test(limits)
     result = sandbox.check(*jobs, limits=allowed)
@@ -238,7 +235,7 @@ def _judge_report(report: Report, result: ProgramResult, allowed: Limits) -> Ver
     if report.is_passed:
         return CORRECT
     if not report.is_asked:
-        # Nothing of the solution had a part in it yet.
+        # The solution had no part in this failure.
         silence = "they called nothing" if report.is_complete else "they ended without a word"
         why = report.message or result.errors or silence
         raise GradingError(f"the unit tests of a code prompt are broken: {why}")

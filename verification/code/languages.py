@@ -1,6 +1,6 @@
-"""The languages that code is graded in, by the tag of the fence, and their compilers.
+"""Programming languages by the tag of a code fence, and their compilers.
 
-Runs in a grading process. To add a language, add a line to LANGUAGES; its compiler must lie in one
+Runs in a grading process. To add a language, add a line to LANGUAGES; its compiler must be in one
 of the folders that `isolation.py` shows to the sandbox.
 """
 
@@ -21,19 +21,19 @@ _HEADER_FLAGS = ("-pipe",)
 
 
 class Language(NamedTuple):
-    """How programs of a language are made and run; paths are relative to the build folder."""
+    """How to build and run programs of a language; paths are relative to the build folder."""
 
     tags: tuple[str, ...]
     """Tags of a code fence, in lower case."""
     versions: str = ""
-    """Pattern of what may follow a tag: `c++17`, `python3.11`."""
+    """Pattern of a version after a tag: `c++17`, `python3.11`."""
     source_name: str = ""
     compiler: tuple[str, ...] = ()
     """Command; empty for Python, which the sandbox's own interpreter runs."""
     program: str = ""
-    """What the compiler makes."""
+    """The compiler's output."""
     header: str = ""
-    """Header to compile once and for all; empty for none."""
+    """Header to precompile; empty for none."""
 
 
 _GCC = ("g++", "-std=c++20", "-O2", "-pipe", "-o", "solution", "solution.cpp")
@@ -55,12 +55,12 @@ NO_PROGRAMS = frozenset(
     mermaid dot http""".split()
 )
 """Tags of blocks that are not programs."""
-# What stands around the name of a language: {.python .numberLines}, python:main.py, lang-py.
+# Text around the name of a language: {.python .numberLines}, python:main.py, lang-py.
 _AROUND = re.compile(r"[{.\s]*(?:lang(?:uage)?[-=:])?\"?([^\s{}(),:;=\"\[]*)")
 
 
 def find_language(tag: str) -> str | None:
-    """Name of the language that a fence's tag means; None for an unknown one."""
+    """Name of the language of a fence's tag; None for an unknown tag."""
     word = plain_tag(tag)
     for name, language in LANGUAGES.items():
         for known in language.tags:
@@ -75,20 +75,20 @@ def find_language(tag: str) -> str | None:
 
 
 def plain_tag(tag: str) -> str:
-    """The word in a fence's tag that names a language, in lower case."""
+    """The language's word in a fence's tag, in lower case."""
     found = _AROUND.match(tag.strip().lower())
     return found[1] if found else ""
 
 
 def compile_command(language: Language, header_folder: str) -> list[str]:
-    """Command line of a language's compiler; GradingError when it is not installed."""
+    """Command line of a language's compiler. Raises GradingError if it is not installed."""
     compiler = find_compiler(language)
     include = ["-I", header_folder] if header_folder else []
     return [compiler, *include, *language.compiler[1:]]
 
 
 def find_compiler(language: Language) -> str:
-    """Path of a language's compiler; GradingError when it is not installed."""
+    """Path of a language's compiler. Raises GradingError if it is not installed."""
     name = language.compiler[0]
     path = shutil.which(name)
     if path is None:
@@ -100,15 +100,15 @@ def find_compiler(language: Language) -> str:
 
 
 def make_header_folder(language: Language, cache_folder: Path) -> str:
-    """Folder with the language's precompiled header, made unless it is there; "" for no header.
+    """Folder with the language's precompiled header, made if missing; "" for no header.
 
-    Safe to call from several processes at once. GradingError when the compiler fails.
+    Several processes may call it at once. Raises GradingError when the compiler fails.
     """
     if not language.header:
         return ""
     compiler = find_compiler(language)
     flags = [flag for flag in language.compiler[1:] if flag.startswith(("-std", "-O"))]
-    # A precompiled header is good for one build of the compiler.
+    # A precompiled header works with one build of the compiler only.
     version = _run([compiler, "-v"], "ask the version").stderr
     key = hashlib.sha256(repr((version, compiler, flags, language.header)).encode()).hexdigest()
     folder = cache_folder / key[:16]
@@ -119,7 +119,7 @@ def make_header_folder(language: Language, cache_folder: Path) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that all may read and only we write; GradingError if it is another user's."""
+    """Make a folder that all may read and only we write. Raises GradingError."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -133,14 +133,14 @@ def _compile_header(compiler: str, flags: list[str], header: str, *, folder: Pat
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making_") as unfinished:
         wrapper = Path(unfinished, "made", header)
         wrapper.parent.mkdir(parents=True)
-        # Where the precompiled form does not fit the program, the wrapper leads to the original.
+        # If the precompiled form does not fit the program, the wrapper includes the original.
         wrapper.write_text(f"#include_next <{header}>\n")
         command = [compiler, *flags, *_HEADER_FLAGS, "-x", "c++-header", str(wrapper)]
         _run([*command, "-o", f"{wrapper}.gch"], f"precompile {header}")
         for path in Path(unfinished, "made").rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
         Path(unfinished, "made").chmod(0o755)
-        # Another process may have been faster; its result is the same.
+        # Another process may have made the same folder.
         with contextlib.suppress(OSError):
             Path(unfinished, "made").rename(folder)
 

@@ -1,6 +1,6 @@
-"""Whether the output of a program is the expected one: table OUTPUT_COMPARISONS.
+"""Compares a program's output with the expected output: table OUTPUT_COMPARISONS.
 
-Pure functions of bytes: model output need not be text. Linear in the size of the output.
+Pure functions of bytes, because output may be invalid text. Linear in the output's size.
 """
 
 import math
@@ -16,12 +16,12 @@ def is_same_exactly(output: bytes, expected: bytes, tolerance: float) -> bool:
 
 
 def is_same_but_for_space(output: bytes, expected: bytes, tolerance: float) -> bool:
-    """The words are equal, however they are spaced."""
+    """The words are equal; spacing may differ."""
     return output.split() == expected.split()
 
 
 def is_same_within_tolerance(output: bytes, expected: bytes, tolerance: float) -> bool:
-    """The words are equal, or finite numbers apart by an absolute or relative `tolerance`."""
+    """The words are equal, or finite numbers within an absolute or relative `tolerance`."""
     given, wanted = output.split(), expected.split()
     return len(given) == len(wanted) and all(
         one == other or _is_near(one, other, tolerance)
@@ -30,7 +30,7 @@ def is_same_within_tolerance(output: bytes, expected: bytes, tolerance: float) -
 
 
 def _is_near(given: bytes, wanted: bytes, tolerance: float) -> bool:
-    # float() takes more than numbers: "nan", "1_000", digits of other scripts.
+    # float() also accepts "nan", "1_000" and digits of other scripts.
     if not _NUMBER.fullmatch(given) or not _NUMBER.fullmatch(wanted):
         return False
     first, second = float(given), float(wanted)
@@ -47,4 +47,4 @@ OUTPUT_COMPARISONS: dict[str, OutputComparison] = {
     "float": is_same_within_tolerance,
 }
 CHECKER = "checker"
-"""Name of the comparison by a program that comes with the tests."""
+"""Comparison by the tests' own program."""

@@ -1,8 +1,8 @@
-"""What a program prints for each of some inputs, in the sandbox in which programs are graded.
+"""Runs a program on inputs in the grading sandbox and collects its outputs.
 
-`python -m verification.code.outputs` answers one `Job` on standard input with the `Printed` of each
-input, in msgpack. It is a separate process, as a grading process is, so that the caller can
-kill it, and with it all that it started. Used by `megatron-rl data code-tests`.
+`python -m verification.code.outputs` reads one `Job` from standard input and answers with the
+`Printed` of each input, in msgpack. The caller can kill this process with all that it started. Used
+by `megatron-rl data code-tests`.
 """
 
 import sys
@@ -15,11 +15,11 @@ from verification.code.setup import CodeLimits, limits_of_test, open_sandbox
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A program and what to run it on."""
+    """A program and its inputs."""
 
     source: str
     tag: str
-    """Of its code fence."""
+    """Tag of the code fence."""
     inputs: list[str]
     limits: CodeLimits
     packages: list[str] = []
@@ -30,11 +30,11 @@ class Printed(msgspec.Struct, frozen=True):
 
     output: bytes = b""
     failure: str = ""
-    """Why the output does not count: a reason of grading; empty where the program ended well."""
+    """Reason of grading why the output does not count; empty if the program ended well."""
 
 
 def collect(job: Job) -> list[Printed]:
-    """What the program prints for each input. GradingError, HostBusy: our own failure."""
+    """The program's output for each input. Raises GradingError, HostBusy."""
     name = find_language(job.tag)
     if name is None:
         return [Printed(failure="unknown_language")] * len(job.inputs)
@@ -56,7 +56,7 @@ def collect(job: Job) -> list[Printed]:
 
 
 def main() -> None:
-    """Answer the job on standard input."""
+    """Run the job on standard input."""
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     sys.stdout.buffer.write(msgspec.msgpack.encode(collect(job)))
 

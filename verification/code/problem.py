@@ -1,4 +1,4 @@
-"""The tests of a code prompt, as its `entry` holds them in JSON, and the draw of cases.
+"""The tests of a code prompt (JSON in its `entry`), and the draw of cases.
 
 Runs where prompts are checked and in grading processes.
 """
@@ -22,43 +22,43 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "sympy": ("sympy", "mpmath"),
     "mpmath": ("mpmath",),
 }
-"""Installed packages that a prompt may allow: name in the tests -> modules that come with it."""
+"""Packages that a prompt may allow -> their modules."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """An input and the output expected for it."""
+    """An input and its expected output."""
 
     stdin: str
     stdout: str
 
 
 class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tests of a prompt, as its `entry` holds them in JSON."""
+    """The tests of a prompt, as in the JSON of its `entry`."""
 
     language: str = ""
-    """Required language; empty: any known one."""
+    """Required language; empty: any known language."""
     cases: list[Case] = []
     unit_tests: str | list[str] = ""
-    """Python source that asserts, or defines `check(candidate)`, functions of pytest or classes of
-    unittest; or a list of such lines. It must define what it uses."""
+    """Python source (or a list of lines) with assertions, `check(candidate)`, pytest functions or
+    unittest classes. It must define all names that it uses."""
     entry_point: str = ""
-    """What the unit tests call: `name`, `Class.method` or `Class().method`. Without unit tests the
-    cases are calls: a line of JSON for each argument, and JSON for the result."""
+    """Name that unit tests call: `name`, `Class.method` or `Class().method`. Without unit tests
+    the cases are calls: a line of JSON for each argument, and JSON for the result."""
     solution_names: list[str] = []
-    """Further names of the solution that the unit tests use."""
+    """Further names of the solution that unit tests use."""
     packages: list[str] = []
-    """Installed packages that solution and unit tests may import."""
+    """Packages that solution and unit tests may import."""
     comparison: str = "whitespace"
     """"exact", "whitespace", "float" or "checker"."""
     tolerance: float = 1e-6
-    """Absolute or relative, for "float"."""
+    """Absolute or relative tolerance of "float"."""
     checker: str = ""
-    """Python source: reads {"stdin", "expected", "output"} as JSON on its standard input and exits
-    with 0 to accept."""
+    """Python program that reads {"stdin", "expected", "output"} as JSON from standard input and
+    exits with 0 to accept."""
 
 
 def parse_tests(entry: str) -> CodeTests:
-    """The tests of a prompt; GradingError says what is wrong with them."""
+    """The tests of a prompt. Raises GradingError for unusable tests."""
     try:
         tests = msgspec.json.decode(entry, type=CodeTests)
     except msgspec.DecodeError as error:
@@ -72,7 +72,7 @@ def parse_tests(entry: str) -> CodeTests:
 
 
 def _problem(tests: CodeTests) -> str:
-    """What is wrong with tests; empty if nothing."""
+    """Problem of tests; empty for none."""
     known = (*OUTPUT_COMPARISONS, CHECKER)
     language = find_language(tests.language)
     if tests.language and language is None:
@@ -106,7 +106,7 @@ def _unit_test_problem(tests: CodeTests) -> str:
 
 
 def is_called(tests: CodeTests) -> bool:
-    """Whether tests call functions of the solution, rather than run it as a program."""
+    """Whether tests call functions of the solution instead of running it as a program."""
     return bool(tests.unit_tests or tests.entry_point)
 
 
@@ -118,7 +118,7 @@ def source_of(tests: CodeTests) -> str:
 
 
 def plan_of(tests: CodeTests) -> Plan:
-    """How the unit tests are run; UnusableTests for those that can grade nothing."""
+    """Plan of the unit tests. Raises UnusableTests."""
     return make_plan(
         source_of(tests),
         tests.entry_point,
@@ -128,7 +128,7 @@ def plan_of(tests: CodeTests) -> Plan:
 
 
 def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> list[Case]:
-    """At most `count` cases in their order, the same for the same seed.
+    """At most `count` cases in their order; one seed draws the same cases.
 
     Source: Magistral (arXiv 2506.10910), section 2.2.2: 20 tests, the same for a whole group.
     """
@@ -140,9 +140,9 @@ def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> li
 
 @functools.cache
 def package_folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Folders of the modules of these packages, with the libraries that wheels put next to them.
+    """Folders of the packages' modules and of the libraries that wheels install next to them.
 
-    GradingError for a package that is not installed.
+    Raises GradingError for a package that is not installed.
     """
     found: list[str] = []
     for package in packages:

@@ -1,6 +1,6 @@
-"""What grading code needs once: limits, a kind of isolation that works here, precompiled headers.
+"""Set-up for grading code: limits, a kind of isolation that works here, precompiled headers.
 
-`prepare` runs in the verifier before its grading processes, and again, quickly, in each of them.
+`prepare` runs before grading processes are forked; each of them repeats it quickly.
 """
 
 import atexit
@@ -27,16 +27,16 @@ GROUP_PROCESSES = 256
 OPEN_FILES = 64
 BUILD_BYTES = 256 << 20
 COMPILER_FILE_BYTES = 128 << 20
-# Loaded once in a sandbox of many tests; what most solutions import.
+# Modules that most solutions import.
 WARM_MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "typing")
 log = logging.getLogger(__name__)
 
 
 class CodeLimits(msgspec.Struct, frozen=True):
-    """What grading one solution may use."""
+    """Limits for grading one solution."""
 
     cases: int = 20
-    """Cases drawn of a problem's."""
+    """Cases drawn from a problem."""
     test_s: float = 4.0
     """CPU time of one test."""
     test_memory_bytes: int = 300 << 20
@@ -48,35 +48,31 @@ class CodeLimits(msgspec.Struct, frozen=True):
     processes: int = 64
     """Threads of a test; processes of a compiler."""
     output_bytes: int = 16 << 20
-    """Standard output of a test, or any other file it writes."""
+    """Largest file of a test, including standard output."""
     disk_bytes: int = 32 << 20
     """All temporary files of a test."""
     wall_factor: float = WALL_FACTOR
-    """Elapsed time allowed, as a multiple of CPU time. Time for which the host keeps the program
-    from a core does not count: what is left is sleep."""
+    """Limit of elapsed time as a multiple of CPU time, without waits for a core."""
     host_patience: float = 10.0
-    """All elapsed time, as a multiple of that: beyond, the host is too crowded to grade."""
+    """Multiple of that limit for all elapsed time; beyond it the host is too busy to grade."""
     isolation: str = "auto"
-    """"bubblewrap", "landlock", "rlimits", or "auto": the first of the first two that works."""
+    """"bubblewrap", "landlock", "rlimits", or "auto": bubblewrap or landlock, whichever works."""
     executable: str = ""
     """The bwrap to use; empty: the first that works."""
     cache_folder: str = ""
-    """Folder for precompiled headers; empty: one of the user's in the temporary folder."""
+    """Folder for precompiled headers; empty: in the temporary folder."""
 
 
 def longest_item_s(limits: CodeLimits, tests: int) -> float:
-    """Longest time to grade a solution by that number of tests, without waits for a core.
+    """Longest time to grade a solution by `tests` tests, without waits for a core.
 
-    A checker takes as long as a test and so counts as one.
+    A checker counts as one test.
     """
     return longest_program_s(limits.compile_s, tests * limits.test_s, limits.wall_factor)
 
 
 def prepare(limits: CodeLimits) -> CodeLimits:
-    """Limits with the isolation that works here, headers compiled into the cache folder.
-
-    GradingError, with what to install, when a compiler or every allowed isolation is missing.
-    """
+    """Resolve limits and precompile headers. Raises GradingError that says what to install."""
     resolved = resolve(limits)
     for name in LANGUAGES:
         header_folder(name, resolved.cache_folder)
@@ -84,7 +80,7 @@ def prepare(limits: CodeLimits) -> CodeLimits:
 
 
 def open_sandbox(name: str, limits: CodeLimits, packages: Sequence[str] = ()) -> Sandbox:
-    """A sandbox for a solution in the language of that name, which may import these packages."""
+    """A sandbox for a solution in the language `name`, which may import these packages."""
     _check_own_limits(limits)
     resolved = resolve(limits)
     headers = header_folder(name, resolved.cache_folder)
@@ -100,7 +96,7 @@ def open_sandbox(name: str, limits: CodeLimits, packages: Sequence[str] = ()) ->
 
 
 def _check_own_limits(limits: CodeLimits) -> None:
-    """Raise GradingError if limits of this process would tighten those of the code it grades."""
+    """Raise GradingError if this process's limits are below those of the code that it grades."""
     largest = max(COMPILER_FILE_BYTES, limits.output_bytes)
     needs = {
         "RLIMIT_FSIZE": (resource.RLIMIT_FSIZE, largest),
@@ -121,7 +117,7 @@ def _check_own_limits(limits: CodeLimits) -> None:
 
 @functools.cache
 def header_folder(name: str, cache_folder: str) -> str:
-    """Folder with the precompiled header of a language; "" if it has none."""
+    """Folder with a language's precompiled header; "" for none."""
     return make_header_folder(LANGUAGES[name], Path(cache_folder))
 
 
@@ -155,7 +151,7 @@ def limits_of_compiler(limits: CodeLimits) -> Limits:
 
 @functools.cache
 def resolve(limits: CodeLimits) -> CodeLimits:
-    """Limits with the isolation that works here; GradingError where none does."""
+    """Limits with a kind of isolation that works here. Raises GradingError."""
     if limits.isolation not in ("auto", *isolation.KINDS):
         raise GradingError(
             f"isolation = {limits.isolation!r}: expected 'auto' or one of {isolation.KINDS}"
@@ -178,7 +174,7 @@ def resolve(limits: CodeLimits) -> CodeLimits:
 
 
 def _candidates(limits: CodeLimits) -> list[tuple[str, str]]:
-    """Kinds of isolation to try, each with the executable it needs."""
+    """(kind, executable) of each isolation to try."""
     kinds = ("bubblewrap", "landlock") if limits.isolation == "auto" else (limits.isolation,)
     found = []
     for kind in kinds:
@@ -192,11 +188,11 @@ def _candidates(limits: CodeLimits) -> list[tuple[str, str]]:
 
 
 def _try(spec: SandboxSpec) -> str:
-    """Why a sandbox does not work here; empty if it does."""
+    """Reason why a sandbox does not work here; empty if it works."""
     try:
         with Sandbox(spec) as sandbox:
             result = sandbox.run(None, b"print(6 * 7)", stdin=b"", limits=_probe_limits())
-    # OSError: root of a namespace of users may not give a folder away.
+    # OSError: root of a user namespace may not chown a folder.
     except (GradingError, OSError) as error:
         return str(error)
     return "" if result.output == b"42\n" else f"a test program failed: {result.errors}"
@@ -226,7 +222,7 @@ def _group_bytes(limits: CodeLimits) -> int:
 
 @functools.cache
 def _control_group(pid: int, memory_bytes: int) -> ControlGroup | None:
-    """The control group of this process; None where none can be made. A fork gets its own."""
+    """The control group of process `pid`; None where the kernel allows none."""
     group = make_control_group(memory_bytes=memory_bytes, processes=GROUP_PROCESSES)
     if group is not None:
         atexit.register(group.remove)

@@ -1,7 +1,7 @@
-"""Classes of unit tests that a solution must know: nodes of lists, points, its own exceptions.
+"""Classes of unit tests that a solution must know: list nodes, points, exceptions.
 
-Runs where prompts are checked and in grading processes. Only classes that carry data are shared: a
-class with other methods might be the reference solution.
+Runs where prompts are checked and in grading processes. Only data classes are shared: a class with
+other methods may be the reference solution.
 """
 
 import ast
@@ -14,7 +14,7 @@ _IMPORTABLE = frozenset("dataclasses enum typing collections functools abc __fut
 
 
 def make_prelude(body: list[ast.stmt]) -> str:
-    """Source of the classes to share, with the imports that they need; empty for none."""
+    """Source of the shared classes and their imports; empty for none."""
     imports, names = _imports(body)
     classes: list[ast.stmt] = []
     for node in body:
@@ -28,7 +28,7 @@ def make_prelude(body: list[ast.stmt]) -> str:
 
 
 def _imports(body: list[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
-    """Harmless imports of the tests, and the names that are known with them."""
+    """The tests' harmless imports, and the names known after them."""
     found: list[ast.stmt] = []
     names = set(dir(builtins))
     for node in body:

@@ -1,7 +1,7 @@
-"""What unit tests hold, read from their source before any of it runs: a plan of what to call.
+"""Reads unit tests without running them and plans what to call.
 
-Runs where prompts are checked and in grading processes. Tests that could never call the
-solution, or that need what the sandbox does not have, are refused here, before a run starts.
+Runs where prompts are checked and in grading processes. Refuses tests that can never call the
+solution or that need something missing in the sandbox, before a run starts.
 """
 
 import ast
@@ -18,45 +18,45 @@ from verification.code.shared_classes import make_prelude
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-# Given a function, these tell something about it but do not call it.
+# These functions inspect a function without calling it.
 _INSPECTING = frozenset("callable hasattr isinstance print type id repr str bool".split())
 
 
 class UnusableTests(ValueError):
-    """Why tests cannot grade anything."""
+    """Tests cannot grade anything; the text says why."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How tests are run."""
+    """How to run tests."""
 
     functions: list[str]
-    """Functions to call after the module was run, with the candidate where they want one."""
+    """Functions to call after the module ran; a single free parameter gets the candidate."""
     has_module_tests: bool
-    """The module itself tests something while it is run."""
+    """The module's own statements test something."""
     replaced: list[str]
-    """Names that the tests define and that mean the solution."""
+    """Definitions in the tests that the solution replaces."""
     names: list[str]
     """Further names of the solution that the tests use."""
     solution_modules: list[str]
     imports: list[str]
     reading_lines: list[int]
-    """Where a call's argument is read once more in the comparison that calls."""
+    """Lines whose comparison reads a call's argument again."""
     callees: list[str]
-    """Names under which the tests call the solution."""
+    """Names of the solution in the tests."""
     captures_output: bool
-    """The tests may look at what the solution prints."""
+    """The tests may read what the solution prints."""
     prelude: str
-    """Classes of the tests that the solution must know to make or read their instances."""
+    """Source of the tests' classes that the solution must know."""
 
 
 @functools.lru_cache(maxsize=512)
 def make_plan(
     source: str, entry_point: str, *, names: tuple[str, ...] = (), packages: tuple[str, ...] = ()
 ) -> Plan:
-    """The plan of tests; UnusableTests for those that can grade nothing."""
+    """The plan of tests. Raises UnusableTests."""
     root, method = _entry_parts(entry_point)
     tree = _parse(source)
-    # As a name of the tests, what is called means the last part: `Solution().f` is called f.
+    # Tests name the last part: `f` for `Solution().f`.
     name = method or root
     callees = {name, "candidate"} | ({root} if method else set())
     defined = {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _aliases(tree: ast.Module, callees: set[str], modules: set[str]) -> set[str]:
-    """Other names under which tests import the solution."""
+    """Aliases under which tests import the solution."""
     return {
         alias.asname
         for node in ast.walk(tree)
@@ -110,7 +110,7 @@ def _aliases(tree: ast.Module, callees: set[str], modules: set[str]) -> set[str]
 
 
 def _entry_parts(entry_point: str) -> tuple[str, str]:
-    """Name and method of an entry point."""
+    """(name, method) of an entry point."""
     root, dot, method = entry_point.partition(".")
     root = root.removesuffix("()") if dot else root
     if not root.isidentifier() or (dot and not method.isidentifier()):
@@ -132,10 +132,10 @@ def _parse(source: str) -> ast.Module:
 
 
 def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
-    """Whether tests hold anything that could fail for a wrong result."""
+    """Whether tests contain a check that a wrong result can fail."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            # `assert True` only marks a place.
+            # `assert True` checks nothing.
             if not isinstance(node.test, ast.Constant) or not node.test.value:
                 return True
         if isinstance(node, ast.Raise):
@@ -151,7 +151,7 @@ def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
 
 
 def _drop_numbers(tree: ast.Module) -> None:
-    """Take the numbers out of lists and the like: most of large tests, and no call."""
+    """Remove numbers from lists, tuples and sets: large tests consist of them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             node.elts = [one for one in node.elts if not _is_number(one)]
@@ -163,7 +163,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 class _Reader:
-    """Who calls whom in tests."""
+    """Finds which parts of the tests call the solution."""
 
     def __init__(self, body: list[ast.stmt], callees: set[str], modules: set[str]) -> None:
         self._callees = callees
@@ -172,12 +172,12 @@ class _Reader:
         self._statements = [node for node in body if not isinstance(node, _DEFINITIONS)]
         self._names_of = {name: _names(node) for name, node in self._definitions.items()}
         self._parts_with = Counter(chain.from_iterable(self._names_of.values()))
-        """In how many parts of the tests a name is used."""
+        """Number of parts of the tests that use a name."""
         self._parts_with.update(_names(ast.Module(self._statements, [])))
         self.has_module_tests = any(self._reaches(node, set()) for node in self._statements)
 
     def functions_to_call(self) -> list[str]:
-        """Tests that nobody else calls, in their order; UnusableTests for a test out of reach."""
+        """Tests that no other part calls, in order; UnusableTests for an unreachable test."""
         found = []
         for name, node in self._definitions.items():
             if not isinstance(node, _FUNCTIONS) or _is_fixture(node) or self._is_used(name):
@@ -194,7 +194,7 @@ class _Reader:
         return found
 
     def missing_fixture(self) -> str:
-        """A fixture of pytest's own that fixtures and methods want and nobody makes; else empty."""
+        """A pytest fixture that a fixture or method needs and the sandbox lacks; else empty."""
         classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
         for owner in [None, *classes]:
             body = owner.body if owner else self._definitions.values()
@@ -210,7 +210,7 @@ class _Reader:
         return ""
 
     def can_call(self, functions: list[str]) -> bool:
-        """Whether what is run can reach the solution."""
+        """Whether the tests can call the solution."""
         classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
         roots: list[ast.AST] = [*self._statements, *filter(self._is_test_class, classes)]
         roots += [self._definitions[name] for name in functions]
@@ -229,11 +229,11 @@ class _Reader:
         return False
 
     def _is_used(self, name: str) -> bool:
-        """Whether another part of the tests refers to a definition."""
+        """Whether another part of the tests uses a definition."""
         return self._parts_with[name] > (name in self._names_of[name])
 
     def _reaches(self, node: ast.AST, seen: set[str]) -> bool:
-        """Whether running a part of the tests may call the solution."""
+        """Whether a part of the tests may call the solution."""
         if self._calls(node):
             return True
         for name in _names(node) & self._definitions.keys():
@@ -244,13 +244,13 @@ class _Reader:
         return False
 
     def _calls(self, node: ast.AST) -> bool:
-        """Whether a part calls the solution itself, or hands it on to somebody who may."""
+        """Whether a part calls the solution itself, or passes it to a function."""
         pairs = list(_with_parents(node))
         if any(self._is_calling_use(*pair, self._callees) for pair in pairs):
             return True
         if not isinstance(node, _FUNCTIONS) or self._is_used(node.name):
             return False
-        # A single argument that is called, or given to a function of the tests, is the candidate.
+        # A single parameter that is called or passed to the tests' functions is the candidate.
         unknown = self._unknown(node)
         return len(unknown) == 1 and any(
             isinstance(child, ast.Name)
@@ -279,7 +279,7 @@ class _Reader:
         )
 
     def _unknown(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-        """Parameters without a default that neither fixtures nor `parametrize` give."""
+        """Required parameters without a fixture or `parametrize`."""
         known = {name for name, one in self._definitions.items() if _is_fixture(one)}
         known |= {"capsys", "capfd"}
         for decorator in node.decorator_list:
@@ -294,9 +294,9 @@ class _Reader:
         return [one.arg for one in required if one.arg not in known]
 
     def _parameter_problem(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-        """Why the tests' process cannot call a function; empty if it can."""
+        """Reason why the tests' process cannot call a function; empty for none."""
         unknown = self._unknown(node)
-        # The candidate is given by position.
+        # The candidate is a positional argument.
         ungiven = used_names.PYTEST_FIXTURES | {one.arg for one in node.args.kwonlyargs}
         if len(unknown) > 1 or ungiven & set(unknown):
             return f"nothing gives its arguments {', '.join(unknown)}"
@@ -326,9 +326,9 @@ def _with_parents(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
 
 
 def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
-    """Lines of calls whose argument is also read elsewhere in the same comparison.
+    """Lines of calls whose argument is read again in the same comparison.
 
-    There `f(x) == sorted(x)` means the x that was passed, whatever f does to it.
+    `f(x) == sorted(x)` means the passed x, even if f changes it.
     """
     for outer in ast.walk(tree):
         is_assertion = isinstance(outer, ast.Call) and "assert" in ast.unparse(outer.func).lower()

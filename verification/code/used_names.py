@@ -1,4 +1,4 @@
-"""Names that unit tests use: modules, globals, and what must not meet a result of the solution.
+"""Names that unit tests use: modules, globals, and functions unsafe for results of a solution.
 
 Runs where prompts are checked and in grading processes. Pure functions of a syntax tree.
 """
@@ -17,29 +17,29 @@ BUILTIN_NAMES = frozenset(dir(builtins)) | {"exit", "quit", "__file__", "__path_
 PYTEST_FIXTURES = frozenset(
     "caplog monkeypatch tmp_path tmpdir request mocker recwarn benchmark".split()
 )
-# What data sets call the module that a solution is put in.
+# Names of the solution's module in data sets.
 _SOLUTION_MODULES = frozenset(
     "solution solutions submission candidate answer your_module my_module main module "
     "implementation my_solution your_solution student_solution".split()
 )
-# They run what they are given, or start what the sandbox forbids, or hide how values are made.
+# These modules run their arguments, start what the sandbox forbids, or hide how values are made.
 _REFUSED_MODULES = frozenset(
     "pickle _pickle cPickle dill marshal shelve importlib imp runpy code codeop builtins ctypes "
     "subprocess multiprocessing pty socket antigravity this".split()
 )
 _RUN_TEXT = frozenset({"exec", "compile", "__import__", "breakpoint", "__builtins__", "__loader__"})
 CAPTURED = frozenset({"sys.stdout", "sys.stderr"})
-"""What tests may replace: what a solution prints during a call arrives there."""
+"""Streams that tests may replace; the solution's output during a call goes there."""
 _STRING_EVALUATORS = frozenset({"sympify", "parse_expr", "parse_latex", "read_pickle"})
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    """Top-level names of all modules that are imported."""
+    """Top-level names of all imported modules."""
     return {name.partition(".")[0] for name, _ in _imports(tree)}
 
 
 def solution_modules(tree: ast.AST, *, root: str, packages: tuple[str, ...]) -> set[str]:
-    """Modules that can only mean the solution's."""
+    """Imported modules that can only be the solution."""
     attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     uses = {ast.unparse(node) for node in attributes if node.attr == root}
     found = set()
@@ -66,7 +66,7 @@ def find_problem(
     solution_modules: set[str],
     packages: tuple[str, ...],
 ) -> str:
-    """What tests use that is not there or not safe; empty if nothing."""
+    """A missing or unsafe name that tests use; empty for none."""
     return (
         _import_problem(tree, solution_modules, packages)
         or _unsafe_use(tree)
@@ -84,7 +84,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]
 
 
 def _import_problem(tree: ast.AST, own: set[str], packages: tuple[str, ...]) -> str:
-    # Where a missing module is dealt with, it may be missing.
+    # A module may be missing where tests handle the error.
     optional = {
         inner
         for node in ast.walk(tree)
@@ -110,7 +110,7 @@ def _import_problem(tree: ast.AST, own: set[str], packages: tuple[str, ...]) -> 
 
 
 def _star_names(module: str) -> set[str]:
-    """Names that `from module import *` brings; of modules of the standard library alone."""
+    """Names of `from module import *`, for the standard library only."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return set()
     try:
@@ -149,7 +149,7 @@ def _unsafe_use(tree: ast.AST) -> str:
 
 
 def _patches_output_alone(tree: ast.AST) -> bool:
-    """Whether every use of `patch` replaces the standard output or error, as text names them."""
+    """Whether every use of `patch` replaces standard output or error by its name."""
     uses = [node for node in ast.walk(tree) if _name_of(node) == "patch"]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
     targets = [call.args[0] if call.args else None for call in calls]
@@ -159,7 +159,7 @@ def _patches_output_alone(tree: ast.AST) -> bool:
 
 
 def captures_output(source: str) -> bool:
-    """Whether tests may look at what is printed."""
+    """Whether tests may read printed output."""
     return any(word in source for word in ("stdout", "stderr", "capsys", "capfd"))
 
 

@@ -1,1 +1,1 @@
-"""Killable grading processes, and which grades what. Run by the verifier and its fork server."""
+"""Pools of killable grading processes. Run by the verifier and its fork server."""

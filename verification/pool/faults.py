@@ -1,6 +1,6 @@
-"""What comes of an item whose attempts failed: a rule of the list of its faults.
+"""Faults of failed grading attempts, and what to do with an item after them.
 
-Used by `worker_pool.py` and by grading processes, which name the faults.
+Used by `worker_pool.py` and by grading processes.
 """
 
 import enum
@@ -8,26 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 HOST = "host"
-"""The host gave an attempt no time or no memory; says nothing about the completion."""
+"""The host lacked time or memory for an attempt; not the completion's fault."""
 TIMEOUT = "grading_timeout"
 MAX_ATTEMPTS = 3
-# What hostile text can do to a process. That it exits by itself is not among them: only our code
-# and the user's call exit(), so that a bug there is never taken for a wrong answer.
+# Faults that hostile text can cause. A process's own exit is not among them: only our code and the
+# user's call exit(), and a bug there must not count as a wrong answer.
 MODEL_FAULTS = frozenset({TIMEOUT, "grading_memory", "grading_depth", "grading_crash"})
-
-
 _KEPT_DETAILS = 256
-"""Different details that are counted; those beyond are told one by one."""
+"""Different details to count; further ones are logged each time."""
 
 
 class Repetitions:
-    """Which details of failed attempts are worth a line: the 1st, 10th, 100th ... of each."""
+    """Thins log lines of failed attempts: the 1st, 10th, 100th ... of each detail."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def note(self, detail: str) -> str:
-        """Count a detail; returns what to log, empty for a repetition that tells nothing new."""
+        """Count a detail and return the text to log; empty for nothing."""
         if detail not in self._counts and len(self._counts) >= _KEPT_DETAILS:
             return detail
         self._counts[detail] += 1
@@ -39,11 +37,11 @@ class Repetitions:
 
 
 class Outcome(enum.Enum):
-    """What is done with an item after an attempt failed."""
+    """The next action for an item after a failed attempt."""
 
     RETRY = enum.auto()
     SCORE = enum.auto()
-    """The completion's fault: format and length alone count, and the last fault is the reason."""
+    """The completion's fault: score format and length only, with the last fault as the reason."""
     NOT_GRADED = enum.auto()
     """The host's fault."""
     FAILED = enum.auto()
@@ -51,9 +49,9 @@ class Outcome(enum.Enum):
 
 
 def judge(faults: Sequence[str]) -> Outcome:
-    """What to do after these faults, oldest first.
+    """Action after these faults, oldest first.
 
-    The same fault twice, in two processes, is the item's and not chance.
+    The same fault in two processes is the item's fault, not chance.
     """
     last = faults[-1]
     is_repeated = faults.count(last) > 1
@@ -65,6 +63,6 @@ def judge(faults: Sequence[str]) -> Outcome:
 
 
 def judge_unfinished(faults: Sequence[str]) -> Outcome:
-    """What to do with an item for which no time is left."""
-    # It had its share of CPU time once, whatever kept its second attempt waiting.
+    """Action for an item whose deadline has passed."""
+    # The item used its CPU time once, so its second attempt need not run.
     return Outcome.SCORE if TIMEOUT in faults else Outcome.NOT_GRADED

@@ -1,6 +1,7 @@
-"""The verifier's end of the fork server: asks for grading processes, hears of births and deaths.
+"""The verifier's end of the fork server: requests grading processes and receives their births and
+deaths.
 
-Runs in the verifier; used by `pool.py`. The server starts when the first process is asked for.
+Runs in the verifier; used by `pool.py`. The first request starts the server.
 """
 
 import itertools
@@ -17,22 +18,22 @@ from verification.pool.grading_process import GradingProcess
 from verification.rules import RewardRules
 
 MAX_STARTS = 3
-"""Fork servers that may be started; each later one replaces one that died."""
+"""Limit of started fork servers; each later one replaces a dead one."""
 END_TIMEOUT_S = 10.0
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOST = 255
-"""Exit code of a process that died with its fork server, through no fault of an item."""
+"""Exit code of a process that died with its fork server; no item caused it."""
 
 log = logging.getLogger(__name__)
 
 
 class ForkServerDied(RuntimeError):
-    """The fork server died more often than can be chance."""
+    """The fork server died MAX_STARTS times."""
 
 
 class ForkClient:
-    """Grading processes by number, from their request until their death is known."""
+    """Grading processes by number, from request to reported death."""
 
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
         self._cfg = cfg
@@ -45,20 +46,20 @@ class ForkClient:
 
     @property
     def descriptor(self) -> int | None:
-        """Readable when `receive` has something to do; None before the first fork."""
+        """Readable when `receive` has work; None before the first fork."""
         return None if self._socket is None else self._socket.fileno()
 
     def fork(self, pool: str, needs: tuple[StepKind, str]) -> GradingProcess:
-        """A new grading process, ready for that kind of step of that task.
+        """A new grading process, ready for that kind of step and task.
 
-        It can be given items at once: they wait in its socket until it is forked.
+        It accepts items at once: they wait in its socket until the fork.
         """
         if self._socket is None:
             self._start()
         assert self._socket is not None
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
-        # Held by the process object, which closes it.
+        # The process object closes the file.
         last_words = tempfile.TemporaryFile()
         process = GradingProcess(number, ours, last_words)
         self._processes[number] = process
@@ -71,7 +72,7 @@ class ForkClient:
         return process
 
     def receive(self) -> list[GradingProcess]:
-        """Take in what the server reports; the processes that died. Raises ForkServerDied."""
+        """Read the server's reports; return dead processes. Raises ForkServerDied."""
         died = []
         while self._socket is not None:
             try:
@@ -81,7 +82,7 @@ class ForkClient:
             except ConnectionResetError:
                 body, descriptors = b"", []
             if not body:
-                # Deaths that the server reported before its own keep their exit codes.
+                # Deaths reported before the server's own keep their exit codes.
                 return died + self._lose_all()
             news = news_decoder.decode(body)
             if isinstance(news, Born):
@@ -96,13 +97,13 @@ class ForkClient:
         """End the server, which ends its children."""
         if self._server is None or self._socket is None:
             return
-        # The server takes the end of the connection for the order to end.
+        # The server ends when the connection closes.
         self._socket.close()
         self._socket = None
         try:
             self._server.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # Its children die with it: the kernel kills each at its parent's death.
+            # The kernel kills its children with it.
             self._server.kill()
             self._server.wait(END_TIMEOUT_S)
         for process in self._processes.values():
@@ -112,7 +113,7 @@ class ForkClient:
     def _start(self) -> None:
         self._starts += 1
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # recv_fds of Python 3.11 ignores its flags, so MSG_DONTWAIT would block all the same.
+        # recv_fds of Python 3.11 ignores its flags, so MSG_DONTWAIT would block.
         self._socket.setblocking(False)
         command = [
             sys.executable, "-m", "verification.pool.fork_server",
@@ -125,7 +126,7 @@ class ForkClient:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # Ctrl-C reaches the verifier alone, which then ends the server in order.
+                # Ctrl-C reaches only the verifier, which then ends the server.
                 start_new_session=True,
                 env=_environment(),
             )
@@ -149,7 +150,7 @@ class ForkClient:
 
 
 def _environment() -> dict[str, str]:
-    """Clean environment: a scorer that reads it finds none of our secrets."""
+    """Clean environment, so that a custom reward finds no secrets."""
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": search_path}

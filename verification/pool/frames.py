@@ -1,7 +1,7 @@
-"""What the verifier, its fork server and its grading processes say to each other.
+"""Messages between the verifier, its fork server and its grading processes.
 
-Over socket pairs, in length-prefixed msgpack: typed, and nothing is pickled, because a grading
-process that hostile text took over must not be able to run code in the verifier.
+Typed msgpack over socket pairs, never pickle: a grading process that hostile text took over must
+not run code in the verifier.
 """
 
 import struct
@@ -32,45 +32,45 @@ class Grade(msgspec.Struct, frozen=True, tag="Grade"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="Loaded"):
-    """Grading process -> verifier: what a step of a task needs is loaded."""
+    """Grading process -> verifier: the libraries of a kind of step and task are loaded."""
 
     kind: StepKind
     task: str
 
 
 class Graded(msgspec.Struct, frozen=True, tag="Graded"):
-    """Grading process -> verifier: the step is taken."""
+    """Grading process -> verifier: the result of the step."""
 
     item_id: int
     finding: Finding
 
 
 class GradeFailed(msgspec.Struct, frozen=True, tag="GradeFailed"):
-    """Grading process -> verifier: no finding, through no fault of the completion."""
+    """Grading process -> verifier: no finding, and not the completion's fault."""
 
     item_id: int
     reason: str
 
     def __post_init__(self) -> None:
-        # What cannot be sent would end the process, which would look like the completion's fault.
+        # Unencodable text would end the process, which looks like the completion's fault.
         msgspec.structs.force_setattr(self, "reason", sendable(self.reason))
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="Aborted"):
-    """Grading process -> verifier: grading exceeded a limit of mine, or the host's strength."""
+    """Grading process -> verifier: grading exceeded a limit of the process or of the host."""
 
     item_id: int
     fault: str
     """"grading_memory", "grading_depth", "host"."""
     detail: str = ""
-    """What happened, for people."""
+    """Text for the log."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "detail", sendable(self.detail))
 
 
 class Retiring(msgspec.Struct, frozen=True, tag="Retiring"):
-    """Grading process -> verifier: I end in good order; unanswered items are nobody's fault."""
+    """Grading process -> verifier: a planned end; unanswered items did not cause it."""
 
 
 Reply = Loaded | Graded | GradeFailed | Aborted | Retiring
@@ -80,13 +80,13 @@ reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack(message: Grade | Reply) -> bytes:
-    """Frame of a message, with its length in front."""
+    """Frame of a message: its length and msgpack."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    """All complete messages at the front of a buffer, which loses them. Raises FrameError."""
+    """Remove all complete messages from the front of a buffer. Raises FrameError."""
     messages = []
     start = 0
     while len(buffer) - start >= _LENGTH.size:
@@ -115,7 +115,7 @@ class Fork(msgspec.Struct, frozen=True, tag="Fork"):
     pool: str
     kind: StepKind
     task: str
-    """What this step of this task needs is loaded first, to be shared by all forks."""
+    """The server loads this step's and task's libraries first, shared by all forks."""
 
 
 class Born(msgspec.Struct, frozen=True, tag="Born"):
@@ -126,11 +126,11 @@ class Born(msgspec.Struct, frozen=True, tag="Born"):
 
 
 class Died(msgspec.Struct, frozen=True, tag="Died"):
-    """Fork server -> verifier: the process and all it started are gone."""
+    """Fork server -> verifier: the process and all that it started are gone."""
 
     number: int
     exit_code: int
-    """Minus the signal's number when a signal ended it."""
+    """Minus the signal's number if a signal ended the process."""
 
 
 News = Born | Died

@@ -1,8 +1,8 @@
 """A grading process: answers `Grade` frames of one socket, in order, in its only thread.
 
-Forked by the fork server, killed by the pool. It has no other open file than that socket and its
-stderr, dies with the fork server, and lives under limits of memory, CPU time, file size and open
-files. An exception that no judge foresaw ends it: the pool gives the item to another process.
+The fork server forks it; the pool may kill it. Its only open files are the socket and stderr. It
+dies with the fork server and has limits on memory, CPU time, file size and open files. After an
+unexpected exception it ends, and the pool gives the item to another process.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from verification.verdict import GradingError, HostBusy
 RETIRE_AFTER_ITEMS = 50_000
 RETIRE_AT_MEMORY_SHARE = 0.5
 SHORT_OF_MEMORY_BYTES = 256 << 20
-"""A host with less memory left may refuse it below any limit of ours."""
+"""With less available memory the host may refuse memory below our limits."""
 MAX_FILE_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
 RECEIVE_BYTES = 1 << 18
@@ -51,10 +51,10 @@ def die_with(parent_pid: int) -> None:
 
 
 def limit_resources(pool: str, memory_bytes: int) -> None:
-    """Cap address space, written files, open files; no core dumps.
+    """Cap address space, written files and open files; disable core dumps.
 
-    Not the files of the code worker pool: a sandbox's programs inherit these limits, cannot raise
-    them, and a compiler needs more. The sandbox sets its own limits.
+    The code pool has no file limits: its sandboxed programs inherit limits, and a compiler needs
+    more. The sandbox sets its own.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -64,24 +64,24 @@ def limit_resources(pool: str, memory_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process after that many more CPU seconds, if the pool is stuck."""
+    """Let the kernel end this process after `seconds` of CPU time, in case the pool hangs."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    # RLIMIT_CPU counts from the process's birth, so it moves on with each item. It counts in ticks,
-    # which on a crowded host run ahead of the time that a process gets: hence twice.
+    # RLIMIT_CPU counts from the process's birth. It counts ticks, which run ahead on a busy host:
+    # hence twice.
     soft = math.ceil(usage.ru_utime + usage.ru_stime + 2 * seconds) + CPU_GRACE_S
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that this process has held."""
-    # Not ru_maxrss, which exec inherits: it would be the verifier's peak.
+    """Peak resident memory of this process."""
+    # Not ru_maxrss: exec inherits the verifier's peak.
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 class Grader:
-    """Answers the frames of one socket until it closes or the process is used up."""
+    """Answers the frames of one socket until it closes or the process retires."""
 
     def __init__(
         self, connection: socket.socket, pool: str, *, rules: RewardRules, limits: WorkerPoolConfig
@@ -109,7 +109,7 @@ class Grader:
         question = message.question
         try:
             self._load(question.kind, question.request.task)
-            # After the loading, which may take longer than grading may.
+            # After loading, which may exceed the grading limit.
             if self._pool != CODE:
                 limit_cpu(self._limits.timeout_s)
             reply: Reply = Graded(message.item_id, take_step(question, self._rules))
@@ -118,7 +118,7 @@ class Grader:
         except GradingError as error:
             reply = GradeFailed(message.item_id, str(error))
         except MemoryError:
-            # What the failed item left on the heap may make a later, innocent one fail.
+            # The failed item's heap may make a later item fail.
             self._is_spoilt = True
             is_hosts = available_bytes() < SHORT_OF_MEMORY_BYTES
             reply = Aborted(message.item_id, HOST if is_hosts else "grading_memory")
@@ -134,7 +134,7 @@ class Grader:
             self._send(Loaded(kind, task))
 
     def _is_used_up(self) -> bool:
-        # Near the limit a later, innocent completion would be the one to fail.
+        # Near the limit a later, innocent completion would fail.
         is_heavy = peak_memory_bytes() > RETIRE_AT_MEMORY_SHARE * self._limits.memory_bytes
         return self._is_spoilt or is_heavy or self._items >= RETIRE_AFTER_ITEMS
 

@@ -1,6 +1,6 @@
-"""The verifier's end of one grading process: give items, read replies, measure, pause, kill.
+"""The verifier's end of one grading process: gives items, reads replies, measures, pauses, kills.
 
-Runs in the verifier. Made by `ForkClient`, scheduled by `WorkerPool`.
+Runs in the verifier. `ForkClient` makes the process, `WorkerPool` schedules it.
 """
 
 import os
@@ -30,17 +30,17 @@ class Item(msgspec.Struct):
     item_id: int
     draft: Draft
     pools: frozenset[str]
-    """Worker pools in which it takes up room until its score is collected."""
+    """Worker pools that count the item until its score is collected."""
     faults: list[str] = []
-    """How earlier attempts at this step ended: "grading_timeout", "grading_crash", ..."""
+    """Faults of earlier attempts at this step: "grading_timeout", "grading_crash", ..."""
     since_s: float = 0.0
-    """Monotonic time at which the score was asked for."""
+    """Monotonic time of the score request."""
     burnt_s: float = 0.0
     """CPU time of earlier attempts at this step."""
 
     @property
     def request(self) -> ScoreRequest:
-        """What the queue asked."""
+        """The queue's request."""
         return self.draft.request
 
     @property
@@ -50,17 +50,17 @@ class Item(msgspec.Struct):
 
     @property
     def needs_quiet(self) -> bool:
-        """Whether the host was too crowded for an earlier attempt."""
+        """Whether the host was too busy for an earlier attempt."""
         return HOST in self.faults
 
     @property
     def needs(self) -> tuple[StepKind, str]:
-        """What must be loaded first: a kind of step, and a task."""
+        """Kind of step and task to load first."""
         return self.kind, self.request.task
 
 
 class GradingProcess:
-    """A child of the fork server with the items it was given; it works on the first."""
+    """A child of the fork server and its items; the child works on the first item."""
 
     def __init__(self, number: int, connection: socket.socket, last_words: IO[bytes]) -> None:
         self.number = number
@@ -68,20 +68,20 @@ class GradingProcess:
         self.items: deque[Item] = deque()
         """Oldest first."""
         self.loaded: set[tuple[StepKind, str]] = set()
-        """Kinds of step, by task, that it is ready for."""
+        """(kind of step, task) that the child has loaded."""
         self.first_since_s = 0.0
-        """Monotonic time since when it works on the first item."""
+        """Monotonic time at which the child started on the first item."""
         self.check_at_s: float | None = None
-        """Monotonic time at which its limits are to be looked at."""
+        """Monotonic time of the next check of its limits."""
         self.pid: int | None = None
-        """None until it is forked."""
+        """None until the fork."""
         self.exit_code: int | None = None
-        """Minus the signal's number when a signal ended it; None until it is reaped."""
+        """Minus the signal's number if a signal ended the child; None until it is reaped."""
         self.is_closed = False
-        """It hung up: it died or retired."""
+        """The child closed the socket: it died or retired."""
         self.is_retiring = False
         self.used_s = 0.0
-        """CPU time spent on the first item, as last measured."""
+        """Last measured CPU time of the first item."""
         self._pidfd: int | None = None
         self._is_doomed = False
         self._paused_at_s: float | None = None
@@ -100,7 +100,7 @@ class GradingProcess:
         return bool(self._unsent)
 
     def give(self, item: Item, now: float) -> None:
-        """Queue an item for the child."""
+        """Send an item to the child."""
         self.items.append(item)
         if len(self.items) == 1:
             self.note_first(now)
@@ -108,19 +108,21 @@ class GradingProcess:
         self.flush()
 
     def note_first(self, now: float) -> None:
-        """The child starts on its first item now."""
+        """Record that the child starts on its first item now."""
         self.first_since_s = now
         self.used_s = 0.0
         self._cpu_at_first_s = self._cpu_s()
         self._watch = None
 
     def measure(self) -> None:
-        """Bring `used_s` up to date."""
+        """Update `used_s`."""
         self.used_s = max(self.used_s, self._cpu_s() - self._cpu_at_first_s)
 
     def own_elapsed_s(self, now: float) -> float:
-        """Elapsed time on the first item, less that for which the child and all that it started
-        were kept from a core. Needs a call every fraction of a second from the first on."""
+        """Elapsed time on the first item, without waits of the child's processes for a core.
+
+        Call it several times a second, from the item's start.
+        """
         if self.pid is None:
             return 0.0
         if self._watch is None:
@@ -130,14 +132,14 @@ class GradingProcess:
         return now - self.first_since_s - self._watch.waited_s
 
     def _cpu_s(self) -> float:
-        """CPU time of the child; 0 before it lives and after it died."""
+        """CPU time of the child; 0 before its birth and after its death."""
         if self.pid is None or self.exit_code is not None:
             return 0.0
         return process_cpu_s(self.pid)
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that the child shares with nobody."""
+        """The child's unshared memory."""
         try:
             _, resident, shared, *_ = Path(f"/proc/{self.pid}/statm").read_bytes().split()
         except (FileNotFoundError, ProcessLookupError):
@@ -145,20 +147,20 @@ class GradingProcess:
         return (int(resident) - int(shared)) * resource.getpagesize()
 
     def flush(self) -> None:
-        """Send what the socket has room for."""
+        """Send as much as the socket has room for."""
         while self._unsent:
             try:
                 sent = self.connection.send(self._unsent)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                # The replies sent before the child hung up are still to be read.
+                # The child's last replies are still to be read.
                 self._unsent.clear()
                 return
             del self._unsent[:sent]
 
     def receive(self) -> list[Reply]:
-        """Replies that have arrived; notes when the child hung up. FrameError for nonsense."""
+        """Arrived replies; sets `is_closed` at the end of the stream. Raises FrameError."""
         while not self.is_closed:
             try:
                 received = self.connection.recv(RECEIVE_BYTES)
@@ -171,8 +173,8 @@ class GradingProcess:
         return unpack(self._received, reply_decoder)
 
     def give_way(self, niceness: int) -> None:
-        """Run at that CPU priority, 1 to 19, from now on; it never rises again."""
-        # Asked for again and again, as the kernel may refuse it (see below).
+        """Lower the CPU priority to `niceness` (1 to 19); it never rises again."""
+        # Callers repeat the request, because the kernel may refuse it (see below).
         self._wanted_niceness = max(niceness, self._wanted_niceness)
         if self.pid is None or self.exit_code is not None:
             return
@@ -180,49 +182,49 @@ class GradingProcess:
             return
         try:
             os.setpriority(os.PRIO_PROCESS, self.pid, self._wanted_niceness)
-            # Where Linux groups processes by session, niceness counts inside the session only.
+            # If Linux groups processes by session, niceness counts only inside the session.
             autogroup = Path(f"/proc/{self.pid}/autogroup")
             if autogroup.exists():
                 autogroup.write_text(str(self._wanted_niceness))
             self._niceness = self._wanted_niceness
         except BlockingIOError:
-            pass  # Users other than root may do so ten times a second: try again later.
+            pass  # Users other than root may change it ten times a second: try again later.
         except (ProcessLookupError, FileNotFoundError):
-            pass  # It ended meanwhile, which the fork server reports.
+            pass  # The child ended; the fork server reports it.
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is stopped; time does not count then."""
+        """Whether the child is stopped; its time does not count then."""
         return self._paused_at_s is not None
 
     def pause(self, now: float) -> None:
-        """Stop it where it is."""
+        """Stop the child."""
         self._paused_at_s = now
         self._signal(signal.SIGSTOP)
 
     def resume(self, now: float) -> None:
-        """Let it continue."""
+        """Continue the child."""
         assert self._paused_at_s is not None
         self.first_since_s += now - self._paused_at_s
         self._paused_at_s = None
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the child, at its birth if it is not yet born; the fork server reports its death."""
+        """Kill the child, now or at its birth; the fork server reports its death."""
         self._is_doomed = True
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        # By pidfd: the fork server may have reaped it, and its number may be another's by now.
+        # By pidfd: after reaping, the pid may be another process's.
         if self._pidfd is None or self.exit_code is not None:
             return
         try:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
-            pass  # It ended meanwhile and is reaped; the report is on its way.
+            pass  # The child ended; the fork server reports it.
 
     def on_birth(self, pid: int, pidfd: int) -> None:
-        """It is forked."""
+        """Record the fork."""
         self.pid, self._pidfd = pid, pidfd
         if self._is_doomed:
             self.kill()
@@ -233,14 +235,14 @@ class GradingProcess:
             self.give_way(self._wanted_niceness)
 
     def on_death(self, exit_code: int) -> None:
-        """It is reaped."""
+        """Record the death."""
         self.exit_code = exit_code
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 
     def last_words(self) -> str:
-        """Last line that the child wrote to stderr."""
+        """Last line of the child's stderr."""
         file = self._last_words
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()

@@ -1,8 +1,7 @@
-"""The pool of killable grading processes: the worker pools, and what wakes them.
+"""All worker pools of grading processes, and their event loop.
 
-Runs in the verifier's only thread. `WorkerPool` decides which process gets which item; `ForkClient`
-makes the processes. A draft goes from worker pool to worker pool, a step in each, until it is a
-score.
+Runs in the verifier's only thread. `WorkerPool` gives items to processes; `ForkClient` makes
+processes. A draft passes through worker pools, one step in each, until it becomes a score.
 """
 
 import collections
@@ -25,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Pool:
-    """Grades requests in processes that are started when first needed.
+    """Grades requests in processes that start on first use.
 
-    Call `collect` whenever `fileno()` is readable and at `next_deadline_s`. Nothing else runs.
+    Call `collect` when `fileno()` is readable and at `next_deadline_s`; nothing runs otherwise.
     """
 
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
@@ -43,14 +42,12 @@ class Pool:
             for name in WORKER_POOLS
         }
         self.taken: collections.Counter[str] = collections.Counter()
-        """Room taken in each worker pool: requests not yet collected that have passed it, are in
-        it, or will come to it. Counted as the queue counts, so that both agree when a worker pool
-        is full.
-        """
+        """Uncollected requests whose steps include a worker pool. The queue counts the same way, so
+        that both agree when a pool is full."""
         self._owners: dict[int, tuple[WorkerPool, GradingProcess]] = {}
-        """Attached processes by the descriptor of their socket."""
+        """Attached processes by socket descriptor."""
         self._watched: dict[int, int] = {}
-        """Events that epoll was last asked for, by descriptor: it need not be asked again."""
+        """Registered epoll events by descriptor."""
         self._item_ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -63,19 +60,19 @@ class Pool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # First the server, with all processes: nobody writes to the sockets that are closed next.
+        # The server and all processes first, so that no process writes to a closed socket.
         self._fork_client.close()
         for _, process in self._owners.values():
             process.close()
         self._epoll.close()
 
     def fileno(self) -> int:
-        """Descriptor that is readable when `collect` has something to do."""
+        """Descriptor that is readable when `collect` has work."""
         return self._epoll.fileno()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the grading processes that have been born."""
+        """Process ids of forked grading processes."""
         return [process.pid for _, process in self._owners.values() if process.pid is not None]
 
     @property
@@ -100,23 +97,23 @@ class Pool:
         return min((check for check in checks if check is not None), default=None)
 
     def submit(self, draft: Draft) -> None:
-        """Take the steps that a draft still needs; the caller keeps `taken` within its limits."""
+        """Start a draft's remaining steps; the caller keeps `taken` within its limits."""
         pools = frozenset(step.pool for step in draft.steps)
         self.taken.update(pools)
         self._route(Item(next(self._item_ids), draft, pools, since_s=time.monotonic()))
 
     def collect(self) -> list[Finished]:
-        """Move everything on as far as it goes without waiting; finished requests."""
+        """Process all pending events without waiting; return finished requests."""
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._fork_client.descriptor:
                 self._bury(self._fork_client.receive())
                 if self._fork_client.descriptor is None:
-                    # Closing it has taken it out of epoll; a new server has a new one.
+                    # Closing a descriptor removes it from epoll; a new server has a new one.
                     del self._watched[descriptor]
-            # An event of this batch may have closed a descriptor that a later one names.
+            # An earlier event of this batch may have closed the descriptor.
             elif descriptor in self._owners:
                 self._read(*self._owners[descriptor])
-        # Before any worker pool hands out items, whichever worker pool they go to.
+        # Route all items before any worker pool gives items to processes.
         for pool in self.pools.values():
             passed_on, pool.passed_on = pool.passed_on, []
             for item in passed_on:
@@ -152,19 +149,19 @@ class Pool:
             process.kill()
             process.is_closed = True
         if process.is_closed:
-            # Its exit code comes from the fork server; nothing more comes from here. Watched on, a
-            # socket at its end would be readable for ever and keep the loop spinning.
+            # The fork server reports the exit code. A closed socket stays readable and would keep
+            # the loop spinning.
             self._unwatch(process)
 
     def _bury(self, died: list[GradingProcess]) -> None:
         for process in died:
             owner = self._owners.get(process.connection.fileno())
             if owner is None or owner[1] is not process:
-                continue  # It was given up before.
+                continue  # The process was given up before.
             pool = owner[0]
-            # The news of its death may overtake its last answers, which count.
+            # The report of a death may overtake the last answers, which count.
             self._read(pool, process)
-            # A suspect whose last answer that was is detached by now.
+            # The last answer of a suspect detaches it.
             if process.connection.fileno() != -1:
                 pool.on_death(process)
                 self._detach(process)

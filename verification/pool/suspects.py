@@ -1,8 +1,6 @@
-"""The suspects of a worker pool: slow items in a process of their own, failed ones that wait for
-one.
+"""Suspects of a worker pool: slow items in separate processes, and failed items that wait for one.
 
-Runs in the verifier; used by `worker_pool.py`, which decides who becomes a suspect and what a fault
-means.
+Runs in the verifier; used by `worker_pool.py`, which decides which process becomes a suspect.
 """
 
 import os
@@ -14,32 +12,32 @@ from verification.pool.grading_process import GradingProcess, Item
 from verification.pool.turns import Turn
 
 SLOW_NICENESS, SLOWEST_NICENESS = 3, 7
-"""Not lower: next to other busy processes it would never get a core."""
+"""A lower priority would never get a core beside other busy processes."""
 SLOWEST_S = 0.4
-"""CPU time after which an item has the lower of the two priorities."""
+"""CPU time after which an item gets SLOWEST_NICENESS."""
 MEMORY_SHARE = 2
-"""Memory that all suspects together may hold, as a number of full ones."""
+"""Memory limit of all suspects together, as a multiple of one process's limit."""
 
 
 class Suspects:
-    """Processes of one item each, of which a few compute at once."""
+    """Processes with one item each; a few compute at once."""
 
     def __init__(
         self, cfg: WorkerPoolConfig, fork: Callable[[Item], GradingProcess], *, may_pause: bool
     ) -> None:
-        """may_pause: whether they compute and do nothing else, so that they can be stopped."""
+        """may_pause: whether the processes only compute, so that they can be stopped."""
         self._cfg = cfg
         self._fork = fork
         self._may_pause = may_pause
-        # Two at least, since one may be taken by an item that is overdue.
+        # At least two, because an overdue item may take one.
         self._slots = cfg.running_slow or max(2, len(os.sched_getaffinity(0)))
         self.processes: list[GradingProcess] = []
-        """Each with one item."""
+        """Processes with one item each."""
         self.doubtful: list[Item] = []
-        """Items without a process: they failed, or lost it to others."""
+        """Items without a process: they failed or lost their process."""
 
     def give_turns(self, now: float, *, is_busy: bool) -> Iterator[tuple[GradingProcess, Item]]:
-        """Pause and resume processes; new ones, each with the item that it is to be given.
+        """Pause and resume processes; yield new processes, each with its item.
 
         is_busy: whether a worker has an item.
         """
@@ -54,7 +52,7 @@ class Suspects:
                 yield self._retry(item)
 
     def _choose(self, now: float) -> Iterator[tuple[GradingProcess, Item]]:
-        # Only as many as there is room for: a turn given to one that cannot start would be lost.
+        # No more than there is room for: an item that cannot start would waste its turn.
         room = max(0, self._cfg.held_slow - len(self.processes))
         suspects, doubtful = list(self.processes), self._next_doubtful(now)[:room]
         asking = [_turn(p.items[0], p.used_s, is_running=not p.is_paused) for p in suspects]
@@ -73,7 +71,7 @@ class Suspects:
                 yield self._retry(item)
 
     def _next_doubtful(self, now: float) -> list[Item]:
-        """Items without a process, in the order in which they should have one."""
+        """Items without a process, next first."""
 
         def rank(item: Item) -> tuple[bool, bool, float, float]:
             is_overdue = turns.is_overdue(item.since_s, now)
@@ -89,7 +87,7 @@ class Suspects:
         return process, item
 
     def keep_quiet(self, now: float) -> bool:
-        """Whether no new item may start while one wants to be alone."""
+        """Whether an item that must run alone keeps new items from starting."""
         if self._may_pause:
             return False  # New items take milliseconds.
         is_alone = any(process.items[0].needs_quiet for process in self.processes)
@@ -98,7 +96,7 @@ class Suspects:
         )
 
     def surplus(self) -> list[GradingProcess]:
-        """Those beyond the number that may be held: they have used most."""
+        """Processes beyond `held_slow`: those that used most CPU time."""
         count = len(self.processes) - self._cfg.held_slow
         if count <= 0:
             return []
@@ -106,8 +104,8 @@ class Suspects:
         return by_use[-count:]
 
     def oversized(self) -> list[GradingProcess]:
-        """The largest, if all together hold more memory than they may."""
-        # A few are within the limit of their address spaces.
+        """The largest processes, if all together exceed the memory limit."""
+        # A few cannot exceed it: each has its own limit.
         if len(self.processes) <= MEMORY_SHARE:
             return []
         sizes = {process.number: process.resident_bytes for process in self.processes}
@@ -122,8 +120,8 @@ class Suspects:
 
 
 def lower_priority(process: GradingProcess, item: Item, used_s: float) -> None:
-    """Have a process give way to others, the more the more its item has used."""
-    # One that is alone holds up nobody, and has been denied its time before.
+    """Lower a process's priority by the CPU time of its item."""
+    # An item that runs alone delays no other, and lacked time before.
     if not item.needs_quiet:
         process.give_way(SLOW_NICENESS if used_s < SLOWEST_S else SLOWEST_NICENESS)
 

@@ -1,8 +1,7 @@
 """Which slow items compute now, and which are paused: a feedback queue.
 
-Pure. Who has computed least goes first, and an item gives way the sooner the less it has computed:
-a bomb burns its limit in time that nobody else wants, an honest item of 200 ms waits for no bomb
-that is older than that.
+Pure. The item that computed least goes first. A bomb runs only in time that no other item wants; an
+honest item of 200 ms never waits for a bomb that has computed longer.
 """
 
 import math
@@ -10,26 +9,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FIRST_SLICE_S = 0.05
-"""CPU time until an item may have to give way to younger ones; then whenever it has doubled."""
+"""CPU time until an item may have to give way; then again at each doubling."""
 OVERDUE_S = 60.0
-"""Seconds after which the oldest item computes next, however much it has computed."""
+"""Seconds after which the oldest item computes next, whatever its CPU time."""
 
 
 class Turn(NamedTuple):
     """A slow item that asks for a core."""
 
     used_s: float
-    """CPU time that it has used, earlier attempts included."""
+    """CPU time used, including earlier attempts."""
     since_s: float
-    """Monotonic time at which its step was asked for."""
+    """Monotonic time of the request."""
     is_running: bool = False
     needs_quiet: bool = False
-    """It wants to be alone: the host was too crowded for an earlier attempt."""
+    """The item must run alone: the host was too busy for an earlier attempt."""
 
 
 def level(used_s: float) -> int:
     """0 in the first slice, one more with each doubling."""
-    # The sum of small differences of a clock may miss a limit by a trace.
+    # 1e-9: sums of clock differences may miss a limit slightly.
     return max(0, 1 + math.floor(math.log2(max(used_s, 1e-6) / FIRST_SLICE_S) + 1e-9))
 
 
@@ -39,7 +38,7 @@ def slice_left_s(used_s: float) -> float:
 
 
 def choose(turns: Sequence[Turn], slots: int, now: float) -> list[int]:
-    """Indices of at most `slots` items that compute now; the rest is paused."""
+    """Indices of at most `slots` items that compute now."""
 
     def rank(index: int) -> tuple[int, bool, float]:
         turn = turns[index]
@@ -47,7 +46,7 @@ def choose(turns: Sequence[Turn], slots: int, now: float) -> list[int]:
 
     alone = [i for i, turn in enumerate(turns) if turn.needs_quiet]
     others = sorted((i for i, turn in enumerate(turns) if not turn.needs_quiet), key=rank)
-    # Once it runs nobody may join: its second attempt must not fail like the first.
+    # No item may join it: its second attempt must not fail like the first.
     running_alone = [i for i in alone if turns[i].is_running]
     overdue_alone = [i for i in alone if is_overdue(turns[i].since_s, now)]
     for candidates in (running_alone, overdue_alone, [] if others else alone):
@@ -59,5 +58,5 @@ def choose(turns: Sequence[Turn], slots: int, now: float) -> list[int]:
 
 
 def is_overdue(since_s: float, now: float) -> bool:
-    """Whether something that waits since then must have its turn."""
+    """Whether an item that waits since `since_s` must compute next."""
     return now - since_s >= OVERDUE_S

@@ -1,28 +1,27 @@
-"""One worker pool of grading: which process gets which item, and what a fault of a process means.
+"""One worker pool: gives items to grading processes and handles faults of processes.
 
 Runs in the verifier; used by `pool.py`. An item is one step of one score. Three kinds of process:
 
-- A *worker* takes new items. It stays for the next one when it has answered.
-- A *suspect* is at a low priority, has one item, and ends with it. A worker becomes one when its
-  item takes longer than BRISK_S (in worker pools limited by CPU time), so that nothing waits behind
-  the item, and continues with it; an item that failed is tried again by a new one. A few suspects
-  compute at once, those whose items are youngest (`turns.py`); the others are paused, and lose
-  nothing.
-- A *spare* is forked and idle. It takes the place of a worker that became a suspect, at once.
+- A *worker* takes new items, one after another.
+- A *suspect* has a low priority and one item, and ends with it. In pools limited by CPU time, a
+  worker whose item takes longer than BRISK_S becomes a suspect, so that no item waits behind it. A
+  new suspect retries a failed item. The suspects with the youngest items compute (`turns.py`); the
+  others are paused and keep their work.
+- A *spare* is forked and idle. It replaces a worker that became a suspect.
 
 | event | first time | second time |
 |---|---|---|
-| the item uses up timeout_s | tried again | Score with reason "grading_timeout" |
-| memory or stack runs out | tried again | Score with "grading_memory", "grading_depth" |
-| a signal ends the process | tried again | Score with reason "grading_crash" |
-| max_elapsed_s pass first, or the host lacks memory | again, alone | ScoreFailed: not graded |
-| the process exits by itself | tried again | ScoreFailed: our own failure, never a reward |
-| it retires, or dies idle or with the fork server | nobody is blamed | nobody is blamed |
-| more suspects than held_slow, or their memory | the one that used most starts anew | the same |
+| the item uses up timeout_s | retry | Score with reason "grading_timeout" |
+| memory or stack runs out | retry | Score with "grading_memory", "grading_depth" |
+| a signal ends the process | retry | Score with reason "grading_crash" |
+| max_elapsed_s pass first, or the host lacks memory | retry alone | ScoreFailed: not graded |
+| the process exits by itself | retry | ScoreFailed: our own failure, never a reward |
+| it retires, or dies idle or with the fork server | no fault | no fault |
+| more suspects than held_slow, or their memory | the one that used most restarts | the same |
 | answer_within_s pass | ScoreFailed, not graded; if timeout_s was used up once, the Score | |
 
-Why not pebble 5.2.3: a worker that dies while idle breaks its whole pool, its workers share one
-pipe and lock, it pickles, and a worker that hangs holds up what waits behind it.
+Why not pebble 5.2.3: a worker that dies idle breaks the whole pool, workers share one pipe and
+lock, it pickles, and a hanging worker delays the items behind it.
 """
 
 import logging
@@ -61,22 +60,21 @@ from verification.run_time import oom_kills
 from verification.score import unverified
 
 START_TIMEOUT_S = 60.0
-"""A grading process that has not loaded a task's libraries by then has failed."""
+"""Limit for loading a task's libraries."""
 BRISK_S = 0.025
-"""CPU time after which an item no longer holds up others."""
+"""CPU time after which a worker becomes a suspect."""
 SWEEP_S = 1.0
-"""Time between two looks at what has been waiting for too long."""
+"""Interval of checks for items that wait too long."""
 LOOK_S = 0.2
-"""Time between two looks at what a host lets a process do, in worker pools limited by elapsed time.
-"""
-# Items given to one process at a time, so that it need not wait for a round trip between two. Where
-# an item may take long, others had better wait here, where any process can take them.
+"""Interval of limit checks in worker pools limited by elapsed time."""
+# Items that one process holds, so that it need not wait for a round trip. Behind a slow item others
+# would wait too long, while here any process can take them.
 _DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
-# Code and custom rewards wait for other processes; CPU time of their own says little.
+# Code and custom rewards wait for other processes, so their own CPU time says little.
 _ELAPSED = frozenset({CODE, CUSTOM})
 
 Finished = ScoreDone | ScoreFailed
-"""What the queue is told about a request."""
+"""Answer to the queue's request."""
 log = logging.getLogger(__name__)
 
 
@@ -105,15 +103,14 @@ class WorkerPool:
         self.workers: list[GradingProcess] = []
         self.suspects = Suspects(cfg, self._fork, may_pause=self._is_timed_by_cpu)
         self.spares: list[GradingProcess] = []
-        """Idle and ready to replace a worker that is held up; one in worker pools limited by CPU
-        time."""
+        """Idle processes that replace workers; one in pools limited by CPU time."""
         self.passed_on: list[Item] = []
-        """Items whose next step is due in another worker pool, or here once more."""
+        """Items whose next step is due, in any worker pool."""
         self.finished: list[tuple[Item, Finished]] = []
         self.kills = 0
         """Processes killed for an item that took too long."""
         self.deaths = 0
-        """Processes that died by themselves."""
+        """Processes that died without our kill."""
 
     @property
     def processes(self) -> list[GradingProcess]:
@@ -122,26 +119,26 @@ class WorkerPool:
 
     @property
     def pending(self) -> int:
-        """Items that are here and not collected yet."""
+        """Uncollected items of this pool."""
         given = sum(len(process.items) for process in self.processes)
         done = len(self.passed_on) + len(self.finished)
         return len(self._waiting) + len(self.suspects.doubtful) + given + done
 
     @property
     def next_check_s(self) -> float | None:
-        """Monotonic time of the next check of a limit; None when nothing is in flight."""
+        """Monotonic time of the next limit check; None without items."""
         checks = [p.check_at_s for p in self.processes if p.check_at_s is not None]
         if self.pending:
             checks.append(self._next_sweep_s)
         return min(checks, default=None)
 
     def submit(self, item: Item) -> None:
-        """Add an item; the caller keeps to the room of the worker pool."""
+        """Add an item; the caller respects the pool's room."""
         self._waiting.append(item)
 
     def advance(self, now: float) -> list[GradingProcess]:
-        """Check limits, hand items out; the processes that were given up."""
-        # First the limits, since they free processes and change who is a suspect.
+        """Check limits and give items to processes; return abandoned processes."""
+        # Limits first: they free processes and make suspects.
         given_up = [process for process in self.processes if self._exceeds(process, now)]
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + SWEEP_S
@@ -160,11 +157,11 @@ class WorkerPool:
         return given_up
 
     def _new_worker(self, item: Item) -> GradingProcess:
-        """The spare, or a new process where there is none; the next spare is on its way then."""
+        """The spare or a new process; also fork the next spare."""
         process = self.spares.pop() if self.spares else self._fork(item)
         self.workers.append(process)
         if self._is_timed_by_cpu:
-            # Already now: the fork takes milliseconds in which the item to be overtaken runs on.
+            # Early, because a fork takes milliseconds.
             self.spares.append(self._fork(item))
         return process
 
@@ -174,14 +171,14 @@ class WorkerPool:
     # --- replies --------------------------------------------------------------------------------
 
     def take(self, process: GradingProcess, reply: Reply) -> bool:
-        """Take in a reply; whether the process is done with. Raises FrameError for nonsense."""
+        """Handle a reply; return whether the process is no longer needed. Raises FrameError."""
         now = time.monotonic()
         if isinstance(reply, Loaded):
-            # A process in the hands of hostile text must not win time by loading again and again.
+            # A hostile process must not gain time by repeated loading.
             if (reply.kind, reply.task) in process.loaded:
                 raise FrameError(f"it loaded {reply.task!r} twice")
             process.loaded.add((reply.kind, reply.task))
-            # The time of loading is not the item's.
+            # Loading does not count as the item's time.
             process.note_first(now)
         elif isinstance(reply, Retiring):
             process.is_retiring = True
@@ -190,13 +187,13 @@ class WorkerPool:
             process.note_first(now)
         self._set_check(process)
         if process in self.suspects.processes and not process.items:
-            # Only root may raise a priority again, so it is of no use for the next item.
+            # Only root may raise a priority again, so the process takes no other item.
             self._remove(process)
             return True
         return False
 
     def _finish(self, process: GradingProcess, reply: Graded | GradeFailed | Aborted) -> None:
-        # A process answers in the order in which it was asked: any other answer is forged.
+        # A process answers in order: any other answer is forged.
         if not process.items or process.items[0].item_id != reply.item_id:
             raise FrameError(f"it answered item {reply.item_id}, which is not its turn")
         item = process.items.popleft()
@@ -212,7 +209,7 @@ class WorkerPool:
         if isinstance(found, Score):
             self._score(item, found)
         else:
-            # A new item: faults count for each step by itself.
+            # A new item, because faults count per step.
             self.passed_on.append(Item(item.item_id, found, item.pools, since_s=item.since_s))
 
     def _score(self, item: Item, score: Score) -> None:
@@ -224,7 +221,7 @@ class WorkerPool:
     # --- limits ---------------------------------------------------------------------------------
 
     def _exceeds(self, process: GradingProcess, now: float) -> bool:
-        """Look at a process whose check is due; whether it was given up."""
+        """Check a process that is due; return whether it was abandoned."""
         if process.check_at_s is None or now < process.check_at_s:
             return False
         item, elapsed_s = process.items[0], now - process.first_since_s
@@ -243,12 +240,12 @@ class WorkerPool:
         return False
 
     def _find_fault(self, process: GradingProcess, now: float) -> str:
-        """Which limit a process has exceeded with its first item; empty for none."""
+        """The limit that a process exceeded with its first item; empty for none."""
         if self._is_timed_by_cpu:
             is_spent = process.used_s >= self._cfg.timeout_s
         else:
             is_spent = process.own_elapsed_s(now) >= self._cfg.timeout_s
-        # A sandbox has its own limits, which decide about the program: beyond, it is we who wait.
+        # A sandbox enforces the program's limits itself: beyond them the host is slow.
         if is_spent and self._name != CODE:
             return TIMEOUT
         is_host_slow = now - process.first_since_s >= self._cfg.max_elapsed_s
@@ -263,16 +260,15 @@ class WorkerPool:
             lower_priority(process, process.items[0], used_s)
             limit_s = slice_left_s(used_s)
         limit_s = min(limit_s, self._cfg.timeout_s - process.used_s)
-        # The CPU time of one thread never outruns the clock, so no limit is reached before this. It
-        # may lag behind: then little is missing at the check, and the next follows soon.
+        # CPU time of one thread never outruns the clock, so no limit is reached before this check.
+        # If CPU time lags behind, the next check follows soon.
         process.check_at_s = now + max(limit_s, BRISK_S / 4)
 
     def _make_suspect(self, process: GradingProcess) -> None:
         self.workers.remove(process)
         self.suspects.processes.append(process)
         first = process.items.popleft()
-        # It has read those behind the first as well and would answer them; that answer never comes
-        # in, because `take` removes a suspect with the answer to its first.
+        # The process also read the later items, but `take` removes it after its first answer.
         self._requeue(process)
         process.items.append(first)
 
@@ -290,7 +286,7 @@ class WorkerPool:
         process.kill()
 
     def _sweep(self, now: float) -> list[GradingProcess]:
-        """Give up suspects that hold too much memory, and items that are open for too long."""
+        """Abandon suspects with too much memory, and expire items that are open too long."""
         given_up = self._start_anew(self.suspects.oversized())
         last_s = now - self._answer_within_s
         for process in [*self.workers, *self.suspects.processes]:
@@ -317,9 +313,9 @@ class WorkerPool:
     # --- faults ---------------------------------------------------------------------------------
 
     def on_death(self, process: GradingProcess) -> None:
-        """Account for a process that is gone: its first item is to blame, if it has any."""
+        """Handle a dead process; its first item, if any, caused the death."""
         self._remove(process)
-        # Processes work on one item at a time, in order: those behind the first are innocent.
+        # A process works on its first item only, so later items are innocent.
         if process.items and not process.is_retiring and process.exit_code != LOST:
             self.deaths += 1
             item = process.items.popleft()
@@ -330,7 +326,7 @@ class WorkerPool:
         self._requeue(process)
 
     def _is_of_host(self, exit_code: int) -> bool:
-        """Whether the kernel killed it, or another that died meanwhile, for want of memory."""
+        """Whether the kernel ran out of memory and may have killed the process."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         return exit_code == -signal.SIGKILL and self._oom_kills > before
 
@@ -356,7 +352,7 @@ class WorkerPool:
             self._fail(item, detail, kind)
 
     def _requeue(self, process: GradingProcess) -> None:
-        # In front and in their old order: they have waited longest.
+        # In front, in their old order: these items waited longest.
         self._waiting.extendleft(reversed(process.items))
         process.items.clear()
 
@@ -382,6 +378,6 @@ class WorkerPool:
 
 
 def _load(process: GradingProcess) -> tuple[int, float]:
-    """Sorts the process first whose next item will be answered soonest."""
-    # Among equals the one silent longest comes last: it may hang.
+    """Sort key: the process that will answer its next item soonest comes first."""
+    # Among equals the process silent longest comes last: it may hang.
     return len(process.items), -process.first_since_s

@@ -1,5 +1,5 @@
-"""Runs untrusted programs behind walls and limits.
+"""Runs untrusted programs in isolation and under limits.
 
-`sandbox.py` runs in a grading process. `server.py` and the modules that it needs run inside the
-walls (`isolation.SERVER_MODULES`); they import nothing of ours from outside this package.
+`sandbox.py` runs in a grading process. `isolation.SERVER_MODULES` run inside the sandbox; they
+import nothing of ours from outside this package.
 """

@@ -1,17 +1,16 @@
-"""The connection between the process of the tests and that of the solution, and plain programs.
+"""The connection between the tests' process and the solution's process, and plain programs.
 
-Runs inside the sandbox, in children of `server.py`. Unit tests run in one process, the solution in
-another: the process of the tests knows the expected results and runs no line of the solution; that
-of the solution sees the arguments of one call at a time.
+Runs inside the sandbox, in children of `server.py`. The tests' process knows the expected results
+and runs no line of the solution. The solution's process sees the arguments of one call at a time.
 
-A connection is the descriptor of a socket; a frame is a length and JSON. Either end asks, and while
-it waits for the reply it answers what the other end asks.
+A frame on the socket is a length and JSON. Either end may ask; while an end waits for its reply, it
+answers questions of the other end.
 
 | frame | holds |
 |---|---|
-| question | "op", "handle" of the object that is asked, "data": arguments |
+| question | "op", "handle" of an object, "data": arguments |
 | reply | "value", "is_raised"; to the tests also "changed" arguments |
-| any of the solution | "printed": text of its standard output and error, if any |
+| each frame of the solution | "printed": text of its standard output and error, if any |
 """
 
 import importlib.util
@@ -39,7 +38,7 @@ class Peer:
     """One end of the connection."""
 
     kinds: dict[str, Kind]
-    """What this end decodes."""
+    """Kinds of value that this end decodes."""
     constant: Any = float
     """Value of NaN, Infinity and -Infinity in a frame."""
 
@@ -63,7 +62,7 @@ class Peer:
         return Decoder(data, self.kinds).decode()
 
     def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a question; answers the other end's meanwhile."""
+        """The reply to a question; answers the other end's questions meanwhile."""
         self.send(question)
         while "op" in (frame := self.receive()):
             self.answer(frame)
@@ -103,7 +102,7 @@ class Peer:
 
 
 class Printed:
-    """What the solution prints from here on, for tests that look at it."""
+    """Captures what the solution prints, for tests that read it."""
 
     def __init__(self) -> None:
         self._files = [_Bounded(), _Bounded()]
@@ -115,7 +114,7 @@ class Printed:
         )
 
     def take(self) -> list[str] | None:
-        """Standard output and error since the last time; None when there is nothing."""
+        """Standard output and error since the last call; None if both are empty."""
         texts = [file.getvalue().decode("utf-8", "replace") for file in self._files]
         if not any(texts):
             return None
@@ -126,7 +125,7 @@ class Printed:
 
 
 class _Bounded(io.BytesIO):
-    """Bytes up to a limit; OSError beyond, as for a full disk."""
+    """Bytes up to a limit; OSError beyond, like a full disk."""
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > MAX_PRINTED_BYTES:
@@ -135,19 +134,19 @@ class _Bounded(io.BytesIO):
 
 
 def read_descriptor(descriptor: int) -> bytes:
-    """All bytes of a file, whatever the position that its descriptor has."""
+    """All bytes of a file, independent of its position."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def run_program(source: bytes) -> None:
-    """Run a Python program as `__main__`; its exceptions pass through."""
+    """Run a Python program as `__main__`."""
     module = new_module("__main__")
     sys.argv = ["solution.py"]
     exec(compiled(source), module.__dict__)
 
 
 def compiled(source: bytes) -> types.CodeType:
-    """Code of a solution; SyntaxError if it is not Python."""
+    """Code of a solution. Raises SyntaxError."""
     if b"\0" in source:
         raise SyntaxError("source code cannot contain null bytes")
     return compile(source, "solution.py", "exec")
@@ -161,13 +160,13 @@ def new_module(name: str) -> types.ModuleType:
 
 
 class PackageFinder:
-    """Finds installed packages by their folders: the folder around them may be closed to us."""
+    """Finds packages by their own folders; the parent folder may be unreadable."""
 
     def __init__(self, folders: list[str]) -> None:
         self._folders = {os.path.basename(folder): folder for folder in folders}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """As `sys.meta_path` asks."""
+        """Spec of a package, for `sys.meta_path`."""
         folder = self._folders.get(name)
         if folder is None:
             return None
@@ -179,5 +178,5 @@ class PackageFinder:
 def show_packages(folders: list[str]) -> None:
     """Make installed packages importable."""
     sys.meta_path.append(PackageFinder(folders))
-    # One thread: a test has the memory of one process, and a pool of threads takes most of it.
+    # One thread: a thread pool would take most of a test's memory.
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")

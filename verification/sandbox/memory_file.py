@@ -1,6 +1,6 @@
-"""Anonymous files in memory: how input reaches a sandboxed program and output comes back.
+"""Anonymous memory files that carry a sandboxed program's input and output.
 
-Used by a grading process. A program gets the descriptor alone; the file has no name to find.
+Used by a grading process. A program gets only the descriptor; the file has no name.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from verification.verdict import GradingError
 
 
 def make_file(content: bytes | None = None) -> int:
-    """Descriptor of a new file; one with content, be it empty, can never be changed again."""
+    """Descriptor of a new file; a file created with content (even empty) is sealed."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     size = len(content or b"")
     if limit != resource.RLIM_INFINITY and size > limit:
@@ -29,13 +29,13 @@ def make_file(content: bytes | None = None) -> int:
 
 
 def read_file(descriptor: int, limit: int) -> bytes:
-    """The first bytes of a file, whatever its position."""
+    """The first `limit` bytes of a file."""
     return os.pread(descriptor, limit, 0)
 
 
 @contextlib.contextmanager
 def closing(*descriptors: int) -> Iterator[list[int]]:
-    """Closes descriptors at the end."""
+    """Close descriptors at the end."""
     try:
         yield list(descriptors)
     finally:

@@ -1,7 +1,7 @@
-"""Arrays of numpy and expressions of SymPy on the wire, where the tests allow those packages.
+"""Encoding of numpy arrays and SymPy expressions, where the tests allow those packages.
 
-Runs inside the sandbox, in both processes. No text is evaluated: an expression is rebuilt from the
-names of its classes and from numbers.
+Runs inside the sandbox, in both processes. No text is evaluated: the decoder rebuilds an expression
+from class names and numbers.
 """
 
 import sys
@@ -17,7 +17,7 @@ _CONSTANTS = frozenset(
 
 
 def dump_array(value: Any) -> tuple[Any, ...] | None:
-    """An array or a number of numpy; None for an array of objects."""
+    """Node of a numpy array or number; None for an array of objects."""
     if value.dtype.kind not in _ARRAY_KINDS:
         return None
     is_scalar = not isinstance(value, sys.modules["numpy"].ndarray)
@@ -25,7 +25,7 @@ def dump_array(value: Any) -> tuple[Any, ...] | None:
 
 
 def make_array(parts: list[Any], kind: str, shape: Any, data: str, is_scalar: bool) -> Any:
-    """The array or number of a node."""
+    """numpy array or number of a node."""
     numpy = _loaded("numpy")
     dtype = numpy.dtype(str(kind))
     if dtype.kind not in _ARRAY_KINDS:
@@ -35,7 +35,7 @@ def make_array(parts: list[Any], kind: str, shape: Any, data: str, is_scalar: bo
 
 
 def dump_expression(value: Any) -> tuple[Any, ...]:
-    """An expression."""
+    """Node of a SymPy expression."""
     name = type(value).__name__
     if name in _CONSTANTS:
         return (), name, []
@@ -49,15 +49,15 @@ def dump_expression(value: Any) -> tuple[Any, ...]:
 
 
 def dump_matrix(value: Any) -> tuple[Any, ...]:
-    """A matrix."""
+    """Node of a SymPy matrix."""
     return value.flat(), "Matrix", list(value.shape)
 
 
 def make_expression(parts: list[Any], name: str, more: Any) -> Any:
-    """The expression of a node."""
+    """SymPy expression of a node."""
     sympy = _loaded("sympy")
     if not all(isinstance(part, sympy.Basic) for part in parts):
-        # SymPy evaluates text that it is given.
+        # SymPy would evaluate text.
         raise TypeError("a part of an expression is none")
     if name == "Rational":
         return sympy.Rational(*(int(number, 16) for number in more))
@@ -77,13 +77,13 @@ def make_expression(parts: list[Any], name: str, more: Any) -> Any:
 
 
 def _loaded(name: str) -> Any:
-    """A package that the task allows; importing it fails where it does not."""
+    """An imported package; the import fails unless the task allows it."""
     __import__(name)
     return sys.modules[name]
 
 
 def parse_only(texts: frozenset[str]) -> None:
-    """Have SymPy parse no text but these: to parse is to evaluate as Python."""
+    """Make SymPy parse only these texts, because its parser evaluates Python."""
     from sympy.parsing import sympy_parser
 
     parse: Callable[..., Any] = sympy_parser.parse_expr

@@ -1,8 +1,8 @@
-"""What stands in the tests' process for an object of the solution.
+"""Proxies in the tests' process for objects of the solution.
 
-Runs inside the sandbox, in the process of the tests. Methods run in the solution's process, and
-what they return is a value. Whether two objects are equal is decided here, by the names of their
-classes and by their attributes; no method of the solution is asked, nor told what is expected.
+Runs inside the sandbox, in the tests' process. Methods run in the solution's process and return
+values. This module decides equality by class names and attributes: it neither asks a method of the
+solution nor shows the solution an expected result.
 """
 
 import sys
@@ -15,18 +15,18 @@ from verification.sandbox.solution_process import SPECIAL, state_of
 UNIT_TESTS_FILE = "unit_tests.py"
 _SINGLE_ITEMS = 8
 _BATCH_ITEMS = 256
-# What turns an object into a value, and so would tell a test that two things are the same.
+# These methods turn an object into a value, and so could claim that two things are the same.
 _TELLING = frozenset(
     "__bool__ __len__ __iter__ __next__ __int__ __float__ __index__ __round__".split()
 )
-# After these an object holds what it was given; after `__isub__` it would be a difference.
+# These operators collect a value; `__isub__` would make a difference.
 _GATHERING = frozenset({"__iadd__", "__imul__", "__ior__"})
 _FORWARDED = "__len__ __index__ __round__ __getitem__ __setitem__ __delitem__ __enter__".split()
 _comparing: set[tuple[int, int]] = set()
 
 
 class NotANumber(float):
-    """A NaN of the solution: comparing its size is an error, so that no `not x > y` accepts it."""
+    """A NaN of the solution: comparing its size raises, so that no `not x > y` accepts it."""
 
     def _refuse(self, *other: object) -> bool:
         raise ValueError("a result is not a number")
@@ -42,7 +42,7 @@ class NotANumber(float):
 
 
 class Record:
-    """What is known of an object of the solution."""
+    """Facts about an object of the solution."""
 
     def __init__(self, link: Any, handle: int, name: str, *, specials: Any, names: Any) -> None:
         self.link = link
@@ -50,15 +50,15 @@ class Record:
         self.name = name
         self.specials = frozenset(specials)
         self.names = {name for _, name in names}
-        """Of its class and of the bases; of a class its own."""
+        """Names of the object's class and its bases; for a class its own."""
         self.state: dict[str, Any] | None = None
         self.epoch = -1
-        """When the state was learned; a later call may have changed it."""
+        """The link's epoch of `state`; a later call may have changed the object."""
         self.has_met_value = False
-        """It came of an operator with a value of the tests, perhaps of what they expect."""
+        """An operator made the object from a value of the tests, perhaps an expected result."""
 
     def ask(self, op: str, *payload: Any, **options: Any) -> Any:
-        """What the solution's process answers about the object."""
+        """The solution's answer about the object."""
         return self.link.ask(op, self.handle, *payload, **options)
 
     def method(self, name: str, *arguments: Any) -> Any:
@@ -70,14 +70,14 @@ class Record:
         return self.ask("method", name, arguments)
 
     def text(self, name: str, *arguments: Any) -> str:
-        """Result of a special method that must be a text."""
+        """Result of a special method that must return text."""
         found = self.method(name, *arguments)
         if not isinstance(found, str):
             raise TypeError("a text was expected")
         return found
 
     def current_state(self) -> dict[str, Any] | None:
-        """Attributes as they are now."""
+        """Current attributes."""
         if self.epoch != self.link.epoch:
             self.ask("get")
         return self.state
@@ -152,7 +152,7 @@ class RemoteObject:
         raise StopIteration(last)
 
     def __contains__(self, wanted: Any) -> bool:
-        # The solution is not told what is looked for.
+        # The solution must not see the wanted value.
         return any(item is wanted or item == wanted for item in self)
 
     def __int__(self) -> int:
@@ -204,7 +204,7 @@ class RemoteObject:
             return False
         pair = (id(self), id(other))
         if pair in _comparing:
-            # A part of itself: equal if all the rest is.
+            # An object that contains itself: equal if the rest is equal.
             return True
         _comparing.add(pair)
         try:
@@ -218,7 +218,7 @@ def _forwarded(method: str) -> Callable[..., Any]:
 
 
 def _comparison(method: str) -> Callable[..., Any]:
-    """A comparison by size, between objects of the solution alone."""
+    """A comparison by size, only between two objects of the solution."""
 
     def compare(self: RemoteObject, other: object) -> Any:
         if not isinstance(other, RemoteObject) or method not in self._remote.specials:
@@ -233,9 +233,9 @@ def _comparison(method: str) -> Callable[..., Any]:
 def _operation(method: str) -> Callable[..., Any]:
     """An operator.
 
-    With a value of the tests one may tell the solution what is expected (`abs(f(x) - 3) < 1e-9`),
-    so it makes nothing but another object, which is neither compared by size nor asked if it is
-    nothing. Between objects of the solution alone it may make a value, such as a length.
+    A value of the tests may reveal the expected result (`abs(f(x) - 3) < 1e-9`). Such an operation
+    returns only another object, which cannot be compared by size or converted to a value. Between
+    two objects of the solution it may return a value, such as a length.
     """
 
     def operate(self: RemoteObject, *other: object) -> Any:
@@ -265,13 +265,13 @@ _define(SPECIAL[SPECIAL.index("__add__") :], _operation)
 
 
 class RemoteCallable(RemoteObject):
-    """A function or a class of the solution, or an object that can be called."""
+    """A function, class or callable object of the solution."""
 
     __slots__ = ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         caller = sys._getframe(1)
-        # Where the statement that calls also reads the argument, it means the value before.
+        # A statement that calls and reads the argument means the value before the call.
         is_read = caller.f_lineno in self._remote.link.reading_lines
         is_read &= caller.f_code.co_filename == UNIT_TESTS_FILE
         return self._remote.ask("call", arguments, keywords, write_back=not is_read)
@@ -283,11 +283,11 @@ class RemoteCallable(RemoteObject):
 
 
 def remote_generator(record: Record) -> Iterator[Any]:
-    """Items of an iterator of the solution; a generator, as most of those are."""
+    """Items of an iterator of the solution."""
     count, is_plain = 0, True
     sent, error = None, None
     while True:
-        # Few round trips for many items, but nothing computed early of those that are taken singly.
+        # Few round trips for many items, but no item computed early when tests take them singly.
         batch = _BATCH_ITEMS if is_plain and count >= _SINGLE_ITEMS else 1
         items, end, last = record.ask("advance", sent, error, batch)
         sent, error = None, None
@@ -308,7 +308,7 @@ def remote_generator(record: Record) -> Iterator[Any]:
 
 
 async def remote_coroutine(record: Record) -> Any:
-    """What awaiting a coroutine of the solution gives."""
+    """Result of a coroutine of the solution."""
     return record.ask("await")
 
 

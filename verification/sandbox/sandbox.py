@@ -1,12 +1,12 @@
-"""A sandbox: runs untrusted programs one after another, with limits, and tells how each ended.
+"""A sandbox: runs untrusted programs one after another under limits, and reports how each ended.
 
-Used by a grading process; one sandbox serves one solution. The programs run as children of
-`server.py`, which is started here behind the walls of `isolation.py`. Input and output are
-anonymous files of this process: a test has read-only input, writes its output, and nobody else ever
-has either. How a child ended is told by the server, with whom the tested code shares nothing.
+Used by a grading process; one sandbox serves one solution. Programs run as children of `server.py`,
+which this module starts in the isolation of `isolation.py`. Input and output are anonymous files:
+a test reads its input, writes its output, and no other process has either. The server reports how
+a child ended; the tested code shares nothing with the server.
 
-Nothing survives the death of this process: the sandbox's first process dies with it, and with that
-one all others. Folders and control groups that a killed process left are removed by the next one.
+The kernel kills the sandbox when this process dies. The next sandbox removes folders and control
+groups that a killed process left.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from verification.verdict import GradingError, HostBusy
 
 START_TIMEOUT_S = 30.0
 REPLY_GRACE_S = 60.0
-"""How long the server may take to reply after it was told to end a program."""
+"""Time for the server to reply after the order to end a program."""
 END_TIMEOUT_S = 5.0
 ERROR_BYTES = 4000
 STOP = b"stop"
 SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE})
-"""What the kernel says when the host has no room for one more process or file."""
+"""The kernel's errors when the host has no room for one more process or file."""
 LOOSE_PROCESSES = 512
-"""Room for new processes on the host, where the kernel counts all of the user."""
+"""Room for new processes where the kernel counts all processes of the user."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -50,24 +50,24 @@ class Ending(msgspec.Struct, frozen=True):
     """Negative: the signal that killed it."""
     cpu_s: float
     peak_bytes: int
-    """Most memory that it had resident."""
+    """Peak resident memory."""
 
 
 class ProgramResult(msgspec.Struct, frozen=True):
     """Result of a program."""
 
     endings: list[Ending]
-    """Of its process; for unit tests, that of the tests, then that of the solution."""
+    """One process; for unit tests the tests' process, then the solution's."""
     wall_s: float
     is_late: bool
-    """It was killed because it had used up its time."""
+    """The server killed the program at its time limit."""
     output: bytes = b""
     errors: str = ""
-    """Start of what it wrote to standard error."""
+    """Start of standard error."""
 
 
 class SandboxSpec(msgspec.Struct, frozen=True):
-    """What a sandbox is made of."""
+    """Settings of a sandbox."""
 
     kind: str
     """One of `isolation.KINDS`."""
@@ -78,16 +78,16 @@ class SandboxSpec(msgspec.Struct, frozen=True):
     readable: tuple[str, ...] = ()
     """Further folders of the host that programs may read."""
     packages: tuple[str, ...] = ()
-    """Folders of the host, each a Python package to read and import."""
+    """Folders of Python packages that programs may import."""
     warm_modules: tuple[str, ...] = ()
-    """Modules that the server loads once, so that tests find them loaded."""
+    """Modules that the server loads once for all tests."""
 
 
 class Sandbox(Closing):
-    """A running sandbox; a context manager that ends it with all it runs."""
+    """A running sandbox; leaving the context ends it and all its processes."""
 
     def __init__(self, spec: SandboxSpec, group: ControlGroup | None = None) -> None:
-        """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
+        """Start a sandbox without waiting for it. Raises GradingError."""
         _check_kernel(spec.kind)
         self._spec = spec
         self._folder = None if spec.kind == "bubblewrap" else isolation.make_folder()
@@ -95,7 +95,7 @@ class Sandbox(Closing):
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
         self._own_processes: list[int] = []
-        """The server, and what stands between it and this process."""
+        """The server, and the processes between it and this one."""
         self._oom_kills = oom_kills()
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
@@ -134,7 +134,7 @@ class Sandbox(Closing):
             self._close_files()
 
     def _wait_for_end(self) -> None:
-        """Wait for the end, at most for END_TIMEOUT_S; Popen.wait would sleep too long."""
+        """Wait at most END_TIMEOUT_S; Popen.wait would sleep too long."""
         pidfd = os.pidfd_open(self._process.pid)
         select.select([pidfd], [], [], END_TIMEOUT_S)
         os.close(pidfd)
@@ -151,14 +151,14 @@ class Sandbox(Closing):
     def run(
         self, command: list[str] | None, source: bytes, *, stdin: bytes, limits: Limits
     ) -> ProgramResult:
-        """Run a program on an input: the command, or without one the Python source."""
+        """Run a program on an input: a command, or without one the Python source."""
         output, errors = make_file(), make_file()
         with closing(make_file(stdin), output, errors, make_file(source)) as files:
             request = {"action": "program", "command": command}
             return self._run(request, files, limits, output=output, errors=errors)
 
     def check(self, solution: bytes, tests: bytes, *, limits: Limits) -> ProgramResult:
-        """Run the jobs of a solution and of its unit tests; the output is the tests' report."""
+        """Run a solution's job and its unit tests' job; the output is the tests' report."""
         own, errors, report = make_file(), make_file(), make_file()
         # Each process has a separate standard input: both might write to a common one.
         inputs = (make_file(b""), make_file(b""))
@@ -192,7 +192,7 @@ class Sandbox(Closing):
         )
 
     def _check_host(self, result: ProgramResult, end: str) -> None:
-        """Raise HostBusy for a program that the host ended, or gave no time."""
+        """Raise HostBusy if the host killed the program or gave it no CPU time."""
         if result.is_late and end in ("", HOST):
             cpu_s = result.endings[0].cpu_s
             raise HostBusy(f"a program got {cpu_s:.1f} s of a core in {result.wall_s:.0f} s")
@@ -247,7 +247,7 @@ class Sandbox(Closing):
         descriptors: list[int],
         group: ControlGroup | None,
     ) -> subprocess.Popen[bytes]:
-        """Start bwrap, which waits until its first process is in the group and has its users."""
+        """Start bwrap, which waits until its first process is in the control group."""
         info_read, info_write = os.pipe()
         block_read, block_write = os.pipe()
         with open(info_read, "rb"), open(block_write, "wb") as block:
@@ -331,7 +331,7 @@ class Sandbox(Closing):
 
 
 def _check_kernel(kind: str) -> None:
-    """Raise GradingError if the kernel has a Landlock that is too old to protect files."""
+    """Raise GradingError if the kernel's Landlock is too old to protect files."""
     version = confinement.landlock_version()
     if kind == "landlock" and 0 < version < confinement.LEAST_LANDLOCK:
         raise GradingError(

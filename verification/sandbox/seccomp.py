@@ -1,17 +1,16 @@
-"""Filters of system calls for untrusted programs, as programs for the kernel.
+"""Seccomp filters of system calls for untrusted programs.
 
-Built in a grading process with libseccomp (through pyseccomp), applied inside the sandbox. Both
-filters are lists of what is allowed. Any other call fails with ENOSYS, as on a kernel that does not
-have it: C libraries then use an older call. EPERM would make them give up. A call by the numbers of
-another architecture (i386, x32) ends the program.
+A grading process builds them with libseccomp (through pyseccomp); the sandbox applies them. Both
+filters list the allowed calls. Any other call fails with ENOSYS, as on an older kernel: C libraries
+then use an older call, but give up after EPERM. A call by the numbers of another architecture
+(i386, x32) ends the program.
 
-A filter sees arguments of 64 bits, of which the kernel uses 32 where it takes an int. Where values
-are allowed, all 64 or the lower 32 are compared; where bits are refused, their mask lies in the
-lower 32. Either way higher bits win nothing.
+A filter sees arguments of 64 bits; the kernel uses 32 of an int. Allowed values are compared in all
+64 or the lower 32 bits, and refused bits are in the lower 32, so higher bits bypass nothing.
 
-What is allowed must not reach another process, by whatever detour. Signals have more ways than
-`kill`: an owner and a signal of a descriptor (fcntl, ioctl), timers of other threads (the kernel
-takes those of the same process alone), the death of a parent (prctl, clone).
+No allowed call may reach another process. Signals have more ways than `kill`: owner and signal of a
+descriptor (fcntl, ioctl), timers of other threads (the kernel accepts only those of the same
+process), the death of a parent (prctl, clone).
 """
 
 import base64
@@ -22,30 +21,30 @@ import tempfile
 
 from verification.verdict import GradingError
 
-# What the kernel takes of an argument that is an int.
+# Bits that the kernel uses of an int argument.
 _INT = 0xFFFFFFFF
 _CLONE_THREAD = 0x00010000
 _CLONE_PARENT = 0x00008000
-# The lowest byte of clone's flags is the signal that the parent gets in the end.
+# The lowest byte of clone's flags is the signal at the child's end.
 _CLONE_SIGNAL = 0xFF
 _SIGCHLD = 17
 # CLONE_NEWTIME .. CLONE_NEWNET: every flag that makes a namespace.
 _CLONE_NAMESPACES = 0x7E020080
 _AF_UNIX = 1
-# isatty, window size, close-on-exec, non-blocking, bytes available: no call that types or signals.
+# isatty, window size, close-on-exec, non-blocking, bytes available: nothing that types or signals.
 _IOCTLS = (0x5401, 0x5413, 0x5450, 0x5451, 0x5421, 0x541B)
 # Name of a thread or of a mapping, dumpable flag, capability of the bounding set.
 _PRCTLS = (15, 16, 0x53564D41, 3, 23)
-# Copies of a descriptor, flags, locks (of the process, of the open file), size of a pipe, seals:
-# no owner or signal of a descriptor, no lease, no notification, and no growing of pipes.
+# Copies of a descriptor, flags, locks (process, open file), size of a pipe, seals: no owner or
+# signal of a descriptor, no lease, no notification, no growing of pipes.
 _FCNTLS = (0, 1030, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1032, 1034)
 _F_SETFL = 4
 _O_ASYNC = 0x2000
-# Wait, wake, requeue, with and without bits: all but those that inherit priority, whose futex names
-# the thread that holds it, of any process.
+# Wait, wake, requeue, with and without bits. No priority inheritance: its futex names a thread of
+# any process.
 _FUTEXES = (0, 1, 3, 4, 5, 9, 10)
 _FUTEX_PRIVATE_AND_CLOCK = 0x180
-# All clocks that have a name; a negative number is the clock of some process or device.
+# All named clocks; a negative number is the clock of a process or device.
 _CLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 11)
 _CLOCK_CALLS = ("clock_gettime", "clock_getres", "clock_nanosleep", "timer_create")
 
@@ -72,33 +71,33 @@ _PROCESS = """
     getresuid getresgid getgroups getpgrp getpgid getsid getrusage uname sysinfo getrlimit setrlimit
     getcpu getrandom arch_prctl exit exit_group execve wait4 waitid
 """
-# clone3 is missing on purpose: its flags lie in memory, where a filter cannot look. Without it the
-# C library uses clone, whose flags are an argument.
+# clone3 is missing on purpose: its flags are in memory, which a filter cannot read. Without it the
+# C library uses clone, which takes its flags as an argument.
 _COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
 # Refused with EPERM: the program gets the error and continues.
 _SIGNALS = ("kill", "tkill", "tgkill")
-# Answered with success and not made: nothing here must outlive a crash of the host, whose disk a
-# program could otherwise keep busy through any file that it can read.
+# Succeed without effect: nothing here must survive a crash of the host, and a program could
+# otherwise keep the disk busy through any readable file.
 _SYNCHRONIZATIONS = ("fsync", "fdatasync", "msync")
-# Landlock knows no right to them: where it is the wall, they would reach files of the host.
+# Landlock has no right for these calls: under Landlock alone they would change the host's files.
 _TIMES = ("utime", "utimes", "utimensat", "futimesat")
 
 
 @functools.cache
 def test_filter() -> bytes:
-    """Filter for a program under test: threads but no other process, no socket, no signal.
+    """Filter for a program under test: threads, but no other process, socket or signal.
 
-    Without forks RLIMIT_AS is a true cap on memory. abort() still ends the program: its signal is
-    refused, and the C library then executes an invalid instruction.
+    Without forks RLIMIT_AS caps all memory. abort() still ends the program: the filter refuses its
+    signal, and the C library then executes an invalid instruction.
     """
     return _build(may_fork=False)
 
 
 @functools.cache
 def compile_filter(*, may_change_modes: bool) -> bytes:
-    """Filter for a compiler, which starts other programs and makes one that can be executed.
+    """Filter for a compiler, which starts other programs and makes an executable.
 
-    Where it may not change modes it is told that it did: a linker does not look.
+    Where it may not change modes, chmod succeeds without effect: a linker does not check.
     """
     return _build(may_fork=True, may_change_modes=may_change_modes)
 
@@ -112,7 +111,7 @@ def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
             "libseccomp2, or accept unsafe grading with isolation = 'rlimits'"
         ) from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
-    # The default ends one thread alone, and the others would go on without it.
+    # The default action ends only one thread.
     rules.set_attr(pyseccomp.Attr.ACT_BADARCH, pyseccomp.KILL_PROCESS)
     for name in _COMMON:
         _add(rules, pyseccomp.ALLOW, name)
@@ -122,7 +121,7 @@ def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
         _add(rules, pyseccomp.ERRNO(0), name)
     _add_conditional(rules, pyseccomp)
     arg, masked = pyseccomp.Arg, pyseccomp.MASKED_EQ
-    # With CLONE_THREAD it is a thread of this process, which shares its limits and its end.
+    # CLONE_THREAD makes a thread of this process, which shares its limits and its end.
     mask = _CLONE_NAMESPACES | _CLONE_THREAD
     _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _CLONE_THREAD))
     if may_fork:
@@ -130,13 +129,13 @@ def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
             _add(rules, pyseccomp.ALLOW, name)
         for name in ("chmod", "fchmod", "fchmodat"):
             _add(rules, pyseccomp.ALLOW if may_change_modes else pyseccomp.ERRNO(0), name)
-        # A child of the caller alone, whose end is told as usual.
+        # A child of the caller only, with the usual signal at its end.
         mask |= _CLONE_PARENT | _CLONE_SIGNAL
         _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _SIGCHLD))
     else:
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "fork")
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "vfork")
-    # Exported, not loaded: it is for another process, and libseccomp exports to files alone.
+    # Export, because the filter is for another process; libseccomp exports only to files.
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -144,7 +143,7 @@ def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
 
 
 def _add_conditional(rules: object, pyseccomp: object) -> None:
-    """Calls that are allowed for some arguments."""
+    """Add calls that are allowed for some arguments."""
     arg, equal = pyseccomp.Arg, pyseccomp.EQ
     for request in _IOCTLS:
         _add(rules, pyseccomp.ALLOW, "ioctl", arg(1, equal, request))
@@ -159,7 +158,7 @@ def _add_conditional(rules: object, pyseccomp: object) -> None:
         _add(rules, pyseccomp.ALLOW, name, arg(0, pyseccomp.MASKED_EQ, _INT, clock))
     for option in _PRCTLS:
         _add(rules, pyseccomp.ALLOW, "prctl", arg(0, equal, option))
-    # Of process 0, which is the caller: elsewhere it would be a way to touch another process.
+    # Process 0 is the caller; another number would reach another process.
     _add(rules, pyseccomp.ALLOW, "prlimit64", arg(0, equal, 0))
     _add(rules, pyseccomp.ALLOW, "socketpair", arg(0, equal, _AF_UNIX))
     # Argument 4 is the address: with one, a datagram could reach sockets of the host.
@@ -179,5 +178,5 @@ def _add(rules: object, action: int, name: str, *conditions: object) -> None:
 
 
 def as_text(program: bytes) -> str:
-    """Text form of a filter, as the server reads it."""
+    """Text form of a filter, for the server."""
     return base64.b64encode(program).decode()

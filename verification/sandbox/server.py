@@ -1,10 +1,9 @@
 """The server inside a sandbox: forks a confined child for each program that `sandbox.py` sends.
 
 Runs as the first program of a sandbox and runs no untrusted code itself. Forking a warm interpreter
-spares the start of a new one for each test. Requests are JSON on a socket of packets, with the
-descriptors of the files that the child reads and writes. The server never reads those files (but
-for a compiler's source): a child begins as a copy of the server's memory, and must find nothing of
-another test there. The child has neither the socket nor any other descriptor of the server.
+saves its start for each test. Requests are JSON on a SEQPACKET socket, with the descriptors of the
+child's files. The server reads only a compiler's source: a child starts as a copy of the server's
+memory, which must hold nothing of another test. The child inherits no descriptor of the server.
 
 | waits for | woken by | does |
 |---|---|---|
@@ -41,19 +40,19 @@ from verification.sandbox.confinement import Confinement
 
 REQUEST_BYTES = 1 << 16
 STOP = b"stop"
-"""The grading process measures the time of the children, and says when it is over."""
+"""The grading process measures the children's time and sends this order at the limit."""
 STOP_GRACE_S = 30.0
-"""How long a grading process without a core may be late with that."""
+"""How late a grading process that waits for a core may send STOP."""
 KILL_TIMEOUT_S = 10.0
 EXIT_OUT_OF_MEMORY = 95
 EXIT_SYNTAX = 96
 FREE_DESCRIPTOR = 32
-"""Above all that the server opens, below the least limit on open files."""
+"""Above the server's own descriptors, below the lowest limit on open files."""
 BUILD_INODES = 256
 TEMPORARY_INODES = 1024
 
 Program = Callable[[int], None]
-"""What a child does: called with the descriptor to close when its own set-up has succeeded."""
+"""A child's work; the argument is the descriptor to close when set-up has succeeded."""
 
 
 class Child:
@@ -72,7 +71,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Note how it ended; it has."""
+        """Record how the ended child ended."""
         _, status, usage = os.wait4(self.pid, 0)
         os.close(self.pidfd)
         code = os.waitstatus_to_exitcode(status)
@@ -122,13 +121,13 @@ class Server:
         self._connection.send(json.dumps(reply).encode())
 
     def _mount(self, path: str, size: int, inodes: int) -> None:
-        # Open to all: the server and its children may be different users, and nobody else is here.
+        # Open to all: the server and its children may be different users; no one else is inside.
         confinement.mount_tmpfs(path, f"size={size},nr_inodes={inodes},mode=777")
 
     def _compile(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run a compiler in the build folder, once; tests cannot write there afterwards."""
         source, stdin, output = files
-        # Before and without a compiler the folder belongs to the read-only root.
+        # Until the first compiler runs, the folder is part of the read-only root.
         if self._settings["may_mount"]:
             self._mount(self._build, self._settings["build_bytes"], BUILD_INODES)
         path = os.path.join(self._build, request["source_name"])
@@ -139,8 +138,8 @@ class Server:
         files = [stdin, output, output]
         child = self._start(program, files, request, folder=self._build)
         reply = self._await([child], request["max_elapsed_s"])
-        # Tests may read the build folder, and the source is none of their business. A compiler that
-        # its source has taken over can prevent this, but could have copied the source as well.
+        # Tests may read the build folder but must not see the source. A compiler that its source
+        # took over can prevent this, but could copy the source anyway.
         with contextlib.suppress(OSError):
             os.unlink(path)
         if self._settings["may_mount"]:
@@ -150,18 +149,18 @@ class Server:
         return reply
 
     def _make_executable(self) -> None:
-        """Give what was compiled the mode that its compiler may not give it."""
+        """Set the mode of the compiler's output, which the compiler itself may not set."""
         for entry in os.scandir(self._build):
-            # A second name may be that of a file elsewhere.
+            # A hard link may name a file elsewhere.
             if entry.is_file(follow_symlinks=False) and entry.stat().st_nlink == 1:
                 os.chmod(entry.path, 0o755)
 
     def _program(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        """Run a program on its input: a command, or else Python source in the child itself."""
+        """Run a program on its input: a command, or Python source in the child itself."""
         with self._temporary_folder(request["disk_bytes"]) as folder:
             if request["command"]:
                 program = _execution(request["command"], folder)
-                # The source is the compiler's; the program has no use for a fourth descriptor.
+                # Only the compiler needs the source.
                 files = files[:3]
             else:
                 program = _interpretation(call_proxy.run_program)
@@ -185,7 +184,7 @@ class Server:
                 except OSError:
                     _end(children)
                     raise
-            # Both ends are closed here by now: when one child ends, the other reads the end.
+            # Both ends are closed here, so that each child notices when the other ends.
             return self._await(children, request["max_elapsed_s"])
 
     @contextlib.contextmanager
@@ -197,7 +196,7 @@ class Server:
             yield path
             confinement.unmount(path)
         elif self._settings["landlock"]:
-            # No cap on a folder of the host's disk: it stays empty, the ruleset has it read-only.
+            # The host's disk has no cap here: the ruleset keeps the folder read-only and empty.
             yield path
         else:
             os.mkdir(path, 0o700)
@@ -207,9 +206,9 @@ class Server:
     def _start(
         self, program: Program, files: list[int], request: dict[str, Any], *, folder: str
     ) -> Child:
-        """Fork a child; returns once it is confined, OSError if it cannot be."""
-        # The child writes what went wrong before the untrusted code; the pipe closes when that code
-        # starts, so an empty pipe means that the child is confined.
+        """Fork a child and return it once it is confined. Raises OSError."""
+        # The child writes set-up errors to the pipe and closes it before the untrusted code starts:
+        # an empty pipe means that the child is confined.
         setup_read, setup_write = os.pipe()
         server_pid = os.getpid()
         pid = os.fork()
@@ -219,7 +218,7 @@ class Server:
                 os.chdir(folder)
                 self._confine(request, ruleset, server_pid)
                 program(setup_write)
-            # Anything else is the untrusted program's and was dealt with in `program`.
+            # Other exceptions are the untrusted program's; `program` handled them.
             except OSError as error:
                 os.write(setup_write, f"{error.errno or 0} {error}".encode())
             finally:
@@ -252,12 +251,12 @@ class Server:
             os.close(ruleset)
 
     def _await(self, children: list[Child], max_elapsed_s: float) -> dict[str, Any]:
-        """Wait for the first child to end, or for the order to stop; how each ended."""
+        """Wait for the first child's end or the order to stop; return how each child ended."""
         start_s = time.monotonic()
         poll = select.poll()
-        # All that comes while children run is the order to stop, or the end of the grading process.
+        # While children run, only STOP or the end of the grading process arrives here.
         poll.register(self._connection, select.POLLIN | select.POLLRDHUP)
-        # The solution's end reaches the tests as the end of their connection.
+        # The tests' process notices the solution's end by their connection.
         poll.register(children[0].pidfd, select.POLLIN)
         events = dict(poll.poll((max_elapsed_s + STOP_GRACE_S) * 1000))
         elapsed_s = time.monotonic() - start_s
@@ -275,15 +274,15 @@ def _profile(request: dict[str, Any]) -> str:
 
 
 def _end(children: list[Child]) -> None:
-    """Kill children with all they started, and wait until the kernel is rid of them."""
+    """Kill children and all that they started; wait until all are reaped."""
     for child in children:
         child.kill()
     for child in children:
         child.reap()
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while True:
-        # The server is the reaper of its descendants, so it sees a compiler's orphans here. They
-        # must be gone before the next program starts, which would share its limits with them.
+        # The server reaps its descendants, a compiler's orphans too. They must be gone before the
+        # next program, which would share its limits with them.
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
@@ -295,9 +294,9 @@ def _end(children: list[Child]) -> None:
 
 
 def _arrange(files: list[int], setup_write: int, ruleset: int | None) -> tuple[int, int | None]:
-    """Make the files descriptors 0, 1, ...; close all others but the two returned."""
+    """Make the files descriptors 0, 1, ...; close all others except the two returned."""
     extra = [setup_write] if ruleset is None else [setup_write, ruleset]
-    # First all out of the way, since a source may have the number of another's target.
+    # Move all out of the way first: a source may have the number of another's target.
     lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FREE_DESCRIPTOR) for fd in [*files, *extra]]
     for target, source in enumerate(lifted):
         os.dup2(source, target, inheritable=target < len(files))
@@ -306,17 +305,17 @@ def _arrange(files: list[int], setup_write: int, ruleset: int | None) -> tuple[i
 
 
 def _execution(command: list[str], folder: str) -> Program:
-    """Program that another executable replaces."""
+    """A program that executes a command."""
 
     def execute(setup_write: int) -> None:
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-        # The interpreter ignores these, and a new program would inherit that.
+        # The interpreter ignores these signals, and a new program would inherit that.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execve(command[0], command, environment)
         except OSError as error:
-            # A program with gigabytes of static data has no room from the start.
+            # A program with gigabytes of static data does not fit its memory limit.
             if error.errno in (errno.ENOMEM, errno.ENOEXEC):
                 os._exit(EXIT_OUT_OF_MEMORY)
             raise
@@ -325,10 +324,10 @@ def _execution(command: list[str], folder: str) -> Program:
 
 
 def _interpretation(action: Callable[..., None], *arguments: int | str) -> Program:
-    """Program that the child's own interpreter runs; ends the child as a script's end would."""
+    """A program that the child's own interpreter runs; it ends the child like a script."""
 
     def interpret(setup_write: int) -> None:
-        # Read only now, after the fork: see the module's docstring.
+        # After the fork: see the module's docstring.
         source = call_proxy.read_descriptor(3)
         os.close(3)
         os.close(setup_write)
@@ -341,9 +340,9 @@ def _interpretation(action: Callable[..., None], *arguments: int | str) -> Progr
 
 
 def _exit_interpreter(error: BaseException | None) -> None:
-    """What the interpreter does at its end, short of freeing memory.
+    """End the interpreter without freeing memory.
 
-    Threads, atexit functions and buffers, in Python's order: a solution may print in any of them.
+    Threads, atexit functions and buffers end in Python's order: a solution may print in each.
     """
     code = 1
     try:
@@ -369,14 +368,14 @@ def _exit_interpreter(error: BaseException | None) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Entry of the server: the settings are the first message on the socket."""
+    """Run the server; the first message on the socket holds its settings."""
     with socket.socket(fileno=descriptor) as connection:
         confinement.become_reaper()
         settings = json.loads(connection.recv(1 << 20))
         for name in settings["warm_modules"]:
             importlib.import_module(name)
         os.environ.update(HOME=settings["temporary"], TMPDIR=settings["temporary"])
-        # Started without `site`, which would show installed packages but also defines these.
+        # The interpreter runs without `site`, which shows installed packages and defines these.
         for name in ("exit", "quit"):
             setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
         if settings["packages"]:

@@ -1,7 +1,7 @@
-"""The solution's process: defines the solution, then answers what the tests ask of it.
+"""The solution's process: defines the solution, then answers the tests' questions.
 
 Runs inside the sandbox, in a child of `server.py`. Nothing here protects anything: the solution may
-change whatever it likes in this process, and the tests' process believes it nothing but values.
+change everything in this process, and the tests' process accepts only values from it.
 """
 
 import builtins
@@ -42,7 +42,7 @@ def serve_calls(job_json: bytes, connection: int) -> None:
     """Define the solution of a job, then answer until the tests end."""
     job = json.loads(job_json)
     module = new_module("solution")
-    # Classes that the tests define and pass, as the problem's text would have given them.
+    # Classes of the tests that the solution must know.
     exec(compiled(job["prelude"].encode()), module.__dict__)
     exec(compiled(job["source"].encode("utf-8", "surrogatepass")), module.__dict__)
     entry = _find_entry(module, job["entry_point"])
@@ -53,7 +53,7 @@ def serve_calls(job_json: bytes, connection: int) -> None:
 
 
 def _find_entry(module: types.ModuleType, path: str) -> Any:
-    """What `name`, `Class.method` or `Class().method` means; a bare name may be `Solution`'s."""
+    """The object of `name`, `Class.method` or `Class().method`; `Solution` may hold a bare name."""
     root, _, method = path.partition(".")
     found = getattr(module, root.removesuffix("()"), None)
     if found is None and not method:
@@ -64,7 +64,7 @@ def _find_entry(module: types.ModuleType, path: str) -> Any:
         return None
 
     def call_method(*arguments: Any, **keywords: Any) -> Any:
-        # A new object for each call, as judges do.
+        # A new object for each call, like online judges.
         return getattr(found(), method)(*arguments, **keywords)
 
     return call_method
@@ -80,10 +80,10 @@ class Service(Peer):
         self._printed = printed
         self._module = module
         self._handles: list[Any] = [entry, module]
-        """What the tests refer to by number."""
+        """Objects that the tests know, by number."""
         self._handle_of: dict[int, int] = {}
         self._passed: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        """By id: objects of the tests, each with (name, number, methods)."""
+        """Objects of the tests by id, each with (name, number, methods)."""
         self.kinds = value_kinds(self._own, is_trusted=True) | {
             "handle": Kind(lambda parts, handle: self._handles[handle]),
             "callback": Kind(self._make_callback),
@@ -102,7 +102,7 @@ class Service(Peer):
             return
 
     def call_back(self, number: int, method: str, arguments: Any, keywords: Any) -> Any:
-        """Call a function of the tests' process, or a method of an object there."""
+        """Call a function, or a method of an object, in the tests' process."""
         data = self.encode((arguments, keywords))
         reply = self.exchange({"op": method, "handle": number, "data": data})
         value = self.decode(reply["value"])
@@ -126,12 +126,12 @@ class Service(Peer):
         self.send(reply | {"changed": changed} if changed else reply)
 
     def send(self, frame: dict[str, Any]) -> None:
-        """Send a frame, with what was printed until then."""
+        """Send a frame with the text printed since the last frame."""
         texts = None if self._printed is None else self._printed.take()
         super().send(frame if texts is None else frame | {"printed": texts})
 
     def _changes(self, arrived: Decoder) -> list[Any] | None:
-        """Nodes of the arguments that the call changed, and all nodes; None for no change."""
+        """[indices of changed nodes, nodes] of the arguments; None without a change."""
         old = arrived.nodes
         if not any(node[0] in CHANGEABLE for node in old):
             return None
@@ -214,7 +214,7 @@ class Service(Peer):
 
 
 def _form(value: Any) -> str:
-    """What the tests are to have in the place of an object."""
+    """Form of an object's proxy in the tests' process."""
     kind = type(value)
     if isinstance(value, type):
         return "class"
@@ -255,7 +255,7 @@ def _copy(value: Any, is_deep: bool) -> Any:
 
 
 def _advance(iterator: Any, sent: Any, error: BaseException | None, count: int) -> Any:
-    """Some items, whether the end was reached, and the value or exception of the end."""
+    """(items, "more" | "end" | "raised", value or exception of the end)."""
     items: list[Any] = []
     start_s = time.monotonic()
     while not items or (len(items) < count and time.monotonic() - start_s < BATCH_S):
@@ -266,7 +266,7 @@ def _advance(iterator: Any, sent: Any, error: BaseException | None, count: int) 
                 items.append(next(iterator) if sent is None else iterator.send(sent))
         except StopIteration as stop:
             return items, "end", stop.value
-        except BaseException as raised:  # noqa: BLE001 raised when the tests get there
+        except BaseException as raised:  # noqa: BLE001 the tests' process raises it later
             return items, "raised", raised
     return items, "more", None
 
@@ -300,7 +300,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "await": _await,
     "drain": _drain,
 }
-"""What the tests may ask of an object, by name."""
+"""Operations that the tests may ask for."""
 
 
 def lineage(kind: type) -> list[list[str]]:
@@ -309,7 +309,7 @@ def lineage(kind: type) -> list[list[str]]:
 
 
 def state_of(value: Any) -> dict[str, Any] | None:
-    """Attributes of an instance; None if it has no place for any."""
+    """Attributes of an instance; None if it cannot have any."""
     try:
         found = dict(object.__getattribute__(value, "__dict__"))
     except AttributeError:
@@ -324,7 +324,7 @@ def state_of(value: Any) -> dict[str, Any] | None:
 
 
 def special_methods(kind: type) -> list[str]:
-    """Those of the methods that a language construct calls which a class defines itself."""
+    """Names in SPECIAL that a class defines itself."""
     return [
         name for name in SPECIAL if getattr(kind, name, None) is not getattr(object, name, None)
     ]

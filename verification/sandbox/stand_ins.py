@@ -1,7 +1,7 @@
-"""What tests find where they import `pytest`, which the sandbox does not have.
+"""Replacement for `pytest`, which the sandbox does not have.
 
-Runs inside the sandbox, in the process of the tests. NAMES is all there is; tests that use more are
-refused when they are loaded.
+Runs inside the sandbox, in the tests' process. It has the names in NAMES; tests that use others are
+refused when their prompts are loaded.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ MARKS = frozenset("parametrize skip asyncio timeout slow usefixtures".split())
 
 
 class Skipped(Exception):
-    """A test asked to be left out."""
+    """A test skipped itself."""
 
 
 class Approximately:
@@ -65,7 +65,7 @@ class Approximately:
 
 
 class Raises:
-    """Context in which an exception must be raised."""
+    """Context that requires an exception."""
 
     def __init__(self, expected: Any, *call: Any, match: str | None = None, **more: Any) -> None:
         self._expected = expected
@@ -82,7 +82,7 @@ class Raises:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if kind is None:
             raise AssertionError(f"did not raise {self._expected}")
-        # What would have ended the tests was raised as another exception.
+        # Exceptions that would silently end the tests arrive as RuntimeError.
         names = getattr(error, "silent_names", ())
         wanted = self._expected if isinstance(self._expected, tuple) else (self._expected,)
         if not issubclass(kind, self._expected) and not any(w.__name__ in names for w in wanted):
@@ -101,7 +101,7 @@ class Parameters:
 
 
 def _cells(row: Any, count: int) -> tuple[Any, ...]:
-    """Values of a row for that many names."""
+    """Values of a row for `count` names."""
     if isinstance(row, Parameters):
         return row.values
     return tuple(row) if count > 1 else (row,)
@@ -143,7 +143,7 @@ def _skip(reason: str = "", **more: Any) -> None:
 
 
 def make_pytest() -> types.ModuleType:
-    """The module."""
+    """The module `pytest`."""
     module = types.ModuleType("pytest")
     mark = types.SimpleNamespace(**dict.fromkeys(MARKS, _mark))
     mark.parametrize = _parametrize
@@ -155,34 +155,34 @@ def make_pytest() -> types.ModuleType:
 
 
 class Output(NamedTuple):
-    """What was printed."""
+    """Captured text."""
 
     out: str
     err: str
 
 
 class Capture:
-    """The fixtures `capsys` and `capfd`: what a test and its solution print."""
+    """The fixtures `capsys` and `capfd`, for output of a test and its solution."""
 
     def __init__(self) -> None:
         self._before = (sys.stdout, sys.stderr)
         self._start()
 
     def readouterr(self) -> Output:
-        """What was printed since the last time."""
+        """Text printed since the last call."""
         found = Output(self._texts[0].getvalue(), self._texts[1].getvalue())
         self._start()
         return found
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """What is printed meanwhile is not captured."""
+        """Suspend capturing."""
         sys.stdout, sys.stderr = self._before
         yield
         sys.stdout, sys.stderr = self._texts
 
     def end(self) -> None:
-        """Give back what was there before."""
+        """Restore the previous streams."""
         sys.stdout, sys.stderr = self._before
 
     def _start(self) -> None:
@@ -190,7 +190,7 @@ class Capture:
 
 
 def argument_names(function: Any) -> list[str]:
-    """Arguments of a function that somebody must give."""
+    """Required arguments of a function."""
     code = getattr(function, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     is_bound = getattr(function, "__self__", None) is not None
@@ -198,7 +198,7 @@ def argument_names(function: Any) -> list[str]:
 
 
 def find_fixtures(names_and_values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The fixtures among the names of a module or an instance."""
+    """Fixtures of a module or an instance, by name."""
     kinds = (types.FunctionType, types.MethodType)
     return {
         name: value
@@ -208,15 +208,15 @@ def find_fixtures(names_and_values: Iterable[tuple[str, Any]]) -> dict[str, Any]
 
 
 def autouse_names(fixtures: dict[str, Any]) -> list[str]:
-    """Fixtures that every test uses."""
+    """Names of fixtures that every test uses."""
     return [name for name, fixture in fixtures.items() if fixture.is_autouse]
 
 
 def runs_of(test: Any, fixtures: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(arguments by `parametrize`, parameters by the names of fixtures) of each run of a test."""
+    """(arguments of `parametrize`, parameters by fixture) of each run of a test."""
     needed = [*autouse_names(fixtures), *argument_names(test)]
     for name in needed:
-        # The list grows meanwhile: fixtures use others.
+        # The list grows during the loop: fixtures use other fixtures.
         found = argument_names(fixtures[name]) if name in fixtures else []
         needed += [inner for inner in found if inner not in needed]
     varied = [n for n in dict.fromkeys(needed) if n in fixtures and fixtures[n].fixture_rows]

@@ -1,7 +1,7 @@
-"""The tests' process: runs the unit tests of a prompt, and reports what was run.
+"""The tests' process: runs the unit tests of a prompt and reports what ran.
 
-Runs inside the sandbox, in a child of `server.py`. The report is lines of JSON in a file that the
-tests know nothing of; how the process ends says nothing, since tests may exit as they like.
+Runs inside the sandbox, in a child of `server.py`. The tests do not know the report's file
+(JSON lines). The exit code says nothing, because tests may exit with any code.
 """
 
 import ast
@@ -49,7 +49,7 @@ def run_tests(job_json: bytes, connection: int, report: int) -> None:
         ended_by, message = "gone", str(error)
     except AssertionError as error:
         ended_by, message = "assertion", _text_of(error)
-    except BaseException as error:  # noqa: BLE001 whatever it is, it is reported
+    except BaseException as error:  # noqa: BLE001 the report names it
         ended_by, message = "error", f"{type(error).__name__}: {_text_of(error)}"
     write(
         {
@@ -69,12 +69,12 @@ def run_tests(job_json: bytes, connection: int, report: int) -> None:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:  # noqa: BLE001 the text may be the solution's to give
+    except Exception as second:  # noqa: BLE001 the solution may define the text
         return f"no text: {type(second).__name__}"
 
 
 class EarlyEnd(Exception):
-    """The tests ended before all that they hold was run, or with a code of failure."""
+    """The tests ended before all checks ran, or with a failing exit code."""
 
 
 class TestRun:
@@ -96,7 +96,7 @@ class TestRun:
         self._own = {name: self._candidate, "candidate": self._candidate}
 
     def run_all(self) -> None:
-        """Run module, functions and classes; raises what ends them."""
+        """Run the module, its functions and classes; raises the exception that ends them."""
         self._prepare()
         code = compile(self._tree, UNIT_TESTS_FILE, "exec")
         self._count(lambda: exec(code, self._namespace), self._job["has_module_tests"])
@@ -109,7 +109,7 @@ class TestRun:
                 self._run_class(value, fixtures)
 
     def _prepare(self) -> None:
-        """Set the world up that the tests expect."""
+        """Set up the modules and names that the tests expect."""
         for name in self._job["names"]:
             self._own[name] = self._link.look_up(name)
         builtin = dict(builtins.__dict__, eval=self._eval)
@@ -131,15 +131,15 @@ class TestRun:
         if "unittest" in self._job["imports"]:
             import unittest
 
-            # All test cases are run afterwards, and counted; this would only end the process.
+            # TestRun runs and counts all test cases; unittest.main would only end the process.
             done = types.SimpleNamespace(wasSuccessful=lambda: True, failures=[], errors=[])
             unittest.main = lambda *a, **k: types.SimpleNamespace(result=done)
 
     def _eval(self, text: Any, *scopes: Any) -> Any:
-        """`eval` of the tests: text may be the solution's, so it runs in the solution's process."""
+        """The tests' `eval`: the text may be the solution's, so the solution's process runs it."""
         variables: dict[str, Any] = {"candidate": self._candidate}
         for scope in scopes:
-            # All that the tests know would tell the solution what is expected.
+            # The tests' own names would show the solution the expected results.
             if scope and scope is not self._namespace and scope is not sys._getframe(1).f_locals:
                 variables |= {name: scope[name] for name in scope if name != "__builtins__"}
         return self._link.ask("eval", MODULE, text, variables)
@@ -200,19 +200,19 @@ class TestRun:
 
 
 class Scene:
-    """One run of a test: its fixtures are made once, and ended when the test is over."""
+    """One run of a test; makes each fixture once and ends it after the test."""
 
     def __init__(self, candidate: Any, fixtures: dict[str, Any], rows: dict[str, Any]) -> None:
         self._candidate = candidate
         self._fixtures = fixtures
         self._rows = rows
-        """Parameters of fixtures, by their names."""
+        """Parameters by fixture."""
         self._made: dict[str, Any] = {}
         self._ends: list[types.GeneratorType] = []
         self._capture: Capture | None = None
 
     def run(self, test: Any, given: dict[str, Any]) -> None:
-        """Run a test; AssertionError when it says that it failed."""
+        """Run a test. Raises AssertionError when the test fails."""
         for name in autouse_names(self._fixtures):
             self._value_of(name)
         value = self._call(test, given)
@@ -222,11 +222,11 @@ class Scene:
         if self._capture is not None:
             self._capture.end()
         if value is False:
-            # A check may say what it found instead of asserting it.
+            # A check may return its result instead of asserting it.
             raise AssertionError(f"{getattr(test, '__name__', 'a test')} returned False")
 
     def _value_of(self, name: str) -> Any:
-        """What a fixture gives; else the candidate."""
+        """Value of a fixture; else the candidate."""
         if name in ("capsys", "capfd") and name not in self._fixtures:
             self._capture = self._capture or Capture()
             return self._capture
@@ -242,7 +242,7 @@ class Scene:
         return self._made[name]
 
     def _call(self, function: Any, given: dict[str, Any]) -> Any:
-        """Result of a function of the tests, with fixtures and else the candidate as arguments."""
+        """Call a function of the tests with fixtures, or else the candidate, as arguments."""
         names = argument_names(function)
         arguments = {name: given[name] if name in given else self._value_of(name) for name in names}
         if not hasattr(function, "is_fixture"):
@@ -256,7 +256,7 @@ class Scene:
 
 
 def _without_stubs(tree: ast.Module, replaced: list[str]) -> ast.Module:
-    """The tests without functions that have the name of the solution: prompts hold stubs."""
+    """The tests without stubs of the solution, which prompts contain."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     tree.body = [s for s in tree.body if not isinstance(s, kinds) or s.name not in replaced]
     for node in ast.walk(tree):
@@ -274,7 +274,7 @@ def _lines_of(trace: types.TracebackType | None) -> Iterable[int]:
 
 
 def checks_remain(tree: ast.Module, lines: list[int], callees: list[str]) -> bool:
-    """Whether something is left to check behind the lines that were being run."""
+    """Whether checks remain after the lines that ran."""
     return any(_remain_behind(tree.body, line, callees) for line in lines)
 
 
@@ -282,7 +282,7 @@ def _remain_behind(body: list[ast.stmt], line: int, callees: list[str]) -> bool:
     for position, statement in enumerate(body):
         if not statement.lineno <= line <= (statement.end_lineno or line):
             continue
-        # A definition around the line was called from elsewhere.
+        # A definition around the line was called from another line.
         is_scope = isinstance(statement, (*_SCOPES, ast.ClassDef))
         if not is_scope and any(_holds_check(later, callees) for later in body[position + 1 :]):
             return True

@@ -1,7 +1,7 @@
-"""When a program in a sandbox has had its time, judged from outside while it runs.
+"""Time limits of a program in a sandbox, measured from outside while it runs.
 
-Used by a grading process about the sandbox that it started. Elapsed time alone says nothing: on a
-crowded host a right program waits for a core, and on an idle one a wrong one sleeps.
+Used by the grading process that started the sandbox. Elapsed time alone does not decide: on a busy
+host a correct program waits for a core, and a wrong one may sleep.
 """
 
 import select
@@ -17,23 +17,23 @@ LOOK_S = 0.1
 """Time between two looks at a program."""
 CPU, WALL, HOST = "cpu", "wall", "host"
 BUSY_PROCESSES = 2
-"""All processes of a program together have the CPU time of two: tests and solution, or the
-passes of a compiler. Beyond, they keep each other from a core, and not the host."""
+"""All processes of a program together get the CPU time of two (tests and solution, or the passes of
+a compiler). Beyond that they delay each other; the host does not delay them."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one program may use."""
+    """Limits of one program."""
 
     memory_bytes: int
     """Address space of each of its processes; a test has one."""
     cpu_s: float
     """CPU time of each of its processes."""
     wall_s: float
-    """Elapsed time, less that for which the host kept it from a core."""
+    """Elapsed time, without waits for a core."""
     max_elapsed_s: float
-    """Elapsed time after which the host is too crowded to tell anything."""
+    """Elapsed time after which the host counts as too busy to grade."""
     file_bytes: int
-    """Largest file, standard output included."""
+    """Largest file, including standard output."""
     processes: int
     """Threads of a test, processes of a compiler."""
     disk_bytes: int
@@ -43,9 +43,9 @@ class Limits(msgspec.Struct, frozen=True):
 def find_end(
     limits: Limits, *, elapsed_s: float, cpu_s: float, total_cpu_s: float, waited_s: float
 ) -> str:
-    """Why a program must end now: its own CPU or WALL, or the HOST; empty when it may continue.
+    """The limit that a program exceeded: CPU, WALL or HOST; empty for none.
 
-    cpu_s: of the busiest process; total_cpu_s: of all.
+    cpu_s: of the busiest process; total_cpu_s: of all processes.
     """
     if cpu_s >= limits.cpu_s or total_cpu_s >= BUSY_PROCESSES * limits.cpu_s:
         return CPU
@@ -57,9 +57,9 @@ def find_end(
 def await_reply(
     connection: socket.socket, limits: Limits, *, root: int, ignored: Collection[int]
 ) -> str:
-    """Wait until the sandbox replies or the program has had its time: then the reason.
+    """Wait until the sandbox replies (returns "") or the program exceeds a limit (the limit).
 
-    root: first process of the sandbox; ignored: those of its descendants that are not programs.
+    root: first process of the sandbox; ignored: its descendants that are not programs.
     """
     started_s = time.monotonic()
     watch = Watch(root, started_s, ignored=ignored)

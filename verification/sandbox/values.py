@@ -1,9 +1,9 @@
-"""Values on the wire between the process of the tests and that of the solution: the table KINDS.
+"""Values on the wire between the tests' process and the solution's process: the table KINDS.
 
 Runs inside the sandbox, in both processes. A message holds [root, nodes]. A slot is a plain JSON
-value or [index] of a node; a node is [tag, slots of its parts, more JSON...]. So cycles, shared
-parts and depth survive. The decoder builds values of known kinds only: it loads no code of the
-solution. Each side adds kinds for other objects (functions, instances).
+value or [index] of a node; a node is [tag, slots of its parts, more JSON...]. Cycles, shared parts
+and depth survive. The decoder builds only values of known kinds and loads no code of the solution.
+Each side adds kinds for other objects (functions, instances).
 """
 
 import collections
@@ -23,20 +23,20 @@ class Malformed(ValueError):
 
 
 class Opaque:
-    """A result that cannot travel: equal to nothing but itself."""
+    """A result that cannot be sent: equal only to itself."""
 
 
 class Kind(NamedTuple):
-    """How values of one class travel."""
+    """How values of one class are encoded."""
 
     make: Callable[..., Any]
-    """Value of (parts, *more); with `fill`, an incomplete value of `more` alone."""
+    """Makes a value from (parts, *more); with `fill`, an incomplete value from `more`."""
     dump: Callable[[Any], tuple[Any, ...] | None] | None = None
-    """(parts, *more) of a value; None for a value that cannot travel."""
+    """(parts, *more) of a value; None for a value that cannot be sent."""
     fill: Callable[..., Any] | None = None
-    """Completes a value in place, of (value, parts, *more): it may contain itself."""
+    """Completes a value in place from (value, parts, *more); the value may contain itself."""
     hashes: bool = False
-    """Filling it hashes its parts, which must be complete by then."""
+    """Filling hashes the parts, which must be complete before."""
 
 
 class Encoder:
@@ -45,12 +45,12 @@ class Encoder:
     def __init__(
         self, describe: Callable[[Any], tuple[Any, ...]], known: Iterable[Any] = ()
     ) -> None:
-        """describe: (tag, parts, *more) of other objects; known: objects of an earlier message,
-        which keep their indices."""
+        """describe: (tag, parts, *more) of other objects; known: objects that keep their indices
+        of an earlier message."""
         self._describe = describe
         self.nodes: list[Any] = []
         self.objects: list[Any] = []
-        """Kept, so that no other object gets the same id meanwhile."""
+        """Keeps objects alive, so that no id is reused."""
         self._index: dict[int, int] = {}
         for item in known:
             self._add(item)
@@ -58,7 +58,7 @@ class Encoder:
     def encode(self, value: Any) -> list[Any]:
         """[root, nodes] of a value."""
         root = self._slot(value)
-        # A loop and no recursion: a linked list is as deep as it is long.
+        # No recursion: a linked list is as deep as it is long.
         while len(self.nodes) < len(self.objects):
             tag, parts, *more = self._dump(self.objects[len(self.nodes)])
             self.nodes.append([tag, [self._slot(part) for part in parts], *more])
@@ -97,7 +97,7 @@ class Encoder:
 
 
 class Decoder:
-    """Builds the values of one message; raises Malformed, or an error of building a value."""
+    """Builds the values of one message. Raises Malformed or an error of building a value."""
 
     def __init__(self, data: Any, kinds: dict[str, Kind], known: Iterable[Any] = ()) -> None:
         if not isinstance(data, list) or len(data) != 2 or not isinstance(data[1], list):
@@ -134,7 +134,7 @@ class Decoder:
         return self.objects[_reference(slot)] if type(slot) is list else slot
 
     def _make(self, index: int) -> None:
-        """Build a value that needs its parts first, and before it those parts."""
+        """Build a value, its parts first."""
         stack, entered = [index], set()
         while stack:
             i = stack[-1]
@@ -162,8 +162,8 @@ def _reference(slot: list[Any]) -> int:
 def value_kinds(own: Callable[[str], Any], *, is_trusted: bool) -> dict[str, Kind]:
     """KINDS with named tuples and enumerations.
 
-    own: class of a name that this side defines. is_trusted: the other side's names of members are
-    enough for its enumeration to be ours; otherwise their values must be equal too.
+    own: this side's class of a name. is_trusted: an enumeration with the same member names is ours;
+    otherwise the member values must be equal too.
     """
     classes: dict[str, Any] = {}
 
@@ -176,7 +176,7 @@ def value_kinds(own: Callable[[str], Any], *, is_trusted: bool) -> dict[str, Kin
         import enum
 
         if any(one[:1] == "_" for one in names):
-            # Enumerations give such names a meaning.
+            # Enumerations treat such names specially.
             raise TypeError("no names of members")
         *values, value = parts
         found = own(name)
@@ -202,7 +202,7 @@ def _plain(parts: list[Any], value: Any) -> Any:
 
 
 def _changeable(kind: type, grow: Callable[[Any, Any], Any]) -> Kind:
-    """A kind that is filled by that method."""
+    """A kind that the method `grow` fills."""
 
     def fill(target: Any, parts: list[Any], *more: Any) -> None:
         target.clear()
@@ -212,7 +212,7 @@ def _changeable(kind: type, grow: Callable[[Any, Any], Any]) -> Kind:
 
 
 def _mapping(make: Callable[..., Any], *more: Callable[[Any], Any]) -> Kind:
-    """A kind of dictionary; its node also holds what the functions `more` say of it."""
+    """A kind of dictionary; its node also holds the results of the functions `more`."""
 
     def fill(target: Any, parts: list[Any], *more: Any) -> None:
         target.clear()
@@ -233,7 +233,7 @@ def _pairs(parts: list[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def _constructed(tag: str, parts: Callable[[Any], Iterable[Any]]) -> Kind:
-    """A kind whose class, of the name `tag`, makes a value of its parts."""
+    """A kind whose class (named `tag`) makes a value from its parts."""
 
     def make(parts: list[Any]) -> Any:
         module, _, name = tag.rpartition(".")
@@ -248,7 +248,7 @@ def _attributes(names: str) -> Callable[[Any], Iterable[Any]]:
 
 
 def _moment(names: str) -> Callable[[Any], Iterable[Any]]:
-    """Attributes of a time, and its zone as an offset from UTC."""
+    """Attributes of a time and its offset from UTC."""
 
     def parts(value: Any) -> Iterable[Any]:
         offset, zone = value.utcoffset(), value.tzinfo
@@ -267,7 +267,7 @@ _FACTORIES: dict[str, Any] = {
     + (collections.Counter, collections.deque)
 }
 
-# Module and name of a class, or of a base of it -> how its values travel.
+# Module and name of a class (or of its base) -> how its values are encoded.
 KINDS: dict[str, Kind] = {
     "opaque": Kind(lambda parts: Opaque()),
     "builtins.int": Kind(lambda parts, text: int(text, 16), lambda v: ((), hex(int(v)))),
@@ -319,4 +319,4 @@ KINDS: dict[str, Kind] = {
 
 
 CHANGEABLE = frozenset(tag for tag, kind in KINDS.items() if kind.fill) | {"instance"}
-"""Tags of what a call may change in place."""
+"""Tags of values that a call may change in place."""
