@@ -84,30 +84,6 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
     }
 
 
-def trainer_environment(
-    device: DeviceKind,
-    *,
-    expandable_segments: bool,
-    deterministic: bool = False,
-    given: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """The same for trainer ranks. given: what the launcher's own environment says.
-
-    deterministic: `train.deterministic`.
-    """
-    given = os.environ if given is None else given
-    variables = role_environment(device)
-    if device == "cuda":
-        wanted = _homes() | _RANK_SETTINGS
-        variables |= {name: value for name, value in wanted.items() if name not in given}
-        variables |= _linked_libraries(given)
-    if device == "cuda" and expandable_segments and not ALLOCATOR & given.keys():
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if device == "cuda" and deterministic:
-        variables |= DETERMINISTIC
-    return variables
-
-
 def _homes() -> dict[str, str]:
     """Where TransformerEngine 2.12 finds the libraries that torch has loaded.
 
@@ -144,23 +120,22 @@ def ranks_environment(
     given: Mapping[str, str] | None = None,
     cores: int = 0,
 ) -> dict[str, str]:
-    """Variables of torchrun and the ranks that it starts on this host.
+    """Variables of torchrun and the trainer ranks that it starts on this host.
 
-    On CUDA their share of the cores is said: torchrun gives a rank one thread when nothing is.
-    given: what the launcher's own environment says, which counts more; cores: default: those of
-    this process.
+    given: the launcher's own environment (default), whose variables win, except those that
+    `train.deterministic` needs. cores: CPU cores for all ranks; default: those of this process.
     """
     given = os.environ if given is None else given
-    environment = trainer_environment(
-        device,
-        expandable_segments=expandable_segments,
-        deterministic=deterministic,
-        given=given,
-    )
-    if device == "cuda" and _THREADS not in given:
-        cores = cores or len(os.sched_getaffinity(0))
-        environment[_THREADS] = str(max(1, cores // ranks))
-    return environment
+    variables = role_environment(device)
+    if device == "cpu":
+        return variables
+    # torchrun gives a rank one thread where the variable is not set.
+    threads = max(1, (cores or len(os.sched_getaffinity(0))) // ranks)
+    wanted = _homes() | _RANK_SETTINGS | {_THREADS: str(threads)}
+    if expandable_segments and not ALLOCATOR & given.keys():
+        wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    variables |= {name: value for name, value in wanted.items() if name not in given}
+    return variables | _linked_libraries(given) | (DETERMINISTIC if deterministic else {})
 
 
 def collective_environment(

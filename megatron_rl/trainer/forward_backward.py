@@ -24,10 +24,10 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.loss_inputs import Prepared, gather_context
 from megatron_rl.trainer.model.build import DTYPES, packed_params
 from megatron_rl.trainer.model.collate import MicroBatch, check_fits, collate, context_shard, fill
-from megatron_rl.trainer.model.divergence import ReferenceLayer
 from megatron_rl.trainer.model.logprobs import (
     LogitMemory,
     OutputLayer,
+    ReferenceLayer,
     TokenLogprobs,
     token_logprobs,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.trainer.model.collate import MicroBatch
-from megatron_rl.trainer.model.divergence import ReferenceLayer
+from megatron_rl.trainer.model.logprobs import ReferenceLayer
 
 
 @dataclass(frozen=True)

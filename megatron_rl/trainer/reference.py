@@ -29,7 +29,7 @@ from megatron_rl.trainer.forward_backward import Passes, output_weight
 from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.build import build_frozen
 from megatron_rl.trainer.model.collate import MicroBatch, placeholder
-from megatron_rl.trainer.model.divergence import ReferenceLayer
+from megatron_rl.trainer.model.logprobs import ReferenceLayer
 from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.scoring_client import Scorer
 from megatron_rl.trainer.value_head import prompt_features

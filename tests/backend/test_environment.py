@@ -8,7 +8,7 @@ import sys
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import MagicMock
 
 import psutil
@@ -21,7 +21,6 @@ from megatron_rl.backend.environment import (
     interface_of,
     ranks_environment,
     role_environment,
-    trainer_environment,
 )
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -69,55 +68,60 @@ def test_device_of_a_host_is_what_it_lists_and_torch_was_built_for(
     assert device_of_host(gpus, torch_version) == device
 
 
-RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "EP_SUPPRESS_NCCL_CHECK": "1"}
+RANKS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "EP_SUPPRESS_NCCL_CHECK": "1",
+    "OMP_NUM_THREADS": "4",
+}
+
+
+def of_two_ranks(device: Literal["cpu", "cuda"], **options: Any) -> dict[str, str]:
+    """Variables of two ranks on 8 cores."""
+    return ranks_environment(device, 2, cores=8, **{"given": {}} | options)
 
 
 def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
     plain = role_environment("cuda") | RANKS
     grown = plain | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert trainer_environment("cuda", expandable_segments=True, given={}) == grown
-    assert trainer_environment("cuda", expandable_segments=False, given={}) == plain
-    ranks = ranks_environment("cuda", 2, expandable_segments=True, given={}, cores=8)
-    assert ranks == grown | {"OMP_NUM_THREADS": "4"}
-    cpu = trainer_environment("cpu", expandable_segments=True, given={})
-    assert cpu == role_environment("cpu")
+    assert of_two_ranks("cuda", expandable_segments=True) == grown
+    assert of_two_ranks("cuda") == plain
+    assert of_two_ranks("cpu", expandable_segments=True) == role_environment("cpu")
     # What the user has set counts more, under torch's old name and its new one.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         given = {name: "max_split_size_mb:256"}
-        assert trainer_environment("cuda", expandable_segments=True, given=given) == plain
-    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    found = trainer_environment("cuda", expandable_segments=False, given=given)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found
+        assert of_two_ranks("cuda", expandable_segments=True, given=given) == plain
+    for name in RANKS:
+        assert name not in of_two_ranks("cuda", given={name: "8"})
 
 
 def test_deterministic_ranks_get_the_switches_of_every_library() -> None:
     switches = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     given = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
     for deterministic in (False, True):
-        ranks = ranks_environment("cuda", 2, deterministic=deterministic, given=given, cores=8)
+        ranks = of_two_ranks("cuda", deterministic=deterministic, given=given)
         assert {name: ranks.get(name) for name in switches} == (
             switches if deterministic else dict.fromkeys(switches)
         )
         # All ranks of a communicator choose an algorithm by themselves, so engines are told, too.
         collective = collective_environment("127.0.0.1", 9.0, {}, deterministic=deterministic)
         assert collective.get("NCCL_ALGO") == ("^NVLS" if deterministic else None)
-    assert not switches.keys() & ranks_environment("cpu", 2, deterministic=True, given={}).keys()
+    assert not switches.keys() & of_two_ranks("cpu", deterministic=True).keys()
 
 
 def test_transformer_engine_loads_the_libraries_of_torch_and_not_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an installation for GPUs: here none of NVIDIA's packages is there."""
-    found = trainer_environment("cuda", expandable_segments=False, given={})
+    found = of_two_ranks("cuda")
     assert found.keys() == {"PATH", *RANKS}
     for folder in ("cudnn", "cu13"):
         (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
     monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = trainer_environment("cuda", expandable_segments=False, given={"NVRTC_HOME": "/mine"})
+    found = of_two_ranks("cuda", given={"NVRTC_HOME": "/mine"})
     homes = {name: path for name, path in found.items() if name.endswith("_HOME")}
     packages = tmp_path / "nvidia"
     assert homes == {"CUDNN_HOME": str(packages / "cudnn"), "CURAND_HOME": str(packages / "cu13")}
-    assert "CUDNN_HOME" not in trainer_environment("cpu", expandable_segments=False, given={})
+    assert "CUDNN_HOME" not in of_two_ranks("cpu")
 
 
 @pytest.mark.parametrize("given", [{}, {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}])
@@ -136,7 +140,7 @@ def test_a_library_that_names_a_part_of_cudnn_loads_in_a_rank(
     ):
         command = ["gcc", "-shared", "-fPIC", "-o", str(output), "-x", "c", "-", "-x", "none"]
         subprocess.run([*command, *flags], input=source, text=True, check=True, timeout=60)
-    variables = trainer_environment("cuda", expandable_segments=False, given=given)
+    variables = of_two_ranks("cuda", given=given)
     program = f"import ctypes; print(ctypes.CDLL({str(user)!r}).use())"
     done = subprocess.run(
         [sys.executable, "-I", "-c", program], env=given | variables,

@@ -20,7 +20,7 @@ from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.loss_inputs import Prepared
 from megatron_rl.trainer.model.collate import MicroBatch
-from megatron_rl.trainer.model.divergence import ReferenceLayer
+from megatron_rl.trainer.model.logprobs import ReferenceLayer
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.value_head import ValueHead

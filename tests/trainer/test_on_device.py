@@ -19,8 +19,12 @@ from megatron_rl.config.presets import PRESETS
 from megatron_rl.trainer.loss_inputs import Prepared, tokens_of, whole_groups
 from megatron_rl.trainer.metrics import SumsLayout
 from megatron_rl.trainer.model.collate import MicroBatch, collate
-from megatron_rl.trainer.model.divergence import ReferenceLayer
-from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs
+from megatron_rl.trainer.model.logprobs import (
+    OutputLayer,
+    ReferenceLayer,
+    TokenLogprobs,
+    token_logprobs,
+)
 from tests.distributed import run_ranks
 from tests.tiny_batches import GROUPS, MEMBERS, VOCAB, make_sequences
 

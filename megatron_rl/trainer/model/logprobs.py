@@ -5,8 +5,8 @@ rows; the next pass overwrites them. The backward pass computes all logits again
 the last pass, which are still in memory. Row i of the hidden states predicts target i.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from megatron_rl.backend.softmax import (
     Bonus,
     Divergence,
     is_read_only,
+    pair_sums,
     softmax_gradient,
     softmax_sums,
 )
-from megatron_rl.trainer.model.divergence import DivergenceSums, PolicySums, ReferenceLayer
 
 BYTES = 12
 """Memory of a pass per logit, in plain torch: the logit and its exponential as float32, and the
@@ -74,6 +74,28 @@ class LogitMemory:
         """Give the memory back, between passes."""
         self.uses += 1
         self._memory = None
+
+
+@dataclass(frozen=True)
+class ReferenceLayer:
+    """The reference's output layer and its input for one microbatch, for the exact KL.
+
+    The trainer keeps the hidden states, as the logits would be tokens x ids values.
+    """
+
+    hidden: Tensor  # [tokens, hidden], rows as in the policy's hidden states
+    weight: Tensor  # [padded vocabulary / ranks, hidden], this rank's rows
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device))
+
+    def logits(self, span: slice, ids: int, memory: Tensor) -> Tensor:
+        """[rows of the span, ids] for this rank's first ids, written to `memory`."""
+        rows = self.hidden[span]
+        logits = memory[: len(rows)]
+        write_product(logits, rows, self.weight[:ids])
+        return logits
 
 
 @dataclass(frozen=True)
@@ -145,6 +167,40 @@ class OutputLayer:
         return self.reference.logits(span, len(self.true_weight), memory[len(memory) // 2 :])
 
 
+class DivergenceSums:
+    """Sums for KL(policy || reference) over this rank's ids, filled span by span."""
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        """A rank that holds only padding fills nothing, and adds nothing."""
+        lowest = torch.finfo(torch.float32).min
+        self._maxima = torch.full((2, tokens), lowest, dtype=torch.float32, device=device)
+        self._sums = torch.zeros(2, tokens, dtype=torch.float32, device=device)
+
+    def fill(self, span: slice, logits: Tensor, others: Tensor, temperature: float) -> None:
+        """Add some rows. logits: the policy's; others: the reference's, which are overwritten."""
+        found = pair_sums(logits, others, temperature)
+        self._maxima[:, span] = torch.stack([found.maxima, found.other_maxima])
+        self._sums[:, span] = torch.stack([found.gaps, found.other_exps])
+
+    def reduced(
+        self, policy_maxima: Tensor, policy_exps: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        """(KL in nats, log of the reference's softmax denominator), [tokens] float32 each.
+
+        policy_maxima, policy_exps: the policy's softmax sums over the whole group. Equal on every
+        rank of the group.
+        """
+        own, others = self._maxima
+        maxima = others.clone()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        sums = self._sums * torch.stack([own - policy_maxima, others - maxima]).exp()
+        dist.all_reduce(sums, group=group)
+        gaps, exps = sums
+        # Each difference is between numbers of similar size, for accuracy.
+        shift = (maxima - policy_maxima) + (exps.log() - policy_exps.log())
+        return gaps / policy_exps + shift, maxima + exps.log()
+
+
 def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> TokenLogprobs:
     """Logprob of targets[i] and entropy under softmax(logits of hidden[i] / temperature).
 
@@ -199,7 +255,7 @@ class _Logprobs(torch.autograd.Function):
 
         log_z = sums[0].log()
         entropy = log_z - sums[1] / sums[0]
-        pair = () if pairs is None else pairs.reduced(PolicySums(maxima, sums[0]), layer.group)
+        pair = () if pairs is None else pairs.reduced(maxima, sums[0], layer.group)
         ctx.save_for_backward(hidden, local, is_local, maxima + log_z, entropy, *pair)
         ctx.layer = layer
         # The logits of the last pass are still there, unless the sums overwrote them.

@@ -1,71 +1,51 @@
-"""The batched attention against one sequence at a time, in plain matrix products."""
+"""Which attention calls of SGLang's torch_native backend go to the loop in C++."""
 
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.backend.cpu.kernels import engine_loops
 from tests.backend.cpu.site_modules import import_shim
 
-HEADS, KV_HEADS, SIZE, SLOTS, REQUESTS, CONTEXT = 6, 2, 16, 3000, 20, 400
+
+class Backend:
+    """The methods of SGLang's backend that are replaced."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+    def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> str:
+        return "SGLang's own"
+
+    _run_sdpa_forward_extend = _run_sdpa_forward_decode
 
 
-@pytest.fixture(scope="module")
-def attention() -> ModuleType:
-    """Loaded as SGLang's processes load it: from a folder that is no package of ours."""
-    return import_shim("batched_attention")
-
-
-def one_by_one(
-    query: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    slots: list[torch.Tensor],
-    query_lens: list[int],
-) -> torch.Tensor:
-    """Causal attention of each sequence's last query_lens tokens over its slots."""
-    outputs, start = [], 0
-    for mine, length in zip(slots, query_lens, strict=True):
-        keys, values = (
-            cache[mine].repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for cache in caches
-        )
-        scores = query[start : start + length].transpose(0, 1) @ keys.transpose(1, 2) / SIZE**0.5
-        for row in range(length):
-            scores[:, row, len(mine) - length + row + 1 :] = float("-inf")
-        outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
-        start += length
-    return torch.cat(outputs)
+import_shim("batched_attention").install(SimpleNamespace(TorchNativeAttnBackend=Backend))
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "key_lens"),
-    [
-        ([1] * 9, [1, 2, 300, 17, 18, 40, 399, 128, 129]),
-        ([5, 1, 30, 90, 2, 2, 8], [5, 7, 30, 300, 2, 399, 9]),
-        ([1], [1]),
-    ],
+    ("size", "options", "is_ours"),
+    [(16, {}, True), (20, {}, False), (16, {"sliding_window_size": 8}, False)],
 )
-def test_padded_batches_equal_one_sequence_at_a_time(
-    attention: ModuleType, query_lens: list[int], key_lens: list[int]
+def test_heads_that_the_loop_knows_attend_in_one_call(
+    size: int, options: dict[str, Any], is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    caches = (torch.randn(SLOTS, KV_HEADS, SIZE), torch.randn(SLOTS, KV_HEADS, SIZE))
-    table = torch.randint(1, SLOTS, (REQUESTS, CONTEXT), dtype=torch.int32)
-    rows = torch.randperm(REQUESTS)[: len(key_lens)]
-    query = torch.randn(sum(query_lens), HEADS, SIZE)
-    output = torch.full_like(query, 7.0)
-    for batch in attention.plan_attention(table, rows, query_lens, key_lens, query.dtype):
-        attention.attend(batch, query, output, *caches, None)
-    slots = [table[row, :length].long() for row, length in zip(rows, key_lens, strict=True)]
-    torch.testing.assert_close(
-        output, one_by_one(query, caches, slots, query_lens), atol=1e-5, rtol=0
+    calls: list[engine_loops.Requests] = []
+    monkeypatch.setattr(engine_loops, "attend", lambda *args: calls.append(args[4]))
+    backend = Backend()
+    backend.init_forward_metadata(None)
+    pools = torch.zeros(2, 30, 1, size)
+    table, rows, lens = torch.zeros(4, 10), torch.tensor([3, 1]), torch.tensor([4, 5])
+    query = torch.zeros(2, 2, size)
+    output = torch.zeros_like(query)
+    for _ in range(2):
+        found = backend._run_sdpa_forward_decode(
+            query, output, *pools, table, rows, lens, None, causal=False, **options
+        )
+        assert (found is output) is is_ours
+    backend._run_sdpa_forward_extend(
+        query, output, *pools, table, rows, lens, lens - 1, rows, None, causal=False, **options
     )
-
-
-def test_batches_hold_every_sequence_once_and_only_similar_long_ones(attention: ModuleType) -> None:
-    keys = [3, 100, 120, 129, 260, 257, 1000, 501, 64]
-    batches = attention.split_by_length([1] * len(keys), keys)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(keys)))
-    for batch in batches:
-        longest, shortest = max(keys[i] for i in batch), min(keys[i] for i in batch)
-        assert longest <= 128 or longest <= 2 * shortest
-    assert len(batches) < len(keys)
+    # Requests are located once for all layers; attention that is not causal stays SGLang's.
+    assert len(calls) == 2 * is_ours and len(set(map(id, calls))) == is_ours

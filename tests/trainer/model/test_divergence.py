@@ -7,8 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.trainer.model.divergence import ReferenceLayer
-from megatron_rl.trainer.model.logprobs import LogitMemory, OutputLayer, token_logprobs
+from megatron_rl.trainer.model.logprobs import (
+    LogitMemory,
+    OutputLayer,
+    ReferenceLayer,
+    token_logprobs,
+)
 from tests.distributed import run_ranks
 from tools.bench.train_peer import logprob_peak_over_bound
 

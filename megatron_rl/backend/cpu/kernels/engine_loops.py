@@ -48,7 +48,9 @@ def are_available() -> bool:
     try:
         compiled()
     except build.CompilerFailed as error:
-        log.warning("SGLang decodes 2 to 3 times slower on this CPU: %s", error)
+        log.warning(
+            "SGLang decodes several times slower on this CPU without loops in C++: %s", error
+        )
         return False
     return True
 
