@@ -1,9 +1,8 @@
-"""`megatron-rl run --dry-run`: whether a completion could earn anything, before a GPU is rented.
+"""`megatron-rl run --dry-run`: checks a run and grades made-up completions; starts no role.
 
-Every check of a run is made, and nothing of it is started. Then some prompts of each task are
-rendered, and for each a right and a wrong completion, made up in the form that the prompt asks for,
-are graded by the run's own rules in its own kind of grading processes. Parts of the objective that
-are functions of the user's are called with made-up tokens.
+The dry run makes every check of a run. It renders some prompts of each task and grades a right and
+a wrong completion for each, by the run's rules, in grading processes. It calls the user's parts of
+the objective with made-up tokens.
 """
 
 import collections
@@ -41,16 +40,16 @@ class Rendered(NamedTuple):
 
     text: str
     tail: str
-    """Its end, which a response may continue."""
+    """End of the prompt, which a response may continue."""
 
 
 class Rehearsal(NamedTuple):
-    """A prompt with what was graded for it."""
+    """A prompt and the scores of its made-up completions."""
 
     prompt: Prompt
     form: Form
     right: Score | ScoreFailed | None
-    """None where no right answer can be made up."""
+    """None if no right answer can be made up."""
     wrong: Score | ScoreFailed | None
 
 
@@ -60,12 +59,12 @@ class TaskReport(NamedTuple):
     task: str
     prompts: int
     earned: float | None
-    """Mean reward of right completions; None where none could be made up."""
+    """Mean reward of right completions; None without any."""
     earned_wrong: float | None
     problems: list[str]
-    """Why no completion, or every completion, earns the reward; empty: fine."""
+    """Reasons why no completion, or every completion, earns the reward."""
     warnings: list[str]
-    """What is wrong with single prompts."""
+    """Faults of single prompts."""
 
 
 def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> int:
@@ -88,9 +87,9 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
 
 
 def _notes_of_start(config: Config, machines: Machines) -> list[str]:
-    """What a run would say or refuse when it starts here now, as notes.
+    """Warnings and refusals of a run that would start on this host now, as notes.
 
-    Nothing is written, and the run may be for another host: the other checks are made anyway.
+    They do not end the dry run: the real run may be on another host or in another folder.
     """
     notes: list[str] = []
     try:
@@ -120,8 +119,8 @@ def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
     """Grade a right and a wrong completion of each prompt; one report a task.
 
-    Raises InputError for a bad tokenizer or a function of the user's that fails, GradingError for
-    tests that cannot be used.
+    Raises InputError for a bad tokenizer or a failing user function, GradingError for unusable
+    tests.
     """
     rendered = call_in_child(
         render_all, config, list(prompts), what="rendering the prompts", limit_s=_RENDER_S
@@ -147,7 +146,7 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
 
 
 def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
-    """In a child: the prompts as the model sees them; imports transformers."""
+    """Render prompts; runs in a child process, because it imports transformers."""
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
@@ -157,7 +156,7 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
 
 
 def _taught_forms(config: Config) -> Callable[[str], Form | None]:
-    """f(task): the form of most SFT examples, of those of the task if there are any."""
+    """f(task): most frequent form of the task's SFT examples, or of all if the task has none."""
     if not config.sft.steps or config.sft.dataset is None:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
@@ -193,7 +192,7 @@ def _grade(
     with Grading(
         config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
     ) as grading:
-        # A function that hangs or raises is refused after one completion.
+        # One completion per task first: a user function that fails is refused early.
         early = list(first.values())
         found = grading.score([samples[place] for place in early])
         refuse_faults([owners[place] for place in early], found, config)
@@ -215,7 +214,7 @@ def _judge(rehearsals: Sequence[Rehearsal], config: Config) -> list[TaskReport]:
 
 
 def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskReport:
-    """What the grades say about the configuration (problems) and about prompts (warnings)."""
+    """Problems of the configuration and warnings about prompts, from the scores of a task."""
     right = [r for r in group if isinstance(r.right, Score)]
     wrong = [r for r in group if isinstance(r.wrong, Score)]
     problems, warnings = [], []
@@ -224,7 +223,7 @@ def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskRep
         problems.append(f"{len(failed)} completions could not be graded: {failed[0].reason}")
     missed = [r for r in right if r.right.parts["correct"] <= 0]
     passed = {r.form for r in right if r.right.reason not in REFUSALS}
-    # A form that passes with other answers is not at fault: the answer itself spoils it.
+    # If the form passes with other answers, the answer is at fault, not the form.
     refused = [r for r in missed if r.right.reason in REFUSALS and r.form not in passed]
     missed = [r for r in missed if r not in refused]
     if refused:

@@ -1,6 +1,6 @@
 """Calls a user's parts of the objective once, with made-up groups and tokens.
 
-Used by `megatron-rl run --dry-run`. A part of ours is not called: its tests have done that.
+Used by `megatron-rl run --dry-run`. Our own parts have tests and are not called.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ _ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
-"""Errors of a function with a mistake."""
+"""Errors of a faulty user function."""
 
 
 def try_objective(cfg: AlgorithmConfig) -> list[str]:
-    """Call each part that is a function of the user's; lines about them. Raises InputError."""
+    """Call each part that is a user's function; lines about them. Raises InputError."""
     advantage_functions = find_advantage_functions(cfg)
     found = [*_try_advantage_functions(advantage_functions)]
     if any(":" in one.name for one in (cfg.policy_loss, cfg.correction, cfg.shaping)):
@@ -205,7 +205,7 @@ def _check_policy_loss(key: str, name: str, found: Any, tokens: "Tokens") -> Non
 
 
 def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
-    """What a call returns; InputError with the line of the user's code that raised."""
+    """The result of a call; InputError with the line of the user's code that raised."""
     try:
         return call()
     except _ERRORS as error:

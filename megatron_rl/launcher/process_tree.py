@@ -1,7 +1,7 @@
-"""The processes below the launcher: which there are, which lost their starter, and their end.
+"""Finds and kills the processes below the launcher, also those whose parent died.
 
-Used by `supervisor.py`, in the launcher's one thread. Works while the launcher is a child
-subreaper: a process whose parent died becomes a child of the launcher instead of escaping.
+Used by `supervisor.py`, in the launcher's one thread. The launcher must be a child subreaper: a
+process whose parent died becomes a child of the launcher instead of escaping.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def set_subreaper(is_on: bool) -> None:
-    """Become, or stop being, the parent of descendants whose own parent died."""
+    """Become (or no longer be) the parent of descendants whose parent died."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
@@ -29,20 +29,17 @@ def set_subreaper(is_on: bool) -> None:
 def find_descendants(
     not_ours: Collection[psutil.Process], role_pids: Collection[int]
 ) -> list[psutil.Process]:
-    """Live processes below this one but `not_ours`; takes the exit status of orphans that ended.
-
-    The exit status of a role (`role_pids`) is left to whoever started it.
-    """
+    """Live processes below this one except `not_ours`; reaps orphans that ended, but no role."""
     return _alive(psutil.Process().children(recursive=True), not_ours, role_pids)
 
 
 def find_orphans(
     not_ours: Collection[psutil.Process], role_pids: Collection[int]
 ) -> list[psutil.Process]:
-    """Live processes that a role started and that lost their parent, and all below them.
+    """Live processes of roles whose parent died, and all processes below them.
 
-    Every process of a run keeps its children for as long as it lives, so a child of the launcher
-    that is no role is what a dead process left behind.
+    Live processes of a run keep their children. So a child of the launcher that is no role is an
+    orphan.
     """
     found: list[psutil.Process] = []
     for process in _alive(psutil.Process().children(), not_ours, role_pids):
@@ -77,7 +74,7 @@ def wait_for_none(
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Whether `find` finds nothing any more within timeout_s; False at once when `unless` holds."""
+    """Wait until `find` finds nothing; False after timeout_s, or when `unless` holds."""
     deadline = time.monotonic() + timeout_s
     while find():
         if time.monotonic() > deadline or unless():
@@ -87,9 +84,9 @@ def wait_for_none(
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], why: str) -> list[psutil.Process]:
-    """SIGKILL to all that `find` finds, until it finds none; those alive after KILL_GRACE_S."""
+    """SIGKILL all processes of `find`, repeatedly; returns those alive after KILL_GRACE_S."""
     deadline = time.monotonic() + KILL_GRACE_S
-    # Again after each round: a process may have forked between the look and the kill.
+    # Repeated, because a process may fork between `find` and the kill.
     while (alive := find()) and time.monotonic() < deadline:
         for process in alive:
             log.info("killing %s, pid %d: %s", _name(process), process.pid, why)
@@ -122,24 +119,23 @@ def _kill(process: psutil.Process) -> None:
 
 
 def reap_orphans(role_pids: Collection[int]) -> None:
-    """Take the exit status of all children that have ended, but for roles.
+    """Reap all children that have ended, except roles.
 
-    A sandbox leaves one for each program that it ends. Until somebody takes their status they count
-    as processes of the sandbox's group, which may have a few hundred.
+    A sandbox leaves a zombie for each program that it ends. Zombies count as processes of the
+    sandbox's group, which is limited to a few hundred.
     """
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        # The first one that is a role hides others until its own end is noted.
+        # An ended role hides other children until the supervisor polls it.
         if found is None or found.si_pid in role_pids:
             return
         _reap(found.si_pid)
 
 
 def _reap(pid: int) -> None:
-    """Take the exit status of an orphan that the subreaper inherited."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -1,10 +1,9 @@
 """Starts the processes of a run, restarts those that may die, and ends them all together.
 
-Used by `run.py`, in one thread. Every child leads its own process group, so that Ctrl-C at the
-terminal reaches only the launcher, and gets SIGTERM from Linux when the launcher dies by any
-cause. The launcher is a child subreaper while a Supervisor is open: a grandchild whose parent
-died becomes a child of the launcher instead of escaping, so `stop` finds every descendant, and a
-role is started again only when nothing is left of its predecessor.
+Used by `node.py`, in one thread. Every child leads a process group, so that Ctrl-C at the terminal
+reaches only the launcher. Linux sends a child SIGTERM when the launcher dies. While a Supervisor is
+open, the launcher is a child subreaper: a grandchild whose parent died becomes its child. So `stop`
+finds every descendant, and a role restarts only when nothing is left of its earlier incarnation.
 """
 
 import logging
@@ -66,40 +65,40 @@ class Role:
     process: subprocess.Popen[bytes]
     log_path: Path
     log_start: int
-    """Bytes that earlier starts left in the log."""
+    """Bytes of the log from earlier incarnations."""
     started: float
     """time.monotonic() of the start."""
     outlives: str | None = None
-    """Name of the role that tells this one to end; it must not end long before that one does."""
+    """Name of the role that ends this one, which must not end long before that role."""
     restarts: RestartRule | None = None
-    """None when its death ends the run."""
+    """None: its death ends the run."""
     is_expendable: bool = False
-    """The run continues without it, whatever ends it."""
+    """The run continues without it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
     """time.monotonic() when its end was noticed."""
     restart_at: float | None = None
-    """time.monotonic() when it is to be started again."""
+    """time.monotonic() of its planned restart."""
     is_death_answered: bool = False
-    """Its death was noticed, and the run continues."""
+    """The supervisor has handled its death, and the run continues."""
     is_restarted: bool = False
-    """It is not the first process of its phase."""
+    """It is not the first incarnation in its phase."""
     silent_since: float | None = None
-    """time.monotonic() since when the queue has missed it although it runs."""
+    """time.monotonic() since when the queue misses the running role."""
     is_given_up: bool = False
-    """It used up its restarts: the run continues without it until its window allows another one."""
+    """Its restarts are used up: the run continues without it until the window allows another."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs and has said that it is ready, where a restart waits for that."""
+        """Whether it runs and has written its ready file."""
         return (
             self.ended is None and self.restarts is not None and self.restarts.ready_path.exists()
         )
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal's number when a signal ended it."""
+        """None while it runs; -N when signal N ended it."""
         return self.process.returncode
 
 
@@ -107,29 +106,28 @@ class Role:
 class Supervisor:
     """Owner of all children; a context manager that leaves none behind.
 
-    Input that is refused once a role has started leaves it as RunFailed.
+    Once a role has started, refused input leaves the context as RunFailed.
     """
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
     """Variables of all children."""
     early_end_grace_s: float = 30.0
-    """A role may end this long before the one that it must outlive."""
+    """A role may end this long before the role that it must outlive."""
     silence_s: float = 60.0
-    """A role that the queue has missed for so long is killed; before it, the queue waits for
-    expert.queue.heartbeat_timeout_s."""
+    """A role is killed this long after the queue misses it (expert.queue.heartbeat_timeout_s)."""
     first_pause_s: float = 1.0
-    """Before the first restart of a role; doubles for each further one."""
+    """Pause before the first restart of a role; doubles for each further one."""
     inherited: tuple[int, ...] = ()
-    """File descriptors that all children hold too."""
+    """File descriptors for all children."""
     roles: dict[str, Role] = field(default_factory=dict)
     replicas: Replicas = field(default_factory=Replicas)
     """Over all phases."""
     _has_started: bool = False
-    """Whether a role ever was: from then on nothing is refused, it fails."""
+    """Whether a role has started; afterwards refused input is a failure."""
     _not_ours: set[psutil.Process] = field(default_factory=set)
     _opened_s: float = 0.0
-    """time.time() when it was opened; errors that were noted before are of another run."""
+    """time.time() of its opening; failure notes from before belong to another run."""
 
     def __enter__(self) -> Self:
         set_subreaper(True)
@@ -156,7 +154,7 @@ class Supervisor:
         outlives: str | None = None, restarts: RestartRule | None = None,
         environment: Mapping[str, str] = MappingProxyType({}), is_expendable: bool = False,
     ) -> Role:  # fmt: skip
-        """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
+        """Start a child; appends its stdout and stderr to `log_dir/<name>.out`."""
         if restarts is not None:
             restarts.ready_path.unlink(missing_ok=True)
             self.replicas.take_back(restarts)
@@ -194,9 +192,9 @@ class Supervisor:
         return role
 
     def check(self) -> list[RoleRestart]:
-        """Note which roles ended, and start again those whose pause is over; returns the latter.
+        """Note ended roles and restart those whose pause is over; returns the restarts.
 
-        Orphans that ended are forgotten. Raises RoleDied for a role that should not have ended.
+        Raises RoleDied for a role whose death ends the run.
         """
         now = time.monotonic()
         for role in self.roles.values():
@@ -220,7 +218,7 @@ class Supervisor:
         return name in self.roles and self.roles[name].exit_code == 0
 
     def _answer_death(self, role: Role, now: float) -> None:
-        """Plan a restart or continue without the role; RoleDied when its death ends the run."""
+        """Plan a restart or continue without the role. Raises RoleDied if the run must end."""
         rule = role.restarts
         if role.is_expendable:
             role.is_death_answered = True
@@ -242,7 +240,7 @@ class Supervisor:
             again_at = self.replicas.give_up(rule)
             role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
-        # The run continues: this error is not the cause of a later one.
+        # The run continues, so this failure must not explain a later one.
         clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
 
@@ -270,13 +268,13 @@ class Supervisor:
         return explain_death(ending, first, remark)
 
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
-        """Kill what dead roles left behind: it would hold their ports and memory."""
+        """Kill orphans of dead roles, which hold ports and memory."""
         return kill_all(
             lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
         )
 
     def _restart(self, role: Role) -> RoleRestart | None:
-        """Start a role again; None when a restart became pointless during the pause."""
+        """Restart a role; None if the restart became pointless during the pause."""
         rule = role.restarts
         assert rule is not None and role.exit_code is not None
         if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
@@ -299,9 +297,9 @@ class Supervisor:
         return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
 
     def end_silent(self, missing: Collection[str]) -> None:
-        """Kill roles that hang: they run and are ready, but the queue has long not heard them.
+        """Kill hanging roles: ready ones that the queue has missed for silence_s.
 
-        missing: names of replicas that the queue misses. `check` starts the killed ones again.
+        missing: replicas that the queue misses now. `check` restarts the killed roles.
         """
         now = time.monotonic()
         for role in self.roles.values():
@@ -314,14 +312,13 @@ class Supervisor:
                 role.process.kill()
 
     def is_running(self, name: str) -> bool:
-        """Whether the role was started and has not been seen to end."""
+        """Whether the role was started and has no noted end."""
         return name in self.roles and self.roles[name].ended is None
 
     def stop(self) -> None:
-        """End every descendant within 10 s: SIGTERM to the roles, SIGKILL to what is left.
+        """End every descendant within 10 s: SIGTERM to the roles, then SIGKILL to all.
 
-        Another signal to the launcher meanwhile ends them at once. The Supervisor can start others
-        afterwards.
+        A second signal to the launcher sends SIGKILL at once. Afterwards `start` works again.
         """
         arrived: list[int] = []
 
@@ -341,7 +338,7 @@ class Supervisor:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def descendants(self) -> list[psutil.Process]:
-        """Live processes below this one that did not exist before the Supervisor was opened."""
+        """Live processes below this one that started after the Supervisor was opened."""
         for role in self.roles.values():
             role.process.poll()
         return find_descendants(self._not_ours, self._role_pids())
@@ -351,7 +348,7 @@ class Supervisor:
 
 
 def child_environment() -> dict[str, str]:
-    """Variables of every child: where our packages are, its launcher, no hub."""
+    """Environment variables of every child."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
         "HF_HUB_OFFLINE": "1",
