@@ -1,7 +1,7 @@
-"""Every metric that a run writes: what it means, what is healthy, and what to do.
+"""Every metric of a run: meaning, healthy range, and fix.
 
-Used by the exporter, which tells counts from gauges by it, and by `megatron-rl metrics table`,
-which prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
+Used by the exporter (counts and gauges), by warnings, and by `megatron-rl metrics table`, which
+prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
 """
 
 import re
@@ -15,12 +15,12 @@ class Known(NamedTuple):
 
     name: str
     meaning: str
-    """With the unit."""
+    """Meaning and unit."""
     healthy: str = ""
     fix: str = ""
-    """What to do where it is not healthy."""
+    """What to do about an unhealthy value."""
     kind: Kind = "gauge"
-    """count: a row holds what came since the row before it."""
+    """count: a row has the increase since the row before."""
 
 
 ROLLOUTS = (
@@ -307,7 +307,7 @@ _PATTERNS = [
 
 
 def find(name: str) -> tuple[Known, str] | None:
-    """The documented metric of a name, and what stands for its `*`; None for an unknown one."""
+    """The documented metric of a name, and the text for its `*`; None if unknown."""
     if name in _PLAIN:
         return _PLAIN[name], ""
     for pattern, known in _PATTERNS:

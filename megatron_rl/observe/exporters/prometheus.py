@@ -1,4 +1,4 @@
-"""Prometheus' text format over HTTP: the latest value of each gauge, and sums of counts.
+"""Serves Prometheus metrics over HTTP: latest values of gauges, sums of counts.
 
 | thread | does | shares |
 |---|---|---|
@@ -25,15 +25,15 @@ _LABELS = ("source", "label", "what")
 
 
 def family_name(name: str) -> str:
-    """Prometheus' name of a metric, without the `_total` of counters; `*` of the table goes."""
+    """Prometheus' name of a metric, without `*` and the `_total` of counters."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9]+", "_", name.replace("*", "")).strip("_")
 
 
 class Values(Collector):
-    """The values that a scrape returns."""
+    """The values of a scrape."""
 
     def __init__(self, settings: dict[str, float]) -> None:
-        """settings: keys of the configuration that alerts compare with."""
+        """settings: configuration values for alerts, by key."""
         self._settings = settings
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, str, str], float]] = {}
@@ -41,7 +41,7 @@ class Values(Collector):
         self._last: dict[str, float] = {}
 
     def add(self, rows: list[Row]) -> None:
-        """Take in rows: counts add up, anything else is replaced."""
+        """Take in rows: add counts, replace gauges."""
         with self._lock:
             for row in rows:
                 self._last[row["source"]] = row["time"]
@@ -84,7 +84,7 @@ class PrometheusServer(Closing):
     """Serves /metrics until it is closed."""
 
     def __init__(self, host: str, port: int, settings: dict[str, float]) -> None:
-        """port: 0 for any. Raises OSError where it cannot listen."""
+        """port: 0 for any. Raises OSError if it cannot listen."""
         self._values = Values(settings)
         self.registry = CollectorRegistry()
         self.registry.register(self._values)
@@ -96,7 +96,7 @@ class PrometheusServer(Closing):
         self._values.add(rows)
 
     def close(self) -> None:
-        """Stop to serve."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)

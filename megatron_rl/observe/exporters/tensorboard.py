@@ -1,4 +1,4 @@
-"""Event files for TensorBoard: a folder, which it calls a run, for each role."""
+"""Event files for TensorBoard: one folder (TensorBoard run) per role."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _OURS = "events.out.tfevents.*"
 
 
 class TensorBoardWriter:
-    """Writes rows below a folder; what an earlier one left there is replaced."""
+    """Writes rows below a folder, in place of earlier event files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,6 +44,6 @@ class TensorBoardWriter:
         return self._writers[source]
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the files."""
         for writer in self._writers.values():
             writer.close()

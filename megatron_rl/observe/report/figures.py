@@ -1,4 +1,4 @@
-"""The plots of a report, as plotly figures; a plot of which no run has data is left out."""
+"""The plots of a report, as plotly figures; plots without data are left out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from megatron_rl.protocol.metrics import GROUPS_DROPPED
 
 COLOURS = qualitative.D3
 BAND = 1.96
-"""Standard errors of a band that holds 95 % of a normal distribution."""
+"""Standard errors of a 95 % band."""
 _HEIGHT = 320
 _BINS = 60
 
 
 class Plot(NamedTuple):
-    """A figure with its heading, and what it shows."""
+    """A figure with its heading and explanation."""
 
     title: str
     explained: str
@@ -63,7 +63,7 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     return [one for one in made if one is not None]
 
 
-# Below the plot: plotly's tool bar covers what stands at the top right.
+# Below the plot, because plotly's tool bar covers the top right.
 LEGEND = {"orientation": "h", "y": -0.2, "yanchor": "top"}
 
 
@@ -100,7 +100,7 @@ def _curves(
 
 
 def _accuracy(runs: Sequence[Run]) -> Plot | None:
-    """Evaluations over versions, a line a set, with bands of 95 %."""
+    """Accuracies over policy versions, one line per set."""
     figure = go.Figure()
     series = [(run, *found) for run in runs for found in _evaluations(run)]
     for number, (run, name, rows) in enumerate(series):
@@ -118,7 +118,7 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of each evaluation set, by version; the SFT baseline counts as a set."""
+    """Rows by evaluation set, in order of versions; the SFT baseline counts as a set."""
     rows = [row for row in run.rows if "eval/accuracy" in row]
     names: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
