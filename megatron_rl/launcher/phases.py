@@ -38,12 +38,7 @@ from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
 from megatron_rl.launcher.ports import check_engine_ports
-from megatron_rl.launcher.restarts import (
-    follower_rule,
-    generator_rule,
-    scorer_rule,
-    verifier_rule,
-)
+from megatron_rl.launcher.restarts import restart_rule
 from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
@@ -217,7 +212,7 @@ def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str)
 
 def _start_scorer(own: Node, arguments: Sequence[str]) -> None:
     """Start the scorer, which the trainer waits for and ends."""
-    rule = scorer_rule(own.config, SCORER, until=TRAINER)
+    rule = restart_rule(own.config, "scorer", SCORER, until=TRAINER)
     own.start(
         SCORER, "generation.scorer", arguments,
         outlives=TRAINER, restarts=rule, gpus=own.roles.scorer,
@@ -246,16 +241,14 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     for index, gpus in own.roles.engines.items():
         part = own.roles.engine_nodes.get(index)
         name, module, given = engine_command(own.config, index, part)
-        role, rule_of = f"{name}{suffix}", generator_rule if part is None else follower_rule
-        if part is not None and part.rank == 0:
-            rule_of = generator_rule
+        role, kind = f"{name}{suffix}", "follower" if part and part.rank else "generator"
         own.start(
             role, module, given, config_file=file, outlives=outlives, gpus=gpus,
-            restarts=rule_of(own.config, name, role=role, until=until),
+            restarts=restart_rule(own.config, kind, name, role=role, until=until),
         )  # fmt: skip
     name = verifier_name(own.number)
     role = f"{name}{suffix}"
-    rule = verifier_rule(own.config, name, role=role, until=queue, replicas=own.count)
+    rule = restart_rule(own.config, "verifier", name, role=role, until=queue, replicas=own.count)
     own.start(
         role, "verification.worker", ["--index", str(own.number)], config_file=file,
         outlives=outlives, restarts=rule,

@@ -4,6 +4,7 @@ Used by `supervisor.py`, in the launcher's one thread. The launcher must be a ch
 process whose parent died becomes a child of the launcher instead of escaping.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -89,19 +90,13 @@ def kill_all(find: Callable[[], list[psutil.Process]], why: str) -> list[psutil.
     # Repeated, because a process may fork between `find` and the kill.
     while (alive := find()) and time.monotonic() < deadline:
         for process in alive:
-            log.info("killing %s, pid %d: %s", _name(process), process.pid, why)
-            _kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                log.info("killing %s, pid %d: %s", process.name(), process.pid, why)
+                process.kill()
         wait_for_none(find, _KILL_ROUND_S)
     if alive:
         log.error("could not end pids %s", [process.pid for process in alive])
     return alive
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "a process"
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -109,13 +104,6 @@ def _is_zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
 
 
 def reap_orphans(role_pids: Collection[int]) -> None:
@@ -136,7 +124,5 @@ def reap_orphans(role_pids: Collection[int]) -> None:
 
 
 def _reap(pid: int) -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass

@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -27,65 +27,38 @@ class RestartRule:
     """The role leaves this file when it is ready."""
     kind: str = "generator"
     """Replicas of one kind do the same work: one can take over what another one leaves."""
-    section: str = "generator"
-    """Section of the configuration with the limits."""
     replicas: int = 1
     """Replicas of this kind in the run, on all nodes."""
     min_replicas: int = 1
     """The run continues without this replica while at least this number is not given up."""
 
-
-def generator_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
-    """The rule of a generator, as [generator] sets it."""
-    generator = config.generator
-    return RestartRule(
-        replica=replica,
-        limit=generator.max_restarts,
-        window_s=generator.restart_window_s,
-        until=until,
-        ready_path=_ready_path(config, role),
-        replicas=generator.replicas,
-        min_replicas=generator.min_replicas,
-    )
+    @property
+    def section(self) -> str:
+        """Section of [expert] with the limits."""
+        return "generator" if self.kind == "follower" else self.kind
 
 
-def follower_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
-    """The rule of another node's part of an engine; its leader's rule decides for the engine."""
-    rule = generator_rule(config, replica, role=role, until=until)
-    return replace(rule, kind="follower", replicas=1, min_replicas=0)
-
-
-def verifier_rule(
-    config: Config, replica: str, *, role: str, until: str, replicas: int = 1
+def restart_rule(
+    config: Config, kind: str, replica: str, *, until: str, role: str = "", replicas: int = 1
 ) -> RestartRule:
-    """The rule of a verifier, as [verifier] sets it; replicas: one on each host."""
+    """The rule of a replica, as the configuration sets it.
+
+    kind: generator, verifier, scorer, or follower: another node's part of an engine, for which the
+    rule of the engine's generator decides. role: name of the role, by default the replica's.
+    replicas: of this kind in the run, except generators, which the configuration counts.
+    """
+    minimum = {"generator": config.generator.min_replicas, "follower": 0}.get(kind, 1)
+    limits = {"verifier": config.verifier, "scorer": config.scorer}.get(kind, config.generator)
     return RestartRule(
         replica=replica,
-        limit=config.verifier.max_restarts,
-        window_s=config.verifier.restart_window_s,
+        limit=limits.max_restarts,
+        window_s=limits.restart_window_s,
         until=until,
-        ready_path=_ready_path(config, role),
-        kind="verifier",
-        section="verifier",
-        replicas=replicas,
+        ready_path=config.run.dir / "logs" / f"{role or replica}.ready",
+        kind=kind,
+        replicas=config.generator.replicas if kind == "generator" else replicas,
+        min_replicas=minimum,
     )
-
-
-def scorer_rule(config: Config, role: str, *, until: str) -> RestartRule:
-    """The rule of the scorer, as [scorer] sets it."""
-    return RestartRule(
-        replica=role,
-        limit=config.scorer.max_restarts,
-        window_s=config.scorer.restart_window_s,
-        until=until,
-        ready_path=_ready_path(config, role),
-        kind="scorer",
-        section="scorer",
-    )
-
-
-def _ready_path(config: Config, role: str) -> Path:
-    return config.run.dir / "logs" / f"{role}.ready"
 
 
 class Answer(Enum):

@@ -74,7 +74,7 @@ class Role:
     """None: its death ends the run."""
     is_expendable: bool = False
     """The run continues without it."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
     """time.monotonic() when its end was noticed."""
@@ -155,21 +155,12 @@ class Supervisor:
         environment: Mapping[str, str] = MappingProxyType({}), is_expendable: bool = False,
     ) -> Role:  # fmt: skip
         """Start a child; appends its stdout and stderr to `log_dir/<name>.out`."""
-        if restarts is not None:
-            restarts.ready_path.unlink(missing_ok=True)
-            self.replicas.take_back(restarts)
-        role = self._start(name, command, outlives, restarts, dict(environment))
-        role.is_expendable = is_expendable
-        return role
-
-    def _start(
-        self, name: str, command: list[str], outlives: str | None,
-        restarts: RestartRule | None, environment: dict[str, str],
-    ) -> Role:  # fmt: skip
         log_path = self.log_dir / f"{name}.out"
         told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / _FAILURES / name)}
         if restarts is not None:
             told[READY_FILE_VARIABLE] = str(restarts.ready_path)
+            restarts.ready_path.unlink(missing_ok=True)
+            self.replicas.take_back(restarts)
         clear_failures(self.log_dir / _FAILURES, name)
         with log_path.open("ab") as out:
             log_start = out.tell()
@@ -178,15 +169,16 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | child_environment() | self.extra_environment | environment | told,
+                env={**os.environ, **child_environment(), **self.extra_environment, **environment}
+                | told,
                 process_group=0,
                 pass_fds=self.inherited,
             )
         self._has_started = True
-        started = time.monotonic()
         role = Role(
-            name, command, process, log_path, log_start, started, outlives, restarts, environment
-        )
+            name, command, process, log_path, log_start, time.monotonic(), outlives, restarts,
+            is_expendable, environment,
+        )  # fmt: skip
         self.roles[name] = role
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
@@ -287,12 +279,14 @@ class Supervisor:
             )
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
-            rule.ready_path.unlink()
         count = self.replicas.note_restart(rule, time.monotonic())
         with role.log_path.open("a") as out:
             how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
-        new = self._start(role.name, role.command, role.outlives, rule, role.environment)
+        new = self.start(
+            role.name, role.command, outlives=role.outlives, restarts=rule,
+            environment=role.environment,
+        )  # fmt: skip
         new.is_restarted = True
         return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
 

@@ -14,12 +14,10 @@ from megatron_rl.observe.activity_text import ActivityTotals, groups_text, rollo
 from megatron_rl.observe.choice import choice_lines, difference_of, summarize_choice
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
+    GENERATOR_RESTARTS,
     GROUPS_DROPPED,
     MAJ_AT,
     PASS_AT,
-)
-from megatron_rl.protocol.metrics import (
-    GENERATOR_RESTARTS as RESTARTS,
 )
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
@@ -109,7 +107,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "weight_sync_s_median": _median(_values(trainer, "weight_sync/s")),
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
-        "generator_restarts": int(sum(_values(rows, RESTARTS))),
+        "generator_restarts": int(sum(_values(rows, GENERATOR_RESTARTS))),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }

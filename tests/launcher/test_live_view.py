@@ -11,7 +11,7 @@ from rich.console import Console
 from megatron_rl.cli.status import of_rows
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.restarts import generator_rule
+from megatron_rl.launcher.restarts import restart_rule
 from megatron_rl.launcher.supervisor import Role
 from megatron_rl.observe.run_state import evaluation_line, restart_line
 
@@ -252,7 +252,7 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     output, clock = io.StringIO(), Clock()
     config = load_config(None, [f'run.dir="{tmp_path}"', "expert.generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
-    rule = generator_rule(config, "generator-0", role="generator-0", until="trainer")
+    rule = restart_rule(config, "generator", "generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)
     generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
     trainer = Role("trainer", [], None, tmp_path, 0, 0.0)

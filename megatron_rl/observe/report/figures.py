@@ -1,6 +1,6 @@
 """The plots of a report, as plotly figures; plots without data are left out."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import plotly.graph_objects as go
@@ -54,12 +54,29 @@ _CURVES: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
     ("Stage", "Number of the stage of [[stages]].", (Curve("queue/stage", "stage"),)),
 )  # fmt: skip
 
+_SECONDS = (
+    ("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
+    ("weight_sync/s", "weight sync"),
+)  # fmt: skip
+
 
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """All plots that have data, in the order of the report."""
-    made: list[Plot | None] = [_accuracy(runs)]
-    made += [_curves(runs, *one) for one in _CURVES]
-    made += [one(runs) for one in (_staleness, _lengths, _seconds, _dropped, _reasons)]
+    made = [
+        _accuracy(runs),
+        *(_curves(runs, *one) for one in _CURVES),
+        _staleness(runs),
+        _lengths(runs),
+        _bars(runs, _SECONDS, "Seconds of a step", "Parts of a trainer step, stacked."),
+        _bars(
+            runs, _named(runs, GROUPS_DROPPED), "Dropped groups",
+            "Dropped groups of a step, by reason; zero-variance groups have equal rewards.",
+        ),
+        _bars(
+            runs, _named(runs, "reason/"), "Verdicts",
+            "Rollouts of a step by the reason of their score.",
+        ),
+    ]  # fmt: skip
     return [one for one in made if one is not None]
 
 
@@ -101,8 +118,10 @@ def _curves(
 
 def _accuracy(runs: Sequence[Run]) -> Plot | None:
     """Accuracies over policy versions, one line per set."""
-    figure = go.Figure()
     series = [(run, *found) for run in runs for found in _evaluations(run)]
+    if not series:
+        return None
+    figure = go.Figure()
     for number, (run, name, rows) in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         figure.add_scatter(
@@ -111,8 +130,6 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
             text=[row["label"] for row in rows], name=_name(run, name, runs),
             mode="lines+markers", line={"color": colour},
         )  # fmt: skip
-    if not series:
-        return None
     text = f"Of held-out prompts and evaluation sets; bars are {BAND} standard errors either way."
     return Plot("Accuracy of evaluations", text, _styled(figure, "policy version"))
 
@@ -131,63 +148,43 @@ def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _staleness(runs: Sequence[Run]) -> Plot | None:
+    if not any(run.staleness for run in runs):
+        return None
     figure = go.Figure()
     for run in runs:
         ages = sorted(run.staleness)
         figure.add_bar(x=ages, y=[run.staleness[age] for age in ages], name=run.name)
     figure.update_xaxes(dtick=1)
-    text = "Rollouts that were trained on, by versions between their oldest token and the step."
-    if not any(run.staleness for run in runs):
-        return None
+    text = "Trained rollouts, by versions between their oldest token and the step."
     return Plot("Staleness of rollouts", text, _styled(figure, "policy versions"))
 
 
 def _lengths(runs: Sequence[Run]) -> Plot | None:
+    if not any(run.lengths for run in runs):
+        return None
     figure = go.Figure()
     for run in runs:
         figure.add_histogram(x=run.lengths, nbinsx=_BINS, name=run.name)
-    text = "Of all rollouts that were trained on."
-    if not any(run.lengths for run in runs):
-        return None
-    return Plot("Lengths of completions", text, _styled(figure, "tokens"))
+    return Plot("Lengths of completions", "Of all trained rollouts.", _styled(figure, "tokens"))
 
 
-def _seconds(runs: Sequence[Run]) -> Plot | None:
-    """Parts of a trainer step."""
-    parts = (("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
-             ("weight_sync/s", "weight sync"))  # fmt: skip
-    return _bars(runs, parts, Plot("Seconds of a step", "Parts of a trainer step, stacked.",
-                                   go.Figure()))  # fmt: skip
-
-
-def _bars(runs: Sequence[Run], parts: Sequence[tuple[str, str]], plot: Plot) -> Plot | None:
+def _bars(
+    runs: Sequence[Run], parts: Sequence[tuple[str, str]], title: str, explained: str
+) -> Plot | None:
+    """Stacked bars; parts: metrics and their labels."""
+    figure = go.Figure()
     for number, run in enumerate(runs):
         for place, (metric, label) in enumerate(parts):
             rows = [row for row in run.steps if row.get(metric)]
             if rows:
-                plot.figure.add_bar(
+                figure.add_bar(
                     x=[row["step"] for row in rows], y=[row[metric] for row in rows],
                     name=_name(run, label, runs), offsetgroup=number,
                     marker={"color": COLOURS[(number * len(parts) + place) % len(COLOURS)]},
                 )  # fmt: skip
-    if not plot.figure.data:
-        return None
-    return plot._replace(figure=_styled(plot.figure, "step", is_stacked=True))
+    return Plot(title, explained, _styled(figure, "step", is_stacked=True)) if figure.data else None
 
 
-def _named(prefix: str) -> Callable[[Sequence[Run]], list[tuple[str, str]]]:
-    def find(runs: Sequence[Run]) -> list[tuple[str, str]]:
-        names = {name for run in runs for row in run.steps for name in row}
-        return [(n, n.removeprefix(prefix)) for n in sorted(names) if n.startswith(prefix)]
-
-    return find
-
-
-def _dropped(runs: Sequence[Run]) -> Plot | None:
-    text = "Groups of a step that were dropped, by reason; zero-variance groups have equal rewards."
-    return _bars(runs, _named(GROUPS_DROPPED)(runs), Plot("Dropped groups", text, go.Figure()))
-
-
-def _reasons(runs: Sequence[Run]) -> Plot | None:
-    text = "Rollouts of a step by the reason of their score."
-    return _bars(runs, _named("reason/")(runs), Plot("Verdicts", text, go.Figure()))
+def _named(runs: Sequence[Run], prefix: str) -> list[tuple[str, str]]:
+    names = {name for run in runs for row in run.steps for name in row}
+    return [(n, n.removeprefix(prefix)) for n in sorted(names) if n.startswith(prefix)]
