@@ -21,7 +21,7 @@ from megatron_rl.launcher.intentions import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
-from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, try_rewards
+from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, sample_of, try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -177,18 +177,7 @@ def _grade(
             first.setdefault(prompt.task, len(samples))
         for text in canned or ():
             owners.append(prompt)
-            samples.append(
-                Sample(
-                    text=text,
-                    answer=prompt.answer,
-                    task=prompt.task,
-                    entry=prompt.entry,
-                    problem=prompt.question,
-                    language=prompt.language,
-                    tokens=1,
-                    prompt_tail=seen.tail,
-                )
-            )
+            samples.append(sample_of(prompt, text, seen.tail))
     with Grading(
         config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
     ) as grading:

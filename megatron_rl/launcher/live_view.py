@@ -8,7 +8,6 @@ Reads the run's `metrics.jsonl` as it grows.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -137,12 +136,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._take_rows()
         if self._live is not None:
             self._live.stop()

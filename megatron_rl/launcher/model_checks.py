@@ -15,7 +15,7 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import Config, GeneratorConfig, TrainConfig
+from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.launcher.placement import place
 from megatron_rl.weights.layout.shape import (
     ModelShape,
@@ -57,7 +57,10 @@ def check_model(config: Config) -> None:
     check_parallel(shape, config.parallel)
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_expert_parallel(config.generator, shape)
-    check_router_replay(config.train, shape, config.model.path)
+    if config.train.router_replay and not shape.experts:
+        raise InputError(
+            f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
+        )
     if config.parallel.overlap_tensor:
         check_shape(shape.hidden, config.train.microbatch_tokens)
 
@@ -70,14 +73,6 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
         raise InputError(
             f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
             "mode cannot compute with divided experts; set it to 1"
-        )
-
-
-def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
-    """Router replay needs a mixture of experts."""
-    if train.router_replay and not shape.experts:
-        raise InputError(
-            f"train.router_replay = true, but {folder} has no experts: set it to false"
         )
 
 
@@ -141,9 +136,7 @@ def check_reference(config: Config, gpus: Sequence[str]) -> None:
 def check_megatron_path(config: Config) -> None:
     """The folder of the initial Megatron checkpoint exists."""
     path = config.model.megatron_path
-    if path is None:
-        return
-    if not path.is_dir():
+    if path is not None and not path.is_dir():
         raise InputError(f"model.megatron_path = {path}: there is no such folder")
 
 

@@ -12,7 +12,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -130,12 +129,7 @@ class NodeLink(Closing):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self.leave(_text_of(error)[:_ERROR_CHARS])

@@ -10,16 +10,15 @@ import msgspec
 import xxhash
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
+from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
-_CONFIG = "config.toml"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -52,7 +51,7 @@ def pin_revisions(config: Config) -> Config:
 
     A resumed run keeps its commits. `train.epochs` becomes `train.steps`. Raises InputError.
     """
-    earlier = _earlier(config)
+    earlier = earlier_config(config.run.dir)
     return _count_epochs(_pin_prompts(pin_models(config, earlier), earlier))
 
 
@@ -92,17 +91,6 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
     ]
     evaluation = config.eval.model_copy(update={"sets": sets})
     return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
-
-
-def _earlier(config: Config) -> Config | None:
-    """The configuration of the run in the folder; None without one."""
-    path = config.run.dir / _CONFIG
-    if not path.exists():
-        return None
-    try:
-        return load_config(path)
-    except ConfigError:
-        return None
 
 
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:

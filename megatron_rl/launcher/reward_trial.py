@@ -76,6 +76,11 @@ def _sample(prompt: Prompt, config: Config) -> Sample:
         canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)
     thoughts = "<think>\nmade up\n</think>\n" if form.has_thoughts else ""
     text = f"{thoughts}```python\n{_PROGRAM}```" if canned is None else canned.right
+    return sample_of(prompt, text)
+
+
+def sample_of(prompt: Prompt, text: str, tail: str = "") -> Sample:
+    """A made-up completion of a prompt to grade; tail: end of the prompt, which it continues."""
     return Sample(
         text=text,
         answer=prompt.answer,
@@ -84,4 +89,5 @@ def _sample(prompt: Prompt, config: Config) -> Sample:
         problem=prompt.question,
         language=prompt.language,
         tokens=1,
+        prompt_tail=tail,
     )

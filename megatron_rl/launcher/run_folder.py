@@ -107,13 +107,21 @@ def _check_resumption(config: Config) -> Beginning:
 
 def _is_same_command(config: Config) -> bool:
     """Whether the run in the folder was started with this configuration."""
-    try:
-        earlier = load_config(config.run.dir / CONFIG)
-    except ConfigError:
+    earlier = earlier_config(config.run.dir)
+    if earlier is None:
         return False
     # These two were resolved at its start.
     run = config.run.model_copy(update={"dir": earlier.run.dir})
     return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
+
+
+def earlier_config(run_dir: Path) -> Config | None:
+    """The configuration of the run in the folder; None without a readable one."""
+    path = run_dir / CONFIG
+    try:
+        return load_config(path) if path.exists() else None
+    except ConfigError:
+        return None
 
 
 def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
