@@ -62,8 +62,8 @@ def steps_left_behind(config: Config) -> int:
 def left_behind_text(config: Config, steps: int) -> str:
     """Says which part of an earlier attempt is not repeated."""
     if steps == config.sft.steps:
-        return "but for its cold start, which is there"
-    return f"but for its cold start, which resumes after step {steps} of {config.sft.steps}"
+        return "except for its cold start, which is complete"
+    return f"except for its cold start, which resumes after step {steps} of {config.sft.steps}"
 
 
 def is_of_cold_start(name: str) -> bool:
@@ -110,8 +110,12 @@ def begin_with(
     after_file: called after each file, because copies may take minutes.
     """
 
-    def bring(source: str, target: str) -> str:
-        _link_or_copy(source, target)
+    def link_or_copy(source: str, target: str) -> str:
+        try:
+            os.link(source, target)
+        except OSError:
+            # Some shared file systems have no hard links.
+            shutil.copyfile(source, target)
         after_file()
         return target
 
@@ -119,12 +123,4 @@ def begin_with(
         metrics.write(0, {CHOSEN: chosen.step, SET: config.sft.choose_by})
     source = config.run.dir / "hf" / candidate_name(chosen.step)
     with staged(cold_start_folder(config)) as staging:
-        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=bring)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Some shared file systems have no hard links.
-        shutil.copyfile(source, target)
+        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=link_or_copy)

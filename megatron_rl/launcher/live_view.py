@@ -205,26 +205,19 @@ class LiveView:
 
     def _note_step(self, row: Row) -> None:
         self._has_news = False
-        if self._live is None:
-            self._say(step_line(row, self._config.train.steps))
-            self._explain_gap(row)
-        self._note_health()
-
-    def _explain_gap(self, step: Row) -> None:
-        if lacks_gap(step) and not self._has_explained_gap:
+        known, self._health = self._health, warnings_of(self.state.steps, self._config)
+        if self._live is not None:
+            return
+        self._say(step_line(row, self._config.train.steps))
+        if lacks_gap(row) and not self._has_explained_gap:
             self._has_explained_gap = True
             self._say(GAP_NOTE)
+        self._say_warnings(f"warning: {text}" for n, text in self._health.items() if n not in known)
 
     def _warn(self, line: str) -> None:
         self._warnings.append(line)
         if self._live is None:
             self._say(line)
-
-    def _note_health(self) -> None:
-        known, self._health = self._health, warnings_of(self.state.steps, self._config)
-        if self._live is None:
-            new = [text for name, text in self._health.items() if name not in known]
-            self._say_warnings(f"warning: {text}" for text in new)
 
     def _note_disk(self) -> None:
         left = self._config.train.steps - max(0, self.last_step)

@@ -62,7 +62,7 @@ class NodeRegistry:
         if known is not None and known.session != state.session:
             raise InputError(f"--node {state.node} was started twice: give each its own place")
         if known is None:
-            log.info("node %d is there", state.node)
+            log.info("node %d has joined", state.node)
         last = known.restarts[-1].number if known is not None and known.restarts else 0
         self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now

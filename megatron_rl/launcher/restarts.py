@@ -66,7 +66,7 @@ class Answer(Enum):
 
     RESTART = "restart"
     GIVE_UP = "continue without it until its window allows another restart"
-    GO_ON = "continue without it"
+    CONTINUE = "continue without it"
     END_RUN = "end the run"
 
 
@@ -91,10 +91,10 @@ class Death:
 def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
     """The answer to a death under a rule, and the reason when it is no restart."""
     if death.is_run_ending:
-        return Answer.GO_ON, "the run is ending"
+        return Answer.CONTINUE, "the run is ending"
     if death.is_too_late:
         reason = "it is too late for a restart: nobody would sync weights to it"
-        return (Answer.GO_ON if death.others else Answer.END_RUN), reason
+        return (Answer.CONTINUE if death.others else Answer.END_RUN), reason
     if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts < rule.limit:

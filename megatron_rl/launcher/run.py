@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -100,7 +99,8 @@ def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None
     def facts() -> RunFacts:
         return run_facts(config, run_dir, wall_s, find_export(run_dir))
 
-    summary = write_summary(run_dir, facts())
+    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts())
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     # Facts are read again, because the text names the summary too.
     text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
     say(console, "\n" + text)
@@ -125,13 +125,6 @@ def log_into(path: Path) -> None:
     )
     logging.getLogger().addHandler(handler)
     logging.getLogger("megatron_rl").setLevel(logging.INFO)
-
-
-def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
-    """Write RUN/summary.json of a run that has ended."""
-    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts)
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    return summary
 
 
 def prepare_run_folder(

@@ -77,7 +77,8 @@ def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> Ro
     first: the earliest failure noted by a process of the run. A process ended by a signal notes
     none, and then the failures of other processes count as consequences.
     """
-    output = _output(ending)
+    has_log = ending.log_path.exists()
+    output = last_output(ending.log_path, ending.log_start) if has_log else ""
     code = ending.exit_code
     if code == EXIT_FAILED and (verdicts := _TORCHRUN_VERDICT.findall(output)):
         code = int(verdicts[-1])
@@ -118,10 +119,6 @@ def _last_lines(text: str) -> list[str]:
     lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
     # Logs may contain text of a model.
     return [printable(line) for line in lines]
-
-
-def _output(ending: Ending) -> str:
-    return last_output(ending.log_path, ending.log_start) if ending.log_path.exists() else ""
 
 
 def last_output(log_path: Path, start: int) -> str:

@@ -142,19 +142,16 @@ class Heartbeat(Closing):
         has_failed = False
         while not self._closed.wait(BEAT_S):
             try:
-                self._renew_once()
+                there = read_beat(self._path.parent)
+                if there is not None and not there.is_of(self._beat):
+                    self._taken_by = there
+                if self._taken_by is None:
+                    self._advance()
                 has_failed = False
             except (OSError, InputError) as error:
                 if not has_failed:
                     log.warning("cannot renew %s: %s", self._path, error)
                 has_failed = True
-
-    def _renew_once(self) -> None:
-        there = read_beat(self._path.parent)
-        if there is not None and not there.is_of(self._beat):
-            self._taken_by = there
-        if self._taken_by is None:
-            self._advance()
 
     def _advance(self, *, has_ended: bool = False) -> None:
         self._beat = msgspec.structs.replace(

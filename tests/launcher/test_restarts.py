@@ -51,10 +51,10 @@ USED_UP = (
             Answer.END_RUN,
             f"{USED_UP}, and 1 of 4 generators are fewer than 2",
         ),
-        ({"is_run_ending": True}, Answer.GO_ON, "the run is ending"),
-        ({"is_run_ending": True, "restarts": 3}, Answer.GO_ON, "the run is ending"),
+        ({"is_run_ending": True}, Answer.CONTINUE, "the run is ending"),
+        ({"is_run_ending": True, "restarts": 3}, Answer.CONTINUE, "the run is ending"),
         ({"is_too_late": True}, Answer.END_RUN, "too late"),
-        ({"is_too_late": True, "others": 1}, Answer.GO_ON, "too late"),
+        ({"is_too_late": True, "others": 1}, Answer.CONTINUE, "too late"),
     ],
 )
 def test_answer_to_a_death(changed: dict, answer: Answer, reason: str) -> None:
