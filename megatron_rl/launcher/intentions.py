@@ -99,7 +99,7 @@ def ports_line(config: Config) -> str:
 
 def file_lines(config: Config) -> list[str]:
     """Folders and models that a run would write, with known sizes."""
-    model_bytes = size_of_model(config.model.path)
+    model_bytes = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
     exports = [COLD_START] * bool(config.sft.steps)
     exports += [candidate_name(step) for step in config.sft.candidates]
     exports += [FINAL] * bool(config.train.steps)
@@ -121,8 +121,3 @@ def file_lines(config: Config) -> list[str]:
             f"{config.checkpoint.every_steps} steps, each several times the model's size"
         )
     return lines
-
-
-def size_of_model(folder: Path) -> int:
-    """Bytes of the weights in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -133,7 +133,7 @@ def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
 @functools.cache
 def _locks() -> "PortLocks":
     """The port locks of this process."""
-    return PortLocks(default_folder())
+    return PortLocks(Path(tempfile.gettempdir()) / _FOLDER)
 
 
 def _holder(port: int) -> str:
@@ -219,8 +219,3 @@ class PortLocks:
             os.fchmod(made, 0o444)
             os.close(made)
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-
-
-def default_folder() -> Path:
-    """Folder of the port locks of this host."""
-    return Path(tempfile.gettempdir()) / _FOLDER

@@ -213,15 +213,12 @@ def check_names(config: Config) -> None:
 
 def check_sft_dataset(sft: SftConfig) -> None:
     """Every line of sft.dataset is {"messages": [{"role", "content"}, ...], "response": text}."""
-    if sft.dataset is None:
-        if sft.steps or sft.baseline:
-            key = "sft.steps" if sft.steps else "sft.baseline"
-            raise InputError(
-                f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}"
-            )
+    if not (sft.steps or sft.baseline):
         return
-    if sft.steps or sft.baseline:
-        read_sft_dataset(sft.dataset)
+    if sft.dataset is None:
+        key = "sft.steps" if sft.steps else "sft.baseline"
+        raise InputError(f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}")
+    read_sft_dataset(sft.dataset)
 
 
 def check_replay(config: Config) -> None:

@@ -100,11 +100,9 @@ def choice_lines(choice: dict[str, Any] | None) -> list[str]:
     lines = [f"Cold start          {by}: {', '.join(found)}"]
     text = f"  chosen            step {choice['chosen_step']}"
     if choice["next_best_step"] is not None:
-        text += f", {choice['ahead_of_next_best']:+.3f} to step {choice['next_best_step']}"
+        ahead, next_step = choice["ahead_of_next_best"], f"step {choice['next_best_step']}"
         errors = choice["ahead_of_next_best_standard_errors"]
-        if errors is not None:
-            verdict = "" if abs(errors) >= 3 else ": too little to tell from chance"
-            text += f", {errors:+.1f} combined standard errors{verdict}"
+        text += f", {difference_text(ahead, errors, next_step)}"
     return [*lines, text]
 
 
@@ -117,3 +115,12 @@ def difference_of(
     found = end[0] - start[0]
     error = math.hypot(start[1] or 0.0, end[1] or 0.0)
     return found, found / error if error else None
+
+
+def difference_text(difference: float, sigmas: float | None, other: str) -> str:
+    """A difference to another accuracy; below 3 combined standard errors it is undecided."""
+    text = f"{difference:+.3f} to {other}"
+    if sigmas is None:
+        return text
+    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
+    return f"{text}, {sigmas:+.1f} combined standard errors{verdict}"

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.observe.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.observe.choice import choice_lines, difference_of, summarize_choice
+from megatron_rl.observe.choice import (
+    choice_lines,
+    difference_of,
+    difference_text,
+    summarize_choice,
+)
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
     GENERATOR_RESTARTS,
@@ -320,14 +325,8 @@ def _ungraded_text(summary: dict[str, Any]) -> str:
 
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
-    """The difference, and its verdict: below 3 combined standard errors undecided."""
     difference, sigmas = difference_of(start, end)
-    if difference is None:
-        return ""
-    if sigmas is None:
-        return f"   {difference:+.3f} to {name}"
-    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
-    return f"   {difference:+.3f} to {name}, {sigmas:+.1f} combined standard errors{verdict}"
+    return "" if difference is None else f"   {difference_text(difference, sigmas, name)}"
 
 
 def _with_error(value: float | None, error: float | None) -> str:
