@@ -19,8 +19,9 @@ from typing import Protocol, Self
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.exporters.follow import Follower, Row, is_rewritten
+from megatron_rl.observe.exporters.follow import Follower, Row
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.protocol.process import run_main, set_up_logging
 
 ROLE = "metrics"
@@ -80,7 +81,7 @@ class Exporter(Closing):
     def advance(self) -> int:
         """Export new rows; returns their number."""
         rows = self._follower.read()
-        if is_rewritten(rows):
+        if any(RESUMED in row for row in rows):
             # A resumed run repeats steps, so the writers start again without their old rows.
             self.close()
             self._open()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.protocol.metrics import RESUMED, end_of_lines, stream_rows
+from megatron_rl.protocol.metrics import end_of_lines, stream_rows
 
 Row = dict[str, Any]
 CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 100
@@ -49,11 +49,6 @@ class Follower:
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
 
-def is_rewritten(rows: list[Row]) -> bool:
-    """Whether new rows say that a resumed run repeats earlier steps."""
-    return any(RESUMED in row for row in rows)
-
-
 def numbers(row: Row) -> dict[str, float]:
     """The numeric metrics of a row."""
     return {
@@ -63,7 +58,7 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
-def split_label(label: str) -> tuple[str, str]:
-    """(when, set) of an evaluation: ("step_10", "aime24"); set "" is held-out prompts."""
-    when, _, name = label.partition(".")
-    return when, name
+def set_suffix(row: Row) -> str:
+    """`/SET` for metrics of an evaluation set, else ""; the row's label is WHEN.SET."""
+    name = row.get("label", "").partition(".")[2]
+    return f"/{name}" if name else ""

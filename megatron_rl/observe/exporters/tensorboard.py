@@ -6,7 +6,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+from megatron_rl.observe.exporters.follow import Row, numbers, set_suffix
 
 _OURS = "events.out.tfevents.*"
 
@@ -26,10 +26,9 @@ class TensorBoardWriter:
             values = numbers(row)
             if not values:
                 continue
-            _, name = split_label(row.get("label", ""))
-            ending = f"/{name}" if name else ""
+            suffix = set_suffix(row)
             summary = Summary(
-                value=[Summary.Value(tag=tag + ending, simple_value=v) for tag, v in values.items()]
+                value=[Summary.Value(tag=tag + suffix, simple_value=v) for tag, v in values.items()]
             )
             event = Event(wall_time=row["time"], step=max(row["step"], 0), summary=summary)
             self._writer(row["source"]).add_event(event)

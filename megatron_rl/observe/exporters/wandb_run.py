@@ -9,7 +9,7 @@ from typing import Any
 import wandb
 
 from megatron_rl.config.tree import MetricsConfig
-from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+from megatron_rl.observe.exporters.follow import Row, numbers, set_suffix
 
 ID_FILE = "megatron_rl_run_id"
 _TIMEOUT_S = 60
@@ -58,9 +58,8 @@ class WandbRun:
             values = numbers(row)
             if not values or step < self._sent.get(source, -1):
                 continue
-            _, name = split_label(row.get("label", ""))
-            ending = f"/{name}" if name else ""
-            sent: dict[str, Any] = {name_of(source, k) + ending: v for k, v in values.items()}
+            suffix = set_suffix(row)
+            sent: dict[str, Any] = {name_of(source, k) + suffix: v for k, v in values.items()}
             self._define(source, sent)
             self._run.log(sent | {f"step/{source}": step})
             self._sent[source] = step
