@@ -1,4 +1,4 @@
-"""Which deaths of a role are answered by a restart, and when. Pure; used by `supervisor.py`."""
+"""Decides whether and when a role that died is restarted. Pure; used by `supervisor.py`."""
 
 import collections
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclass(frozen=True)
 class RestartRule:
-    """When a role that died is started again."""
+    """Limits for the restarts of a role."""
 
     replica: str
-    """Restarts are counted under this name, over all phases of the run; the queue knows it too."""
+    """Name under which restarts are counted, over all phases; also the name in the queue."""
     limit: int
     """Restarts of the replica within window_s."""
     window_s: float
     until: str
-    """Name of the role whose end makes a restart pointless; it may not have been started yet."""
+    """Name of a role, started or not, after whose end a restart is pointless."""
     ready_path: Path
-    """The role leaves this file when it is ready."""
+    """File that the role writes when it is ready."""
     kind: str = "generator"
-    """Replicas of one kind do the same work: one can take over what another one leaves."""
+    """Replicas of one kind do the same work and can replace each other."""
     replicas: int = 1
     """Replicas of this kind in the run, on all nodes."""
     min_replicas: int = 1
-    """The run continues without this replica while at least this number is not given up."""
+    """The run may continue without this replica while this number of others is left."""
 
     @property
     def section(self) -> str:
@@ -62,7 +62,7 @@ def restart_rule(
 
 
 class Answer(Enum):
-    """What follows the death of a role."""
+    """Consequence of a death."""
 
     RESTART = "restart"
     GIVE_UP = "continue without it until its window allows another restart"
@@ -72,24 +72,24 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Death:
-    """Facts that decide the answer."""
+    """Facts about a death."""
 
     exit_code: int
-    """Minus the signal's number when a signal ended the role."""
+    """-N when signal N ended the role."""
     can_start: bool
-    """A replica of its kind has been ready in this run, or another one may still become ready."""
+    """A replica of its kind was ready in this run, or another one may still become ready."""
     restarts: int
     """Restarts of the replica within the rule's window."""
     is_run_ending: bool
-    """The role that tells this one to end has ended in good order."""
+    """The role that ends this one has ended with exit code 0."""
     is_too_late: bool
-    """`RestartRule.until` has ended."""
+    """`RestartRule.until` has ended with exit code 0."""
     others: int
-    """Other replicas of its kind, on all nodes, that are not given up."""
+    """Other replicas of its kind on all nodes, without given-up ones."""
 
 
 def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
-    """The answer to a death under a rule, and the reason when it is no restart."""
+    """The answer to a death, and its reason unless it is a restart."""
     if death.is_run_ending:
         return Answer.CONTINUE, "the run is ending"
     if death.is_too_late:
@@ -114,22 +114,22 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
 
 
 def pause_before(restarts: int, first_pause_s: float) -> float:
-    """Seconds to wait before the next restart of a replica that had that many in its window."""
+    """Seconds before the next restart, after this number of restarts within the window."""
     return min(_LONGEST_PAUSE_S, first_pause_s * _FACTOR**restarts)
 
 
 class Replicas:
-    """Restarts and failures of the replicas of a launcher. Times: monotonic seconds."""
+    """Restarts and given-up replicas of a launcher. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._restarted_at: dict[str, list[float]] = collections.defaultdict(list)
-        """Times of each replica's restarts, over all phases."""
+        """Restart times by replica, over all phases."""
         self._given_up: dict[str, set[str]] = collections.defaultdict(set)
-        """Replicas of each kind that wait for their window."""
+        """Given-up replicas by kind, which wait for their window."""
         self._proven: set[str] = set()
-        """Kinds of which a replica has been ready."""
+        """Kinds with a replica that was ready."""
         self.given_up_elsewhere: Mapping[str, int] = {}
-        """Replicas of each kind that launchers of other nodes have given up."""
+        """Number of given-up replicas on other nodes, by kind."""
 
     def restarts(self, rule: RestartRule, now: float) -> int:
         """Restarts of the replica within the rule's window."""
@@ -138,39 +138,39 @@ class Replicas:
         return len(times)
 
     def note_restart(self, rule: RestartRule, now: float) -> int:
-        """Count a restart; how many there are now within the window."""
+        """Count a restart; returns the number within the window."""
         self.take_back(rule)
         self._restarted_at[rule.replica].append(now)
         return self.restarts(rule, now)
 
     def give_up(self, rule: RestartRule) -> float | None:
-        """Continue without the replica; when its used-up window allows a restart, None: never."""
+        """Give up a replica; returns when its window allows another restart, None for never."""
         self._given_up[rule.kind].add(rule.replica)
         times = self._restarted_at[rule.replica]
         return times[0] + rule.window_s if times and rule.limit else None
 
     def take_back(self, rule: RestartRule) -> None:
-        """The replica is started: in another phase, or again."""
+        """Note that a replica starts, in another phase or again."""
         self._given_up[rule.kind].discard(rule.replica)
 
     @property
     def given_up(self) -> dict[str, int]:
-        """Replicas of each kind that this launcher has given up."""
+        """Number of given-up replicas of this launcher, by kind."""
         return {kind: len(names) for kind, names in self._given_up.items() if names}
 
     def others(self, rule: RestartRule) -> int:
-        """Replicas of the kind but this one, on all nodes, that are not given up."""
+        """Other replicas of the kind on all nodes, without given-up ones."""
         own = len(self._given_up[rule.kind] - {rule.replica})
         return rule.replicas - 1 - own - self.given_up_elsewhere.get(rule.kind, 0)
 
     def note_ready(self, kind: str) -> None:
-        """A replica of the kind has been ready: the configuration is not what keeps others back."""
+        """Note that a replica of the kind was ready, so the configuration is not at fault."""
         self._proven.add(kind)
 
     def can_start(self, rule: RestartRule, starting_here: int, of_this_node: int) -> bool:
-        """Whether a replica of the kind has been ready, or another one may still become so.
+        """Whether a replica of the kind was ready or may still become ready.
 
-        starting_here: others of this host in their first start; of_this_node: all of this host.
+        starting_here: other replicas of this node in their first start. of_this_node: all of them.
         """
         elsewhere = rule.replicas - of_this_node - self.given_up_elsewhere.get(rule.kind, 0)
         return rule.kind in self._proven or starting_here > 0 or elsewhere > 0

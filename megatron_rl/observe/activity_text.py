@@ -92,9 +92,9 @@ def rollouts_text(totals: ActivityTotals) -> str:
     ungraded = totals.by_reason("completions_dropped")
     if ungraded:
         parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")
-    whose = f" ({evaluated} for evaluations)" if evaluated else ""
+    purpose = f" ({evaluated} for evaluations)" if evaluated else ""
     generated, scored = totals.count("rollouts_generated"), totals.count("rollouts_scored")
-    return f"{generated} generated, {scored} scored{whose}: {', '.join(parts)}"
+    return f"{generated} generated, {scored} scored{purpose}: {', '.join(parts)}"
 
 
 def groups_text(totals: ActivityTotals) -> str:

@@ -84,15 +84,15 @@ def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> Ro
         code = int(verdicts[-1])
     killed = [(rank, int(number)) for rank, number in _TORCHRUN_LISTED.findall(output)]
     killed = [(rank, number) for rank, number in killed if number != _SIGTERM]
-    whose = ""
+    place = ""
     if killed:
         (rank, number), first = killed[0], None
-        code, whose = -number, f" of rank {rank}"
+        code, place = -number, f" of rank {rank}"
     elif code < 0:
         first = None
     elif first is not None:
         code = first.exit_code
-    how = "; ".join(filter(None, [how_it_ended(code) + whose, remark]))
+    how = "; ".join(filter(None, [how_it_ended(code) + place, remark]))
     if first is None:
         shown, source = tail(output), f"The end of {ending.log_path}"
     else:

@@ -1,6 +1,6 @@
 """Serves Prometheus metrics over HTTP: latest values of gauges, sums of counts.
 
-The exporter's thread sets values; prometheus_client serves them from a thread of its own.
+The exporter's thread sets values; prometheus_client serves them from another thread.
 """
 
 import re
