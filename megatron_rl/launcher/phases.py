@@ -308,5 +308,7 @@ def _end_serving(own: Node, queue: str) -> None:
             continue
         ends_at = ends_at or now + _END_S
         if now > ends_at:
-            log.warning("%s did not end within %.0f s of the queue", ", ".join(running), _END_S)
+            log.warning(
+                "still running %.0f s after the queue ended: %s", _END_S, ", ".join(running)
+            )
             return

@@ -27,13 +27,6 @@ def set_subreaper(is_on: bool) -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
-def find_descendants(
-    not_ours: Collection[psutil.Process], role_pids: Collection[int]
-) -> list[psutil.Process]:
-    """Live processes below this one except `not_ours`; reaps orphans that ended, but no role."""
-    return _alive(psutil.Process().children(recursive=True), not_ours, role_pids)
-
-
 def find_orphans(
     not_ours: Collection[psutil.Process], role_pids: Collection[int]
 ) -> list[psutil.Process]:
@@ -43,7 +36,7 @@ def find_orphans(
     orphan.
     """
     found: list[psutil.Process] = []
-    for process in _alive(psutil.Process().children(), not_ours, role_pids):
+    for process in find_live(psutil.Process().children(), not_ours, role_pids):
         if process.pid in role_pids:
             continue
         try:
@@ -53,11 +46,12 @@ def find_orphans(
     return found
 
 
-def _alive(
+def find_live(
     processes: list[psutil.Process],
     not_ours: Collection[psutil.Process],
     role_pids: Collection[int],
 ) -> list[psutil.Process]:
+    """Live ones of `processes`, without `not_ours`; reaps orphans that ended, but no role."""
     found = []
     for process in processes:
         if process in not_ours:
@@ -95,7 +89,7 @@ def kill_all(find: Callable[[], list[psutil.Process]], why: str) -> list[psutil.
                 process.kill()
         wait_for_none(find, _KILL_ROUND_S)
     if alive:
-        log.error("could not end pids %s", [process.pid for process in alive])
+        log.error("could not kill pids %s", [process.pid for process in alive])
     return alive
 
 

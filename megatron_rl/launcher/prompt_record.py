@@ -3,6 +3,7 @@
 Used by the launcher. A resumed run continues by prompt numbers, so it refuses a changed file.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
-_CHUNK_BYTES = 1 << 22
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -130,13 +130,10 @@ def _check_same(path: Path, record: PromptRecord) -> None:
 
 
 def _record_of(path: Path) -> FileRecord:
-    digest = xxhash.xxh3_128()
-    size = 0
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)
+            size = file.tell()
     except OSError as error:
         raise InputError(f"cannot read the prompts {path}: {error}") from error
     return FileRecord(str(path.absolute()), size, digest.hexdigest())

@@ -259,8 +259,8 @@ def _try_lock(descriptor: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         log.warning(
-            "the file system of the run folder has no locks (%s): %s alone keeps a second run "
-            "out. Mount Lustre with -o flock, NFS with a lock service",
+            "the run folder's file system has no locks (%s), so only %s prevents a second run. "
+            "Mount Lustre with -o flock, NFS with a lock service",
             error.strerror, ALIVE,
         )  # fmt: skip
     return True

@@ -22,7 +22,7 @@ import psutil
 import megatron_rl
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.launcher.process_tree import (
-    find_descendants,
+    find_live,
     find_orphans,
     kill_all,
     reap_orphans,
@@ -257,7 +257,7 @@ class Supervisor:
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
         """Kill orphans of dead roles, which hold ports and memory."""
         return kill_all(
-            lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
+            lambda: find_orphans(self._not_ours, self._role_pids()), f"an orphan of {role.name}"
         )
 
     def _restart(self, role: Role) -> RoleRestart | None:
@@ -269,9 +269,7 @@ class Supervisor:
             return None
         if left := self._end_orphans(role):
             pids = [process.pid for process in left]
-            raise self._explain(
-                role, f"not restarted, because pids {pids} of it could not be ended"
-            )
+            raise self._explain(role, f"not restarted, because its pids {pids} could not be killed")
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         count = self.replicas.note_restart(rule, time.monotonic())
@@ -297,7 +295,7 @@ class Supervisor:
             elif role.silent_since is None:
                 role.silent_since = now
             elif now - role.silent_since > self.silence_s and role.ended is None:
-                log.warning("%s hangs: the queue does not hear it. It is killed", role.name)
+                log.warning("%s hangs: the queue does not hear it; killing it", role.name)
                 role.process.kill()
 
     def is_running(self, name: str) -> bool:
@@ -320,7 +318,7 @@ class Supervisor:
                 if role.process.poll() is None:
                     role.process.terminate()
             if not wait_for_none(self.descendants, TERM_GRACE_S, unless=lambda: bool(arrived)):
-                kill_all(self.descendants, "a second signal" if arrived else "deaf to SIGTERM")
+                kill_all(self.descendants, "a second signal" if arrived else "SIGTERM was ignored")
             self.roles.clear()
         finally:
             for number, handler in handlers.items():
@@ -330,7 +328,8 @@ class Supervisor:
         """Live processes below this one that started after the Supervisor was opened."""
         for role in self.roles.values():
             role.process.poll()
-        return find_descendants(self._not_ours, self._role_pids())
+        children = psutil.Process().children(recursive=True)
+        return find_live(children, self._not_ours, self._role_pids())
 
     def _role_pids(self) -> set[int]:
         return {role.process.pid for role in self.roles.values()}

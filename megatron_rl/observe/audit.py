@@ -130,7 +130,7 @@ def _check_rollouts(
 
 def _read(file: RolloutFile, config: Config, findings: Findings) -> list[RolloutRecord]:
     """The records of a file; also checks their arrays, if they are recorded."""
-    rule = "token ids and logprobs belong to their lines"
+    rule = "token ids and logprobs match their lines"
     try:
         if config.queue.record_tokens:
             records: list[RolloutRecord] = list(read_file(file))
@@ -175,7 +175,7 @@ def _check_groups(
         place = f"{file.path}: group {group}"
         indexes = [record.index for record in members]
         is_one = len({record.prompt_id for record in members}) == 1
-        findings.check("a group is of one prompt", is_one, place)
+        findings.check("a group has one prompt", is_one, place)
         findings.check(
             "a group has each rollout once", len(set(indexes)) == len(indexes) <= size, place
         )
@@ -183,7 +183,7 @@ def _check_groups(
             other = group_files.setdefault(group, file.path)
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
             rewards = {record.reward for record in members}
-            findings.check("what is trained on was graded", None not in rewards, place)
+            findings.check("every trained rollout was graded", None not in rewards, place)
 
 
 def _check_step(
@@ -218,7 +218,7 @@ def _check_step(
     for name, value in seen.items():
         written = row.get(name, 0.0)
         findings.check(
-            "metrics of a step are those of its rollouts",
+            "metrics of a step match its rollouts",
             math.isclose(written, value, rel_tol=_ROUNDING, abs_tol=_ROUNDING),
             f"step {step + 1}: {name} is {written} in metrics.jsonl, {value} in {file.path.name}",
         )
@@ -248,7 +248,7 @@ def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> No
             continue
         mean = sum(sum(right) / len(right) for right in found.values()) / len(found)
         findings.check(
-            "accuracies are those of recorded completions",
+            "accuracies match recorded completions",
             math.isclose(row["eval/accuracy"], mean, abs_tol=_ROUNDING)
             and row["eval/n"] == len(found),
             f"{label}: {row['eval/accuracy']} of {row['eval/n']} prompts in metrics.jsonl, "
@@ -274,7 +274,7 @@ def _check_summary(
     }
     for name, value in wanted.items():
         findings.check(
-            "the summary is that of the metrics", summary.get(name) == value,
+            "the summary matches the metrics", summary.get(name) == value,
             f"{name} is {summary.get(name)} in summary.json and {value} in metrics.jsonl",
         )  # fmt: skip
 
@@ -298,6 +298,6 @@ def _check_models(run_dir: Path, findings: Findings) -> None:
     )
     if tally:
         findings.check(
-            "checkpoints have the files that they list", not tally[False],
+            "checkpoints have their listed files", not tally[False],
             f"{tally[False]} of {tally.total()} in {run_dir / CHECKPOINTS}",
         )  # fmt: skip

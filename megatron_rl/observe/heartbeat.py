@@ -150,7 +150,7 @@ class Heartbeat(Closing):
                 has_failed = False
             except (OSError, InputError) as error:
                 if not has_failed:
-                    log.warning("cannot renew %s: %s", self._path, error)
+                    log.warning("cannot write the heartbeat %s: %s", self._path, error)
                 has_failed = True
 
     def _advance(self, *, has_ended: bool = False) -> None:

@@ -109,7 +109,7 @@ def open_writers(config: Config) -> list[Writer]:
 
         server = PrometheusServer(wanted.prometheus_host, wanted.prometheus_port, settings(config))
         writers.append(server)
-        log.info("http://%s:%d/metrics", wanted.prometheus_host, server.port)
+        log.info("serving http://%s:%d/metrics", wanted.prometheus_host, server.port)
     if wanted.wandb != "off":
         from megatron_rl.observe.exporters.wandb_run import WandbRun
 
