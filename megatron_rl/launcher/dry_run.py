@@ -17,7 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.intentions import NOTHING, run_lines
+from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
@@ -43,7 +43,7 @@ class Rendered(NamedTuple):
     """End of the prompt, which a response may continue."""
 
 
-class Rehearsal(NamedTuple):
+class GradedPrompt(NamedTuple):
     """A prompt and the scores of its made-up completions."""
 
     prompt: Prompt
@@ -80,7 +80,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
         say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)
-    reports = rehearse(choose_prompts(sets.all), config)
+    reports = grade_made_up(choose_prompts(sets.all), config)
     _print(reports, console)
     say(console, *run_lines(config, machines), NOTHING)
     return int(any(report.problems for report in reports))
@@ -116,7 +116,7 @@ def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return chosen
 
 
-def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
+def grade_made_up(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
     """Grade a right and a wrong completion of each prompt; one report a task.
 
     Raises InputError for a bad tokenizer or a failing user function, GradingError for unusable
@@ -142,7 +142,10 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
         rows.append((prompt, form, seen, canned))
     graded = {prompt.task for prompt, _, _, canned in rows if canned}
     try_rewards([prompt for prompt in prompts if prompt.task not in graded], config)
-    return _judge(_grade(rows, config), config)
+    by_task: dict[str, list[GradedPrompt]] = {}
+    for one in _grade(rows, config):
+        by_task.setdefault(one.prompt.task, []).append(one)
+    return [judge_task(task, group, config) for task, group in by_task.items()]
 
 
 def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
@@ -168,7 +171,7 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
 
 def _grade(
     rows: Sequence[tuple[Prompt, Form, Rendered, Canned | None]], config: Config
-) -> list[Rehearsal]:
+) -> list[GradedPrompt]:
     samples: list[Sample] = []
     first: dict[str, int] = {}
     owners: list[Prompt] = []
@@ -190,19 +193,12 @@ def _grade(
     by_place = dict(zip([*early, *late], found, strict=True))
     scores = iter([by_place[place] for place in range(len(samples))])
     return [
-        Rehearsal(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
+        GradedPrompt(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
         for prompt, form, _, canned in rows
     ]
 
 
-def _judge(rehearsals: Sequence[Rehearsal], config: Config) -> list[TaskReport]:
-    by_task: dict[str, list[Rehearsal]] = {}
-    for rehearsal in rehearsals:
-        by_task.setdefault(rehearsal.prompt.task, []).append(rehearsal)
-    return [judge_task(task, group, config) for task, group in by_task.items()]
-
-
-def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskReport:
+def judge_task(task: str, group: Sequence[GradedPrompt], config: Config) -> TaskReport:
     """Problems of the configuration and warnings about prompts, from the scores of a task."""
     right = [r for r in group if isinstance(r.right, Score)]
     wrong = [r for r in group if isinstance(r.wrong, Score)]
@@ -249,7 +245,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config) -> str:
+def _refusal(refused: Sequence[GradedPrompt], count: int, task: str, config: Config) -> str:
     reason = refused[0].right.reason
     format_check = config.reward.format_checks[task]
     return (
@@ -262,7 +258,7 @@ def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config
     )
 
 
-def _missed(missed: Sequence[Rehearsal], count: int) -> str:
+def _missed(missed: Sequence[GradedPrompt], count: int) -> str:
     first = missed[0]
     return (
         f"the reference answer itself is graded wrong ({first.right.reason}) in {len(missed)} of "
@@ -270,7 +266,7 @@ def _missed(missed: Sequence[Rehearsal], count: int) -> str:
     )
 
 
-def _where(group: Sequence[Rehearsal]) -> str:
+def _where(group: Sequence[GradedPrompt]) -> str:
     prompt = group[0].prompt
     return f"{prompt.place or prompt.id!r} (answer {prompt.answer[:80]!r})"
 

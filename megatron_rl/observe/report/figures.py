@@ -24,58 +24,45 @@ class Plot(NamedTuple):
     figure: go.Figure
 
 
-class Curve(NamedTuple):
-    """A metric over steps."""
-
-    metric: str
-    label: str
-
-
-_CURVES: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
+_CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Reward", "Mean of all rollouts of a step, and its parts.",
-     (Curve("rollout/reward", "reward"), Curve("reward/correct", "for right answers"),
-      Curve("reward/format", "for form"), Curve("reward/length", "length"),
-      Curve("reward/language", "language"))),
+     {"rollout/reward": "reward", "reward/correct": "for right answers",
+      "reward/format": "for form", "reward/length": "length", "reward/language": "language"}),
     ("Right, format passed, cut", "Shares of all rollouts of a step, zero-variance groups too.",
-     (Curve("rollout/correct", "right"), Curve("rollout/format", "well-formed"),
-      Curve("rollout/truncated", "cut at the length limit"))),
-    ("Length of completions", "Mean, in tokens.", (Curve("rollout/length_tokens", "tokens"),)),
-    ("Entropy", "Mean over tokens, in nats.", (Curve("train/entropy_nats", "entropy"),)),
+     {"rollout/correct": "right", "rollout/format": "well-formed",
+      "rollout/truncated": "cut at the length limit"}),
+    ("Length of completions", "Mean, in tokens.", {"rollout/length_tokens": "tokens"}),
+    ("Entropy", "Mean over tokens, in nats.", {"train/entropy_nats": "entropy"}),
     ("Logprob gap", "|trainer - generator| of tokens sampled under the current version, in nats.",
-     (Curve("train/logprob_gap", "mean"), Curve("train/mismatch_p99", "99th percentile"))),
+     {"train/logprob_gap": "mean", "train/mismatch_p99": "99th percentile"}),
     ("Clipped tokens", "Share of tokens from which clipping took the gradient.",
-     (Curve("train/clip_fraction_low", "below"), Curve("train/clip_fraction_high", "above"))),
-    ("Gradient norm", "Before clipping.", (Curve("train/grad_norm", "norm"),)),
+     {"train/clip_fraction_low": "below", "train/clip_fraction_high": "above"}),
+    ("Gradient norm", "Before clipping.", {"train/grad_norm": "norm"}),
     ("Staleness", "Policy versions between sampling and training.",
-     (Curve("queue/staleness_versions_mean", "mean"),
-      Curve("queue/staleness_versions_max", "largest"))),
-    ("Throughput of the trainer", "Positions a second.",
-     (Curve("train/tokens_per_s", "positions"),)),
-    ("Stage", "Number of the stage of [[stages]].", (Curve("queue/stage", "stage"),)),
+     {"queue/staleness_versions_mean": "mean", "queue/staleness_versions_max": "largest"}),
+    ("Throughput of the trainer", "Positions a second.", {"train/tokens_per_s": "positions"}),
+    ("Stage", "Number of the stage of [[stages]].", {"queue/stage": "stage"}),
 )  # fmt: skip
 
-_SECONDS = (
-    ("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
-    ("weight_sync/s", "weight sync"),
-)  # fmt: skip
+_SECONDS = {
+    "wait/batch_s": "waits for a batch", "train/update_s": "update", "weight_sync/s": "weight sync",
+}  # fmt: skip
 
 
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """All plots that have data, in the order of the report."""
+    dropped, reasons = _named(runs, GROUPS_DROPPED), _named(runs, "reason/")
     made = [
         _accuracy(runs),
-        *(_curves(runs, *one) for one in _CURVES),
+        *(_over_steps(runs, *one) for one in _CURVES),
         _staleness(runs),
         _lengths(runs),
-        _bars(runs, _SECONDS, "Seconds of a step", "Parts of a trainer step, stacked."),
-        _bars(
-            runs, _named(runs, GROUPS_DROPPED), "Dropped groups",
-            "Dropped groups of a step, by reason; zero-variance groups have equal rewards.",
-        ),
-        _bars(
-            runs, _named(runs, "reason/"), "Verdicts",
-            "Rollouts of a step by the reason of their score.",
-        ),
+        *(_over_steps(runs, *one, is_stacked=True) for one in (
+            ("Seconds of a step", "Parts of a trainer step, stacked.", _SECONDS),
+            ("Dropped groups",
+             "Dropped groups of a step, by reason; zero-variance: all rewards are equal.", dropped),
+            ("Verdicts", "Rollouts of a step by the reason of their score.", reasons),
+        )),
     ]  # fmt: skip
     return [one for one in made if one is not None]
 
@@ -100,20 +87,27 @@ def _name(run: Run, label: str, runs: Sequence[Run]) -> str:
     return f"{run.name}: {label}" if len(runs) > 1 else label
 
 
-def _curves(
-    runs: Sequence[Run], title: str, explained: str, curves: tuple[Curve, ...]
-) -> Plot | None:
+def _over_steps(
+    runs: Sequence[Run], title: str, explained: str, labels: dict[str, str], *,
+    is_stacked: bool = False,
+) -> Plot | None:  # fmt: skip
+    """Lines or stacked bars over steps; labels: by metric."""
     figure = go.Figure()
     for number, run in enumerate(runs):
-        for place, curve in enumerate(curves):
-            rows = [row for row in run.steps if curve.metric in row]
-            if rows:
-                colour = COLOURS[(number * len(curves) + place) % len(COLOURS)]
-                figure.add_scatter(
-                    x=[row["step"] for row in rows], y=[row[curve.metric] for row in rows],
-                    name=_name(run, curve.label, runs), mode="lines", line={"color": colour},
-                )  # fmt: skip
-    return Plot(title, explained, _styled(figure, "step")) if figure.data else None
+        for place, (metric, label) in enumerate(labels.items()):
+            rows = [row for row in run.steps if (row.get(metric) if is_stacked else metric in row)]
+            if not rows:
+                continue
+            colour = COLOURS[(number * len(labels) + place) % len(COLOURS)]
+            x, y = [row["step"] for row in rows], [row[metric] for row in rows]
+            name = _name(run, label, runs)
+            if is_stacked:
+                figure.add_bar(x=x, y=y, name=name, offsetgroup=number, marker={"color": colour})
+            else:
+                figure.add_scatter(x=x, y=y, name=name, mode="lines", line={"color": colour})
+    if not figure.data:
+        return None
+    return Plot(title, explained, _styled(figure, "step", is_stacked=is_stacked))
 
 
 def _accuracy(runs: Sequence[Run]) -> Plot | None:
@@ -168,23 +162,7 @@ def _lengths(runs: Sequence[Run]) -> Plot | None:
     return Plot("Lengths of completions", "Of all trained rollouts.", _styled(figure, "tokens"))
 
 
-def _bars(
-    runs: Sequence[Run], parts: Sequence[tuple[str, str]], title: str, explained: str
-) -> Plot | None:
-    """Stacked bars; parts: metrics and their labels."""
-    figure = go.Figure()
-    for number, run in enumerate(runs):
-        for place, (metric, label) in enumerate(parts):
-            rows = [row for row in run.steps if row.get(metric)]
-            if rows:
-                figure.add_bar(
-                    x=[row["step"] for row in rows], y=[row[metric] for row in rows],
-                    name=_name(run, label, runs), offsetgroup=number,
-                    marker={"color": COLOURS[(number * len(parts) + place) % len(COLOURS)]},
-                )  # fmt: skip
-    return Plot(title, explained, _styled(figure, "step", is_stacked=True)) if figure.data else None
-
-
-def _named(runs: Sequence[Run], prefix: str) -> list[tuple[str, str]]:
+def _named(runs: Sequence[Run], prefix: str) -> dict[str, str]:
+    """Metrics with a prefix, and their names without it."""
     names = {name for run in runs for row in run.steps for name in row}
-    return [(n, n.removeprefix(prefix)) for n in sorted(names) if n.startswith(prefix)]
+    return {n: n.removeprefix(prefix) for n in sorted(names) if n.startswith(prefix)}
