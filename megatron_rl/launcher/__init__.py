@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes of a run: the command `megatron-rl`.
+"""Starts, watches and ends the processes of a run; runs once on every node.
 
-Runs on every node of a run, once. May import anything of ours but tools; nothing imports it.
+May import every package of ours except tools; only the commands import it.
 """

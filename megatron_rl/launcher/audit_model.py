@@ -1,10 +1,9 @@
-"""The exported model in transformers alone: does hf/final say what the run reported?
+"""Checks the exported model against the run's report, in transformers alone.
 
-Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final in transformers and
-- compares its logits with those of the trainer's model code on one rank, in the training dtype;
-  the measure of rounding is how far each of them is from transformers in float32;
-- answers the held-out prompts as the run did, greedily or by sampling, and compares the accuracy
-  with the reported one.
+Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final and
+- compares its logits with the trainer's on one rank, in the training dtype; both are measured
+  against transformers in float32;
+- answers the held-out prompts as the run did and compares the accuracy with the reported one.
 """
 
 import json
@@ -36,7 +35,7 @@ _ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\
 
 
 def audit_model(run_dir: Path) -> dict[str, object]:
-    """Figures, and what they say under names that begin with is_. Raises InputError."""
+    """Measured figures, and verdicts under names that begin with is_. Raises InputError."""
     folder = run_dir / "hf" / "final"
     if not folder.is_dir() or not (run_dir / "summary.json").exists():
         raise InputError(f"{run_dir} has no hf/final and summary.json: its run has not ended")
@@ -52,7 +51,7 @@ def audit_model(run_dir: Path) -> dict[str, object]:
 
 
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
-    """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
+    """Distance of the trainer's and of transformers' logits from float32 logits."""
     sequences = [
         renderer.render(
             p.messages,
@@ -85,7 +84,7 @@ def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Ten
 
 
 def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
-    """The same by the trainer's model on one rank, packed."""
+    """[tokens, vocabulary] float32, by the trainer's model on one rank, packed."""
     # Imported here, as the backend patches torch for the whole process.
     from megatron_rl.trainer.model.build import packed
     from megatron_rl.trainer.model.policy import open_policy
@@ -118,10 +117,9 @@ def compare_accuracy(
 
 
 def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
-    """How far two measurements of one model on the same prompts may be apart.
+    """Largest accepted difference of two accuracies of one model on the same prompts.
 
-    Greedy ones differ only where rounding turns an answer: less than chance. Of sampled ones both
-    have an error.
+    Greedy answers differ only by rounding. Two sampled accuracies each have a standard error.
     """
     error = math.sqrt(max(accuracy * (1 - accuracy), 1e-4) / prompts)
     return STANDARD_ERRORS * math.sqrt(2) * error if is_sampled else 2 * error
@@ -129,7 +127,7 @@ def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
 
 @torch.no_grad()
 def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float:
-    """Share of prompts whose last boxed answer, well formed, is the reference text."""
+    """Share of prompts with a well-formed completion whose boxed answer is the reference."""
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model.path, dtype=getattr(torch, cfg.model.dtype)
     ).eval()
@@ -163,7 +161,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
 
 
 def answer_of(token_ids: list[int], renderer: Renderer) -> str | None:
-    """Boxed answer of a completion that is well formed."""
+    """Boxed answer of a well-formed completion, else None."""
     ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
     text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
     found = _ANSWER.match(text)

@@ -1,6 +1,6 @@
-"""The cold start of a run: whether it is due, what an earlier attempt left, its model.
+"""The cold start of a run: whether it is due, what an earlier attempt left, which model it gives.
 
-Used by `run.py` and `phases.py`.
+Used by `run.py` and `phases.py`, in the launcher.
 """
 
 import json
@@ -21,34 +21,34 @@ Row = dict
 
 
 def cold_start_folder(config: Config) -> Path:
-    """The model with which the cold start ends."""
+    """Folder of the model that the cold start exports last."""
     return config.run.dir / "hf" / COLD_START
 
 
 def is_due(config: Config, *, is_resumed: bool) -> bool:
-    """Whether the cold start comes before reinforcement learning, or the evaluation of it."""
+    """Whether the cold start still has to run."""
     return bool(config.sft.steps) and not is_resumed and not cold_start_folder(config).exists()
 
 
 def first_model(config: Config, *, is_resumed: bool) -> Path:
-    """Folder of the model that reinforcement learning begins with, after the cold start."""
+    """Folder of the model that reinforcement learning begins with."""
     folder = cold_start_folder(config)
     if not config.sft.steps:
         return config.model.path
-    # A checkpoint of another folder comes without its cold start: only the shape is needed.
+    # A run resumed from another folder's checkpoint has no cold start; it needs only the shape.
     return config.model.path if is_resumed and not folder.exists() else folder
 
 
 def is_trained(config: Config) -> bool:
-    """Whether all models to choose from are there, so that no further step is needed."""
+    """Whether the cold start has exported all its candidates."""
     steps = config.sft.candidates
     return bool(steps) and (config.run.dir / "hf" / candidate_name(steps[-1])).exists()
 
 
 def steps_left_behind(config: Config) -> int:
-    """Steps of the cold start that an earlier attempt in the run folder took for good; 0: none.
+    """Cold-start steps of an earlier attempt that are not repeated; 0: none.
 
-    All of them where it exported its models, else those of its newest complete checkpoint.
+    All steps if that attempt exported its models, else those of its newest complete checkpoint.
     """
     if not config.sft.steps:
         return 0
@@ -62,14 +62,14 @@ def steps_left_behind(config: Config) -> int:
 def left_behind_text(config: Config, steps: int) -> str:
     """Says which part of an earlier attempt is not repeated."""
     if steps == config.sft.steps:
-        return "but for its cold start, which is there"
-    return f"but for its cold start, which resumes after step {steps} of {config.sft.steps}"
+        return "except for its cold start, which is complete"
+    return f"except for its cold start, which resumes after step {steps} of {config.sft.steps}"
 
 
 def is_of_cold_start(name: str) -> bool:
-    """Whether a file or folder of that name, but for its suffix, belongs to the cold start alone.
+    """Whether a file or folder of that name belongs to the cold start alone.
 
-    Exported models, and what was recorded when they were evaluated.
+    These are exported models and the records of their evaluations.
     """
     base = name.removeprefix("dropped_").removeprefix("eval_").partition(".")[0]
     is_partial = name.endswith(".partial")
@@ -77,7 +77,7 @@ def is_of_cold_start(name: str) -> bool:
 
 
 def rows_of_cold_start(rows: Iterable[Row], steps: int) -> str:
-    """The rows of `metrics.jsonl` that a cold start keeps when it resumes after `steps` steps."""
+    """Rows of `metrics.jsonl` to keep when the cold start resumes after `steps` steps."""
     kept = []
     for row in rows:
         is_step = row["source"] == "sft" and row["step"] <= steps
@@ -88,31 +88,34 @@ def rows_of_cold_start(rows: Iterable[Row], steps: int) -> str:
 
 
 def is_evaluated(config: Config, step: int) -> bool:
-    """Whether a model to choose from was evaluated on all sets."""
+    """Whether the candidate of this step was evaluated on all sets."""
     sets, rows = {config.sft.choose_by, *(one.name for one in config.eval.sets)}, _measured(config)
     return all(step in candidates_of(rows, name) for name in sets)
 
 
 def choose_model(config: Config) -> Candidate:
-    """The most accurate model of the cold start. Raises InputError where one was not measured."""
+    """The most accurate candidate. Raises InputError if one was not evaluated."""
     return choose(_measured(config), config.sft.candidates, config.sft.choose_by)
 
 
 def _measured(config: Config) -> list[Row]:
-    """Rows of the evaluations that have ended."""
     return list(iter_jsonl(config.run.dir / "metrics.jsonl", holding='"eval/accuracy"'))
 
 
 def begin_with(
     config: Config, chosen: Candidate, *, after_file: Callable[[], None] = lambda: None
 ) -> None:
-    """Note the choice, and make its model that of the cold start: by hard links where possible.
+    """Record the choice and link (else copy) the chosen model to the cold start's folder.
 
-    after_file is called after each file: without links, copies of them may take minutes in all.
+    after_file: called after each file, because copies may take minutes.
     """
 
-    def bring(source: str, target: str) -> str:
-        _link_or_copy(source, target)
+    def link_or_copy(source: str, target: str) -> str:
+        try:
+            os.link(source, target)
+        except OSError:
+            # Some shared file systems have no hard links.
+            shutil.copyfile(source, target)
         after_file()
         return target
 
@@ -120,12 +123,4 @@ def begin_with(
         metrics.write(0, {CHOSEN: chosen.step, SET: config.sft.choose_by})
     source = config.run.dir / "hf" / candidate_name(chosen.step)
     with staged(cold_start_folder(config)) as staging:
-        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=bring)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Some shared file systems know no hard links.
-        shutil.copyfile(source, target)
+        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=link_or_copy)

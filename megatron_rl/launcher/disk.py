@@ -1,4 +1,4 @@
-"""How many more steps the disk of a run folder has room for.
+"""Warns when the disk of a run folder has room for only a few more steps.
 
 Used by the live view and `megatron-rl status`.
 """
@@ -18,15 +18,15 @@ from megatron_rl.protocol.checkpoint_folder import (
 from megatron_rl.protocol.rollout_files import FOLDER, LINES
 
 FEW_STEPS = 50
-"""A disk with room for fewer steps is warned about."""
+"""The warning appears when the disk has room for fewer steps."""
 _MEASURED_STEPS = 5
 _OF_STEP = re.compile(r"(?:step|dropped|trained)_(\d{6,})\.")
 
 
 def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
-    """Warning about too little free space, with what to do; "" while there is enough.
+    """Warning about too little free space, with its fix; "" while there is enough.
 
-    left_steps: that the run has still to take.
+    left_steps: remaining steps of the run.
     """
     a_step = _bytes_a_step(run_dir / FOLDER, config.queue.keep_tokens_of_steps)
     if not a_step or left_steps <= 0:
@@ -36,38 +36,38 @@ def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
     steps = max(0, free - checkpoint) // a_step
     if steps >= min(FEW_STEPS, left_steps):
         return ""
-    beside = f" beside the next checkpoint of {checkpoint / 1e9:.3g} GB" if checkpoint else ""
+    reserved = f" and the next checkpoint of {checkpoint / 1e9:.3g} GB" if checkpoint else ""
     return (
         f"the disk of {run_dir} has {free / 1e9:.3g} GB free, room for {steps} more steps of "
-        f"{a_step / 1e9:.3g} GB{beside}; a full disk ends the run: free space, or resume with a "
+        f"{a_step / 1e9:.3g} GB{reserved}; a full disk ends the run: free space, or resume with a "
         "low queue.keep_tokens_of_steps, such as 20, or with queue.record_tokens=false"
     )
 
 
 def _bytes_a_step(folder: Path, keep_steps: int) -> int:
-    """Mean bytes that each of the latest complete steps has added to the rollouts; 0 without any.
+    """Mean growth of the rollouts folder per recent complete step, in bytes; 0 without steps.
 
-    keep_steps: queue.keep_tokens_of_steps. Once there are more, token files go as others come.
+    keep_steps: queue.keep_tokens_of_steps; with more steps than that, only lines add bytes, because
+    old token files are removed.
     """
     files: dict[int, list[Path]] = defaultdict(list)
     for path in folder.iterdir() if folder.is_dir() else ():
         if (found := _OF_STEP.match(path.name)) is not None:
             files[int(found.group(1))].append(path)
-    # The newest one may be written to now.
+    # The queue may still write the newest step.
     latest = sorted(files)[:-1][-_MEASURED_STEPS:]
     grown = [path for step in latest for path in files[step]]
     if 0 < keep_steps < len(files):
         grown = [path for path in grown if path.suffix == LINES]
     sizes = 0
     for path in grown:
-        # Somebody may move files away meanwhile.
+        # A user may move files away meanwhile.
         with contextlib.suppress(FileNotFoundError):
             sizes += path.stat().st_size
     return sizes // len(latest) if latest else 0
 
 
 def _bytes_of_checkpoint(folder: Path) -> int:
-    """Bytes of the newest complete checkpoint; 0 before the first."""
     found = complete_checkpoints(folder)
     mark = read_complete_mark(found[max(found)]) if found else None
     return sum(record.size for record in mark.files.values()) if mark is not None else 0

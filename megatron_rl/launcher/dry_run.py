@@ -1,9 +1,8 @@
-"""`megatron-rl run --dry-run`: whether a completion could earn anything, before a GPU is rented.
+"""`megatron-rl run --dry-run`: checks a run and grades made-up completions; starts no role.
 
-Every check of a run is made, and nothing of it is started. Then some prompts of each task are
-rendered, and for each a right and a wrong completion, made up in the form that the prompt asks for,
-are graded by the run's own rules in its own kind of grading processes. Parts of the objective that
-are functions of the user's are called with made-up tokens.
+The dry run makes every check of a run. It renders some prompts of each task and grades a right and
+a wrong completion for each, by the run's rules, in grading processes. It calls the user's parts of
+the objective with made-up tokens.
 """
 
 import collections
@@ -18,11 +17,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.intentions import NOTHING, run_lines
+from megatron_rl.launcher.dry_run_text import NOTHING, run_lines
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
-from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, try_rewards
+from megatron_rl.launcher.reward_trial import functions_of, refuse_faults, sample_of, try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -41,16 +40,16 @@ class Rendered(NamedTuple):
 
     text: str
     tail: str
-    """Its end, which a response may continue."""
+    """End of the prompt, which a response may continue."""
 
 
-class Rehearsal(NamedTuple):
-    """A prompt with what was graded for it."""
+class GradedPrompt(NamedTuple):
+    """A prompt and the scores of its made-up completions."""
 
     prompt: Prompt
     form: Form
     right: Score | ScoreFailed | None
-    """None where no right answer can be made up."""
+    """None if no right answer can be made up."""
     wrong: Score | ScoreFailed | None
 
 
@@ -60,12 +59,12 @@ class TaskReport(NamedTuple):
     task: str
     prompts: int
     earned: float | None
-    """Mean reward of right completions; None where none could be made up."""
+    """Mean reward of right completions; None without any."""
     earned_wrong: float | None
     problems: list[str]
-    """Why no completion, or every completion, earns the reward; empty: fine."""
+    """Reasons why no completion, or every completion, earns the reward."""
     warnings: list[str]
-    """What is wrong with single prompts."""
+    """Faults of single prompts."""
 
 
 def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> int:
@@ -81,16 +80,16 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
         say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)
-    reports = rehearse(choose_prompts(sets.all), config)
+    reports = grade_made_up(choose_prompts(sets.all), config)
     _print(reports, console)
     say(console, *run_lines(config, machines), NOTHING)
     return int(any(report.problems for report in reports))
 
 
 def _notes_of_start(config: Config, machines: Machines) -> list[str]:
-    """What a run would say or refuse when it starts here now, as notes.
+    """Warnings and refusals of a run that would start on this host now, as notes.
 
-    Nothing is written, and the run may be for another host: the other checks are made anyway.
+    They do not end the dry run: the real run may be on another host or in another folder.
     """
     notes: list[str] = []
     try:
@@ -117,11 +116,11 @@ def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return chosen
 
 
-def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
+def grade_made_up(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
     """Grade a right and a wrong completion of each prompt; one report a task.
 
-    Raises InputError for a bad tokenizer or a function of the user's that fails, GradingError for
-    tests that cannot be used.
+    Raises InputError for a bad tokenizer or a failing user function, GradingError for unusable
+    tests.
     """
     rendered = call_in_child(
         render_all, config, list(prompts), what="rendering the prompts", limit_s=_RENDER_S
@@ -143,11 +142,14 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
         rows.append((prompt, form, seen, canned))
     graded = {prompt.task for prompt, _, _, canned in rows if canned}
     try_rewards([prompt for prompt in prompts if prompt.task not in graded], config)
-    return _judge(_grade(rows, config), config)
+    by_task: dict[str, list[GradedPrompt]] = {}
+    for one in _grade(rows, config):
+        by_task.setdefault(one.prompt.task, []).append(one)
+    return [judge_task(task, group, config) for task, group in by_task.items()]
 
 
 def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
-    """In a child: the prompts as the model sees them; imports transformers."""
+    """Render prompts; runs in a child process, because it imports transformers."""
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
@@ -157,7 +159,7 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
 
 
 def _taught_forms(config: Config) -> Callable[[str], Form | None]:
-    """f(task): the form of most SFT examples, of those of the task if there are any."""
+    """f(task): most frequent form of the task's SFT examples, or of all if the task has none."""
     if not config.sft.steps or config.sft.dataset is None:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
@@ -169,7 +171,7 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
 
 def _grade(
     rows: Sequence[tuple[Prompt, Form, Rendered, Canned | None]], config: Config
-) -> list[Rehearsal]:
+) -> list[GradedPrompt]:
     samples: list[Sample] = []
     first: dict[str, int] = {}
     owners: list[Prompt] = []
@@ -178,22 +180,11 @@ def _grade(
             first.setdefault(prompt.task, len(samples))
         for text in canned or ():
             owners.append(prompt)
-            samples.append(
-                Sample(
-                    text=text,
-                    answer=prompt.answer,
-                    task=prompt.task,
-                    entry=prompt.entry,
-                    problem=prompt.question,
-                    language=prompt.language,
-                    tokens=1,
-                    prompt_tail=seen.tail,
-                )
-            )
+            samples.append(sample_of(prompt, text, seen.tail))
     with Grading(
         config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
     ) as grading:
-        # A function that hangs or raises is refused after one completion.
+        # One completion per task first: a user function that fails is refused early.
         early = list(first.values())
         found = grading.score([samples[place] for place in early])
         refuse_faults([owners[place] for place in early], found, config)
@@ -202,20 +193,13 @@ def _grade(
     by_place = dict(zip([*early, *late], found, strict=True))
     scores = iter([by_place[place] for place in range(len(samples))])
     return [
-        Rehearsal(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
+        GradedPrompt(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
         for prompt, form, _, canned in rows
     ]
 
 
-def _judge(rehearsals: Sequence[Rehearsal], config: Config) -> list[TaskReport]:
-    by_task: dict[str, list[Rehearsal]] = {}
-    for rehearsal in rehearsals:
-        by_task.setdefault(rehearsal.prompt.task, []).append(rehearsal)
-    return [judge_task(task, group, config) for task, group in by_task.items()]
-
-
-def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskReport:
-    """What the grades say about the configuration (problems) and about prompts (warnings)."""
+def judge_task(task: str, group: Sequence[GradedPrompt], config: Config) -> TaskReport:
+    """Problems of the configuration and warnings about prompts, from the scores of a task."""
     right = [r for r in group if isinstance(r.right, Score)]
     wrong = [r for r in group if isinstance(r.wrong, Score)]
     problems, warnings = [], []
@@ -224,7 +208,7 @@ def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskRep
         problems.append(f"{len(failed)} completions could not be graded: {failed[0].reason}")
     missed = [r for r in right if r.right.parts["correct"] <= 0]
     passed = {r.form for r in right if r.right.reason not in REFUSALS}
-    # A form that passes with other answers is not at fault: the answer itself spoils it.
+    # If the form passes with other answers, the answer is at fault, not the form.
     refused = [r for r in missed if r.right.reason in REFUSALS and r.form not in passed]
     missed = [r for r in missed if r not in refused]
     if refused:
@@ -261,7 +245,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config) -> str:
+def _refusal(refused: Sequence[GradedPrompt], count: int, task: str, config: Config) -> str:
     reason = refused[0].right.reason
     format_check = config.reward.format_checks[task]
     return (
@@ -274,7 +258,7 @@ def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config
     )
 
 
-def _missed(missed: Sequence[Rehearsal], count: int) -> str:
+def _missed(missed: Sequence[GradedPrompt], count: int) -> str:
     first = missed[0]
     return (
         f"the reference answer itself is graded wrong ({first.right.reason}) in {len(missed)} of "
@@ -282,7 +266,7 @@ def _missed(missed: Sequence[Rehearsal], count: int) -> str:
     )
 
 
-def _where(group: Sequence[Rehearsal]) -> str:
+def _where(group: Sequence[GradedPrompt]) -> str:
     prompt = group[0].prompt
     return f"{prompt.place or prompt.id!r} (answer {prompt.answer[:80]!r})"
 

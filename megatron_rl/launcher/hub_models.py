@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub by name: which commit, which of its files, and their download.
+"""Downloads models of the Hugging Face Hub by name, and pins their commits.
 
 Used by the launcher before anything starts; other processes get the folder in the cache. With
-HF_HUB_OFFLINE=1, or without a network, what the cache of huggingface_hub holds is taken. Nothing of
-a model's repository is executed.
+HF_HUB_OFFLINE=1, or without a network, only the cache of huggingface_hub is used. No code of a
+model's repository is executed.
 """
 
 import json
@@ -30,10 +30,10 @@ class HubModel(NamedTuple):
 
 
 def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = False) -> Config:
-    """The configuration with folders in place of the Hub's names for the policy and the reference.
+    """The configuration with cached folders in place of Hub names of policy and reference.
 
-    earlier: the run that this one resumes, whose commits are kept. only_sizes: config.json is
-    enough. Raises InputError.
+    earlier: the configuration of the resumed run; its commits are kept. only_sizes: download
+    config.json alone. Raises InputError.
     """
     model, reference = config.model, config.algorithm.reference
     found = find_model(
@@ -62,7 +62,7 @@ def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = Fal
 
 
 def folder_of(path: Path, *, key: str) -> Path:
-    """The folder itself, or that of the Hub's model of this name. Raises InputError."""
+    """The folder itself, or the cached folder of the Hub's model. Raises InputError."""
     found = find_model(str(path), key=key)
     return path if found is None else found.folder
 
@@ -70,11 +70,10 @@ def folder_of(path: Path, *, key: str) -> Path:
 def find_model(
     text: str, *, key: str, revision: str = "", old: Path | None = None, only_sizes: bool = False
 ) -> HubModel | None:
-    """The Hub's model of this name, downloaded where the cache lacks it; None for a folder.
+    """The Hub's model of this name, downloaded unless it is cached; None for a folder.
 
-    key: what errors call the value. revision: branch, tag or commit; "" for the newest. old: the
-    folder that an earlier part of the run used. only_sizes: config.json is enough. Raises
-    InputError.
+    key: configuration key, for errors. revision: branch, tag or commit; "" for the newest. old:
+    folder that an earlier part of the run used. Raises InputError.
     """
     if not is_hub_name(text) or Path(text).exists():
         return None
@@ -114,7 +113,7 @@ def _offline_text(name: str, key: str, revision: str, *, why: str) -> str:
 
 
 def _commit_of(folder: Path | None, name: str) -> str:
-    """The commit of a folder of the cache that holds the model; "" for any other folder."""
+    """Commit of the cached model in a folder; "" for any other folder."""
     found = None if folder is None else _SNAPSHOT.fullmatch(str(folder))
     return found[3] if found is not None and f"{found[1]}/{found[2]}" == name else ""
 
@@ -131,9 +130,9 @@ def _download(name: str, revision: str, *, only_sizes: bool) -> HubModel:
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """The files of a model's repository that a Hugging Face folder needs.
+    """Files to download from a model's repository.
 
-    Files in folders are other formats of the same weights; consolidated* is mistral's format.
+    Subfolders hold the same weights in other formats; consolidated* is mistral's format.
     """
     top = [name for name in names if "/" not in name and PurePosixPath(name).suffix in _SUFFIXES]
     has_hf_weights = any(
@@ -143,7 +142,7 @@ def choose_files(names: Sequence[str]) -> list[str]:
 
 
 def _from_cache(name: str, revision: str, *, only_sizes: bool) -> HubModel | None:
-    """The model in the cache; None where the cache lacks it or a part of it."""
+    """The cached model; None if it is missing or incomplete."""
     from huggingface_hub import errors, snapshot_download
 
     try:

@@ -1,14 +1,13 @@
-"""Shows a run while it runs: a live table on a terminal, else plain lines.
+"""Shows a running run: a live table on a terminal, else plain lines.
 
-The plain log has one line per step. After PLAIN_S without a line it says how many rollouts were
-scored, or what the run waits for. Used by `node.py`, in its one thread: nothing is drawn outside
-`refresh`. Reads the run's `metrics.jsonl` as it grows.
+The plain log has one line per step. After PLAIN_S without a line it tells the number of scored
+rollouts, or what the run waits for. Used by `node.py`, in its one thread: only `refresh` draws.
+Reads the run's `metrics.jsonl` as it grows.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -49,31 +48,31 @@ _SFT_LINE_EVERY = 10
 
 
 class Awaited:
-    """Follows a run by its phases and rows, and says what must come next. Pure."""
+    """Names what the run waits for, from its phases and metric rows. Pure."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._phase = ""
         self._is_tuned = self._has_started = self._has_synced = self._has_rollouts = False
         self._since: dict[str, float] = {}
-        """When the wait for each thing that is awaited now began."""
+        """Start of each current wait."""
 
     def enter_phase(self, phase: str) -> None:
-        """The run does something else now."""
+        """Note that a phase begins."""
         self._phase = phase
         self._is_tuned = False
 
     def note(self, row: Row) -> None:
-        """Take in a row of the metrics."""
+        """Take in a row of metrics."""
         self._is_tuned |= row["source"] in ("sft", "sft_baseline")
         self._has_started |= "model/parameters" in row
         self._has_synced |= row["source"] == "trainer" and "weight_sync/s" in row
         self._has_rollouts |= "activity/rollouts_scored" in row
 
     def text(self, starting: Sequence[str], running: Sequence[str], now: float) -> str:
-        """What is awaited, and for how long.
+        """What the run waits for, and for how long.
 
-        starting: names of the generators whose engine is not ready. running: all roles.
+        starting: generators whose engine is not ready. running: all roles.
         """
         awaited = self._what(starting, running)
         self._since = {what: self._since.get(what, now) for what in awaited}
@@ -100,7 +99,7 @@ class Awaited:
 
 
 class LiveView:
-    """The view of one run; a context manager."""
+    """The view of a run; a context manager."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class LiveView:
         self._sft: Row | None = None
         self._diagnosis = ""
         self._health: dict[str, str] = {}
-        """Warnings about the latest steps, by metric."""
+        """Warning about the latest steps, by metric."""
         self._disk = ""
         """Warning about the disk's free space."""
         self._next_disk_look = 0.0
@@ -137,17 +136,12 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._take_rows()
         if self._live is not None:
             self._live.stop()
             self._live = None
-            # The table has gone, with its warnings.
+            # The table disappears with its warnings, so they are printed.
             self._say_warnings([*self._warnings, *([] if kind else [self._diagnosis_line()])])
         if kind is not None and self._has_shown_rollouts:
             self._say_activity()
@@ -155,22 +149,22 @@ class LiveView:
             self._say(f"The run so far: megatron-rl report {self._config.run.dir}")
 
     def skip_rows(self) -> None:
-        """Do not show the rows that are there: an earlier launcher of the run showed them."""
+        """Skip the present rows, which an earlier launcher of the run has shown."""
         self._tail.skip()
 
     @property
     def last_step(self) -> int:
-        """The last training step that was shown; -1 before the first."""
+        """Latest training step shown; -1 before the first."""
         return self.state.steps[-1]["step"] if self.state.steps else -1
 
     def enter_phase(self, phase: str) -> None:
-        """Say what the run does now."""
+        """Show that a phase begins."""
         self._phase = phase
         self._awaited.enter_phase(phase)
         self._say(f"{self._elapsed()} {phase}")
 
     def refresh(self, roles: dict[str, Role]) -> None:
-        """Read new metrics and show them, at most every REFRESH_S."""
+        """Read and show new metrics, at most every REFRESH_S."""
         now = self._clock()
         if now < self._next_refresh:
             return
@@ -211,31 +205,21 @@ class LiveView:
 
     def _note_step(self, row: Row) -> None:
         self._has_news = False
-        if self._live is None:
-            self._say(step_line(row, self._config.train.steps))
-            self._explain_gap(row)
-        self._note_health()
-
-    def _explain_gap(self, step: Row) -> None:
-        """Say once what a gap of "-" means."""
-        if lacks_gap(step) and not self._has_explained_gap:
+        known, self._health = self._health, warnings_of(self.state.steps, self._config)
+        if self._live is not None:
+            return
+        self._say(step_line(row, self._config.train.steps))
+        if lacks_gap(row) and not self._has_explained_gap:
             self._has_explained_gap = True
             self._say(GAP_NOTE)
+        self._say_warnings(f"warning: {text}" for n, text in self._health.items() if n not in known)
 
     def _warn(self, line: str) -> None:
         self._warnings.append(line)
         if self._live is None:
             self._say(line)
 
-    def _note_health(self) -> None:
-        """Say each new warning once."""
-        known, self._health = self._health, warnings_of(self.state.steps, self._config)
-        if self._live is None:
-            new = [text for name, text in self._health.items() if name not in known]
-            self._say_warnings(f"warning: {text}" for text in new)
-
     def _note_disk(self) -> None:
-        """Say once that the disk becomes full."""
         left = self._config.train.steps - max(0, self.last_step)
         known, run_dir = self._disk, self._config.run.dir
         self._disk = room_warning(run_dir, self._config, left_steps=left)
@@ -306,7 +290,6 @@ class LiveView:
         return Group(*parts)
 
     def _left_text(self) -> str:
-        """Time that the remaining steps will take."""
         step_s = step_seconds(self.state.steps)
         left = self._config.train.steps - self.last_step
         return f", about {duration_text(step_s * left)} left" if step_s and left > 0 else ""

@@ -1,7 +1,7 @@
-"""Refuses models, references and sizes that the trainer or the engines cannot take.
+"""Refuses models, references and sizes that the trainer or the engines do not support.
 
-Used by `preflight.py`, and by sweeps. Reads config.json and the tokenizer of a folder, no weights.
-Each check raises InputError: what was given, what is allowed, what to do.
+Used by `preflight.py` and by sweeps. Reads config.json and the tokenizer of a folder, no weights.
+Each check raises InputError.
 """
 
 import json
@@ -14,7 +14,7 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import Config, GeneratorConfig, TrainConfig
+from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -25,11 +25,11 @@ from megatron_rl.weights.layout.shape import (
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
-"""Most token ids of a teacher that the policy lacks: each costs a logprob of every token."""
+"""Most token ids of a teacher that the policy lacks; each adds a logprob to every token."""
 
 
 def check_model_folder(folder: Path) -> None:
-    """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
+    """The folder has a configuration, a tokenizer and weights; nothing is read."""
     if not folder.is_dir():
         raise InputError(
             f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
@@ -55,32 +55,27 @@ def check_model(config: Config) -> None:
     check_parallel(shape, config.parallel)
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_expert_parallel(config.generator, shape)
-    check_router_replay(config.train, shape, config.model.path)
+    if config.train.router_replay and not shape.experts:
+        raise InputError(
+            f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
+        )
     if config.parallel.overlap_tensor:
         check_shape(shape.hidden, config.train.microbatch_tokens)
 
 
 def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
-    """An engine's ranks can divide the model's experts, and SGLang can run them so."""
+    """An engine's ranks can divide the model's experts."""
     check_engine_experts(generator.tensor_parallel, generator.expert_parallel, counts_of(shape))
     if generator.expert_parallel > 1 and generator.engine == "sglang" and sglang_cpu.is_needed():
-        # Its layers/moe/fused_moe_native.py (0.5.23) knows no experts of other ranks.
+        # SGLang 0.5.23, layers/moe/fused_moe_native.py: no experts of other ranks.
         raise InputError(
             f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
             "mode cannot compute with divided experts; set it to 1"
         )
 
 
-def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
-    """Only a mixture of experts has choices to replay."""
-    if train.router_replay and not shape.experts:
-        raise InputError(
-            f"train.router_replay = true, but {folder} has no experts: set it to false"
-        )
-
-
 def check_quantization(config: Config) -> None:
-    """SGLang can load new weights into what it has quantised."""
+    """SGLang can load new weights into its quantised engine."""
     given, engine = config.generator.quantization, config.generator.engine
     if not given or engine != "sglang" or not config.train.steps:
         return
@@ -94,7 +89,7 @@ def check_quantization(config: Config) -> None:
 
 
 def check_vllm(config: Config) -> None:
-    """vLLM is there and has attention for the model, where it is the engine."""
+    """If vLLM is the engine, it is installed and supports the model's attention."""
     if config.generator.engine != "vllm":
         return
     try:
@@ -105,7 +100,7 @@ def check_vllm(config: Config) -> None:
 
 
 def check_reference(config: Config) -> None:
-    """A reference in a folder has the policy's tokens, and its ranks can divide it."""
+    """The reference's folder has the policy's tokens, and its ranks can divide the model."""
     by_engine = config.algorithm.needs_scorer
     folder = config.algorithm.reference.folder
     if folder is None and not by_engine:
@@ -124,7 +119,7 @@ def check_reference(config: Config) -> None:
         check_parallel(shape, config.parallel)
     paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
     if all(path.exists() for path in paths):
-        # Not the whole files: versions of libraries write them differently.
+        # Only the vocabularies: library versions write the rest of the files differently.
         theirs, ours = (json.loads(path.read_text())["model"].get("vocab") for path in paths)
         if theirs != ours:
             raise InputError(
@@ -134,18 +129,16 @@ def check_reference(config: Config) -> None:
 
 
 def check_megatron_path(config: Config) -> None:
-    """The Megatron checkpoint that reinforcement learning starts from is there."""
+    """The folder of the initial Megatron checkpoint exists."""
     path = config.model.megatron_path
-    if path is None:
-        return
-    if not path.is_dir():
+    if path is not None and not path.is_dir():
         raise InputError(f"model.megatron_path = {path}: there is no such folder")
 
 
 def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Path) -> None:
-    """Raise InputError for a reference that the engine could not serve.
+    """The scorer's engine can serve the reference.
 
-    shape: of the reference in `folder`; own: the policy's.
+    shape: of the reference in `folder`; own: of the policy.
     """
     ranks = config.scorer.tensor_parallel
     check_engine_tensor(ranks, shape.heads, key="scorer.tensor_parallel")

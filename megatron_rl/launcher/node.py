@@ -1,7 +1,7 @@
-"""One node of a run: the processes that it starts, and how it watches them.
+"""One node of a run: starts and watches its processes.
 
-Used by `run.py`, `nodes.py` and `evaluation/runs/`, in their one thread. A run on one node is a run
-whose first node is the only one.
+Used by `run.py`, `nodes.py` and `evaluation/runs/`, in their one thread. A run on one node has only
+a first node.
 """
 
 import logging
@@ -36,26 +36,26 @@ _RESTARTS_OF = {
     "verifier": "launch/verifier_restarts",
     "scorer": "launch/scorer_restarts",
 }
-"""Metric by kind of role."""
+"""Metric of restarts, by kind of role."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's part of the run; a node other than the first tells the first what happens here."""
+    """A node's part of the run; nodes other than the first report to the first."""
 
     config: Config
     roles: NodeRoles
     gpus: list[str]
-    """Names of the GPUs that this node lists."""
+    """Names of this node's GPUs."""
     supervisor: Supervisor
     link: NodeLink
     number: int = 0
-    """Its place among `count` nodes."""
+    """Index among `count` nodes."""
     count: int = 1
     wall_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase so far."""
+    """Seconds by phase."""
 
     @property
     def run_dir(self) -> Path:
@@ -74,8 +74,8 @@ class Node:
     ) -> None:  # fmt: skip
         """Start one Python process of the run.
 
-        config_file: in the run folder. gpus: those that it sees, none of them on a node without
-        any; None: it needs no device.
+        config_file: in the run folder. gpus: visible GPUs, empty on a node without GPUs; None: the
+        process needs no device.
         """
         path = str(self.run_dir / config_file)
         command = [sys.executable, "-m", module, "--config", path, *arguments]
@@ -88,7 +88,7 @@ class Node:
         )  # fmt: skip
 
     def start_ranks(self, name: str, torchrun: Sequence[str], arguments: Sequence[str]) -> None:
-        """Start this node's trainer ranks. torchrun: its arguments, the ranks' module too."""
+        """Start this node's trainer ranks; torchrun: its arguments, with the ranks' module."""
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command += ["--config", str(self.run_dir / CONFIG), *arguments]
         environment = ranks_environment(
@@ -100,9 +100,9 @@ class Node:
         self.supervisor.start(name, command, environment=environment)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a role has ended well; its own deadlines bound the wait.
+        """Wait until a role of this node has ended well; its own deadlines bound the wait.
 
-        Returns at once if it was not started here. Raises RoleDied, NodeLost.
+        Raises RoleDied, NodeLost.
         """
         while self.supervisor.is_running(name):
             self.look()
@@ -119,19 +119,19 @@ class Node:
         self.supervisor.end_silent(self.link.missing)
 
     def beat(self) -> None:
-        """Tell the other nodes that this one lives. Raises NodeLost."""
+        """Send a heartbeat to the other nodes and receive theirs. Raises NodeLost."""
         replicas = self.supervisor.replicas
         self.link.given_up = replicas.given_up
         self.link.exchange(time.monotonic())
         replicas.given_up_elsewhere = self.link.given_up_elsewhere
 
     def record(self, restart: RoleRestart) -> None:
-        """Tell the first node of a role that was started again."""
+        """Report a restarted role to the first node."""
         assert isinstance(self.link, OtherNodeLink)
         self.link.tell_restart(restart)
 
     def show(self, text: str) -> None:
-        """Say what this node does now."""
+        """Show what this node does now."""
         log.info("%s", text)
 
     @contextmanager
@@ -145,7 +145,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstNode(Node):
-    """The first node, which shows and records how the run goes."""
+    """The first node, which shows and records the run."""
 
     link: FirstNodeLink
     view: LiveView
@@ -153,7 +153,7 @@ class FirstNode(Node):
     """Lock of the run folder."""
 
     def look(self) -> None:
-        """As on every node; then show what is new. Raises FolderTaken too."""
+        """As on every node; then show new metrics. Also raises FolderTaken."""
         super().look()
         for restart in self.link.take_restarts():
             self.record(restart)
@@ -162,7 +162,7 @@ class FirstNode(Node):
         self.lock.heartbeat.check()
 
     def record(self, restart: RoleRestart) -> None:
-        """Write a row about a role of any node that was started again."""
+        """Write a metric row about a restarted role of any node."""
         values = {
             _RESTARTS_OF[restart.kind]: 1,
             "role": restart.role,
@@ -174,7 +174,7 @@ class FirstNode(Node):
             metrics.write(self.view.last_step, values)
 
     def show(self, text: str) -> None:
-        """Say what the run does now."""
+        """Show what the run does now."""
         super().show(text)
         self.view.enter_phase(text)
         self.lock.heartbeat.phase = text
@@ -187,14 +187,14 @@ def first_node(
 ) -> Iterator[FirstNode]:  # fmt: skip
     """The first node of a run; its processes end when the context is left.
 
-    gpus: names of the GPUs that this node lists; None: they are listed here. roles: None: all of
-    the run's. Raises InputError when the roles do not fit.
+    gpus: names of this node's GPUs; None: list them here. roles: None: all roles of the run.
+    Raises InputError when the roles do not fit.
     """
     started = time.monotonic()
     gpus = listed_gpus() if gpus is None else gpus
     roles = roles or only_node(config, gpus)
-    # The view closes last, so that it still shows what the children wrote at their end; the link
-    # first, so that other nodes hear of an error before this one ends its processes.
+    # The view closes last, to show the last rows of the children. The link closes first, so that
+    # other nodes hear of an error before this one ends its processes.
     with (
         LiveView(config, console) as view,
         _supervisor(config, inherited=(lock.descriptor,)) as supervisor,
@@ -219,7 +219,7 @@ def first_node(
 def other_node(
     config: Config, roles: NodeRoles, gpus: list[str], *, number: int, nodes: int
 ) -> Iterator[Node]:
-    """A node that does what the first one says; its processes end when the context is left."""
+    """A node that follows the first; its processes end when the context is left."""
     with (
         _supervisor(config) as supervisor,
         OtherNodeLink(config, number, nodes) as link,

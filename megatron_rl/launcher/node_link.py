@@ -1,10 +1,10 @@
-"""Keeps the launchers of all nodes in step: one phase after the other, and no node alone.
+"""Keeps the launchers of all nodes in the same phase.
 
-Used by `nodes.py`, in its one thread. The first node decides what comes next, and begins it when
-every other node has ended the processes of the phase before. All tell each other about once a
-second that they live. A node that leaves with an error says so at once; one that falls silent
-(it was killed, or its network is gone) is missed after `expert.nodes.silence_timeout_s`. Either way
-every other node raises NodeLost, and ends its own processes.
+Used by `nodes.py`, in its one thread. The first node begins a phase when every other node has ended
+its processes of the phase before. All nodes send a heartbeat about once a second. A node that
+leaves with an error says so at once; a silent node (killed, or without network) is missed after
+`expert.nodes.silence_timeout_s`. In both cases every other node raises NodeLost and ends its
+processes.
 """
 
 import logging
@@ -12,7 +12,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -33,13 +32,13 @@ _LAST_BEATS = 5
 _ERROR_CHARS = 4000
 _TOLD_RESTARTS = 64
 Look = Callable[[], None]
-"""Waits a moment, sees to the node's processes, and calls `exchange`."""
+"""Waits a moment, checks the node's processes, and calls `exchange`."""
 
 log = logging.getLogger(__name__)
 
 
 class NodeLost(DeadlineExceeded):
-    """Another node of the run is gone; the text says which, and what is known of it."""
+    """Another node of the run is gone; the text names it and the cause."""
 
 
 class NodeRegistry:
@@ -53,7 +52,7 @@ class NodeRegistry:
         self._restarts: list[RoleRestart] = []
 
     def note(self, state: NodeState, now: float) -> None:
-        """Take in a node's state. Raises InputError for a node that cannot be one of the run's."""
+        """Take in a node's state. Raises InputError for wrong node numbers."""
         if state.nodes != self._nodes or not 1 <= state.node < self._nodes:
             raise InputError(
                 f"a node was started as --node {state.node} of --nodes {state.nodes}, the first "
@@ -64,7 +63,7 @@ class NodeRegistry:
         if known is not None and known.session != state.session:
             raise InputError(f"--node {state.node} was started twice: give each its own place")
         if known is None:
-            log.info("node %d is there", state.node)
+            log.info("node %d has joined", state.node)
         last = known.restarts[-1].number if known is not None and known.restarts else 0
         self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now
@@ -75,7 +74,7 @@ class NodeRegistry:
         return taken
 
     def find_lost(self, now: float) -> str:
-        """Which node is gone, and how that is known; "": none."""
+        """Text about a node that is gone; "": none."""
         for node in range(1, self._nodes):
             state = self._states.get(node)
             if state is None:
@@ -90,7 +89,7 @@ class NodeRegistry:
         return ""
 
     def given_up(self) -> Counter[str]:
-        """Replicas of each kind that the other nodes continue without."""
+        """Given-up replicas of the other nodes, by kind."""
         return sum((Counter(state.given_up) for state in self._states.values()), Counter())
 
     def addresses(self) -> dict[int, str]:
@@ -98,7 +97,7 @@ class NodeRegistry:
         return {node: state.address for node, state in self._states.items()}
 
     def behind(self, number: int) -> list[int]:
-        """Nodes that have not ended the processes of that phase."""
+        """Nodes that have not ended their processes of a phase."""
         return [
             node
             for node in range(1, self._nodes)
@@ -107,7 +106,7 @@ class NodeRegistry:
 
 
 class NodeLink(Closing):
-    """A node's end of the link; says why when it is left with an error."""
+    """A node's end of the link; tells the others the error with which the context is left."""
 
     _phase: RunPhase | None = None
 
@@ -115,11 +114,11 @@ class NodeLink(Closing):
         self.addresses = addresses
         """Where each node is reached, of those that are known so far."""
         self.given_up: dict[str, int] = {}
-        """Replicas of each kind that this node continues without; told to the others."""
+        """Given-up replicas of this node, by kind; sent to the others."""
         self.given_up_elsewhere: dict[str, int] = {}
-        """The same of all other nodes."""
+        """Given-up replicas of all other nodes, by kind."""
         self.missing: list[str] = []
-        """Replicas that the queue misses; the first node says which."""
+        """Replicas that the queue misses, as the first node says."""
 
     @property
     def is_ending(self) -> bool:
@@ -128,7 +127,7 @@ class NodeLink(Closing):
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Say that this node lives, and hear of the others. Raises NodeLost."""
+        """Send and receive heartbeats. Raises NodeLost."""
 
     @abstractmethod
     def leave(self, error: str) -> None:
@@ -137,12 +136,7 @@ class NodeLink(Closing):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self.leave(_text_of(error)[:_ERROR_CHARS])
@@ -171,9 +165,9 @@ class FirstNodeLink(NodeLink):
         self._peers: set[str] = set()
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:
-        """Begin a phase, whose number is given here, once all nodes have ended the one before.
+        """Begin a phase once all other nodes have ended the one before; returns it with its number.
 
-        This node must have done so. The first phase waits for nobody. Raises NodeLost.
+        Raises NodeLost.
         """
         last = 0 if self._phase is None else self._phase.number
         until = time.monotonic() + self._limits.end_timeout_s
@@ -190,15 +184,15 @@ class FirstNodeLink(NodeLink):
         return self._phase
 
     def end_run(self, look: Look) -> None:
-        """Tell all nodes that the run is over, and wait a few beats until each has heard it."""
+        """Tell all nodes that the run is over, and wait a few beats for their answers."""
         phase = self.begin(RunPhase(0, PhaseKind.END), look)
         until = time.monotonic() + _LAST_BEATS * BEAT_S
-        # Each state that still comes is answered by the phase: the first word may be lost.
+        # `exchange` answers each further state with the phase: the first message may be lost.
         while self._attendance.behind(phase.number) and time.monotonic() < until:
             look()
 
     def end_phase(self) -> None:
-        """Tell all that the phase's queue has ended."""
+        """Tell all nodes that the phase's queue has ended."""
         assert self._phase is not None
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
@@ -237,7 +231,7 @@ class FirstNodeLink(NodeLink):
         if self._router is None:
             return
         for peer in self._peers:
-            # A node that cannot be reached now gets the phase in answer to its next state.
+            # An unreachable node gets the phase in answer to its next state.
             self._router.send(peer, self._told(phase))
 
     def close(self) -> None:
@@ -246,7 +240,7 @@ class FirstNodeLink(NodeLink):
 
 
 class OtherNodeLink(NodeLink):
-    """The end of a node that does what the first one says."""
+    """The end of a node other than the first."""
 
     def __init__(self, config: Config, node: int, nodes: int) -> None:
         ports = config.ports
@@ -263,9 +257,9 @@ class OtherNodeLink(NodeLink):
         self._restarts = 0
 
     def next_phase(self, look: Look) -> RunPhase:
-        """Say that the phase before has ended here; what comes next.
+        """Report that the phase before has ended here, and wait for the next.
 
-        The first node bounds the wait, as long as it is heard. Raises NodeLost.
+        The first node bounds the wait while it is heard. Raises NodeLost.
         """
         if self._phase is not None:
             self._say(ended=self._phase.number)
@@ -303,7 +297,7 @@ class OtherNodeLink(NodeLink):
         self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
     def tell_restart(self, restart: RoleRestart) -> None:
-        """Tell the first node of a role that was started again here."""
+        """Report a restarted role of this node to the first node."""
         self._restarts += 1
         told = msgspec.structs.replace(restart, number=self._restarts)
         self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])

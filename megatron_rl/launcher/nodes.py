@@ -1,10 +1,9 @@
-"""A run on several nodes: prepared once, then started on every node by the cluster's own launcher.
+"""A run on several nodes: prepared once, then started on every node by the cluster's launcher.
 
-`megatron-rl prepare` runs on the first node and writes RUN_DIR/config.toml, which all roles of all
-nodes read: RUN_DIR is on a file system that they share. `megatron-rl node` runs on every node (one
-task of `srun`), starts the roles that `placement.py` gives it in each phase of the run, and ends
-when they have; when one dies, or another node is lost, it ends the others of its node and leaves
-with an error. One process, one thread.
+`megatron-rl prepare` runs on the first node and writes RUN_DIR/config.toml for all roles; all nodes
+share the file system of RUN_DIR. `megatron-rl node` runs on every node (one task of `srun`) and
+starts the node's roles in each phase. When a role dies or a node is lost, it ends its other roles
+and exits with an error. One process, one thread.
 """
 
 from pathlib import Path
@@ -33,8 +32,8 @@ from megatron_rl.protocol.wire import LOOPBACK
 def prepare(config: Config, console: Console) -> Config:
     """Check the configuration, choose ports on this node, make keys, write the run folder.
 
-    In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
-    run is resumed. Raises InputError, also while a run is running in the folder.
+    A folder with a complete checkpoint or a partial cold start is resumed. Raises InputError, also
+    while a run is running in the folder.
     """
     config = pin_revisions(config)
     prompts = preflight.check(config)
@@ -45,7 +44,7 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def _with_keys(config: Config, *, is_again: bool) -> Config:
-    """The config with a folder of keys where other nodes can reach its sockets."""
+    """The config with a folder of keys if other nodes can reach its sockets."""
     ports = config.ports
     if ports.host in LOOPBACK or ports.keys_dir is not None:
         return config
@@ -59,7 +58,7 @@ def _with_keys(config: Config, *, is_again: bool) -> Config:
 
 
 def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None) -> list[str]:
-    """Lines about what `run_node` would start. Raises InputError, as that does."""
+    """Lines about the roles that `run_node` would start. Raises InputError."""
     config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     found = [QUEUE] * (node == 0) + [f"generator-{index}" for index in roles.engines]
     found.append(verifier_name(node))
@@ -80,10 +79,10 @@ def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | 
 def run_node(
     run_dir: Path, console: Console, *, node: int, nodes: int, gpus_per_node: int | None
 ) -> None:
-    """Start this node's roles of a prepared run and wait until all have ended in good order.
+    """Start this node's roles of a prepared run and wait until all have ended.
 
-    node: its place among `nodes`, from 0; gpus_per_node: None: as many as this node lists. Raises
-    InputError, RoleDied, NodeLost, DeadlineExceeded.
+    node: 0 to nodes - 1. gpus_per_node: None: the number that this node lists. Raises InputError,
+    RoleDied, NodeLost, DeadlineExceeded.
     """
     config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     logs = config.run.dir / "logs"
@@ -110,7 +109,7 @@ def last_words(run_dir: Path, node: int, nodes: int) -> str:
 def _placed(
     run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None
 ) -> tuple[Config, NodeRoles, list[str]]:
-    """The prepared configuration, this node's share of it, its GPUs. Raises InputError."""
+    """The prepared configuration, this node's roles and GPUs. Raises InputError."""
     if not 0 <= node < nodes:
         raise InputError(f"--node {node} of --nodes {nodes}: nodes are counted from 0")
     path = run_dir / CONFIG

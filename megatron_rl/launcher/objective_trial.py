@@ -1,9 +1,10 @@
 """Calls a user's parts of the objective once, with made-up groups and tokens.
 
-Used by `megatron-rl run --dry-run`. A part of ours is not called: its tests have done that.
+Used by `megatron-rl run --dry-run`. Our own parts have tests and are not called.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from megatron_rl.config.lookup import where_raised
 if TYPE_CHECKING:
     from megatron_rl.algorithms.tokens import Tokens
 
+Calls = dict[str, Callable[[], Any]]
+"""Call of each part of the objective, by its section of [algorithm]."""
 _LENGTHS = ((3, 2, 4), (1, 5, 2))
 """Completion tokens, by group."""
 _TOKENS = sum(map(sum, _LENGTHS))
@@ -25,48 +28,55 @@ _ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
-"""Errors of a function with a mistake."""
+"""Errors of a faulty user function."""
 
 
 def try_objective(cfg: AlgorithmConfig) -> list[str]:
-    """Call each part that is a function of the user's; lines about them. Raises InputError."""
+    """Call each part that is a user's function; lines about them. Raises InputError."""
     advantage_functions = find_advantage_functions(cfg)
-    found = [*_try_advantage_functions(advantage_functions)]
+    tried = _try(cfg, _advantage_calls(advantage_functions), _check_arrays)
     if any(":" in one.name for one in (cfg.policy_loss, cfg.correction, cfg.shaping)):
-        found += _try_loss(find_objective(cfg))
-    return [
-        f"{key}={name!r} was called with made-up tokens: shapes are right" for key, name in found
-    ]
+        objective, tokens = find_objective(cfg), _tokens()
+        tried += _try(cfg, _token_calls(objective, tokens), _check_tensor)
+        policy_loss = {
+            "policy_loss": lambda: objective.policy_loss(tokens, tokens.advantages, cfg.policy_loss)
+        }
+        tried += _try(cfg, policy_loss, partial(_check_policy_loss, tokens=tokens))
+    return [f"{part} was called with made-up tokens: shapes are right" for part in tried]
 
 
-def _try_advantage_functions(advantage_functions: AdvantageFunctions) -> list[tuple[str, str]]:
-    cfg, groups = advantage_functions.cfg, _groups()
+def _try(cfg: AlgorithmConfig, calls: Calls, check: Callable[[str, Any], None]) -> list[str]:
+    """Call and check the parts that are user's functions; returns their KEY='NAME'."""
+    tried = []
+    for part, call in calls.items():
+        name = getattr(cfg, part).name
+        if ":" in name:
+            tried.append(f"algorithm.{part}.name={name!r}")
+            check(tried[-1], _called(tried[-1], call))
+    return tried
+
+
+def _advantage_calls(functions: AdvantageFunctions) -> Calls:
+    cfg, groups = functions.cfg, _groups()
     lengths = [group.lengths for group in groups]
     rewards = [group.rewards for group in groups]
-    calls: list[tuple[str, Any, Callable[[], Any]]] = [
-        (
-            "advantage_estimator",
-            cfg.advantage_estimator,
-            lambda: [advantage_functions.estimator(g, cfg.advantage_estimator) for g in groups],
-        ),
-        (
-            "normalization",
-            cfg.normalization,
-            lambda: advantage_functions.normalization(rewards, cfg.normalization),
-        ),
-        (
-            "aggregation",
-            cfg.aggregation,
-            lambda: advantage_functions.aggregation(lengths, cfg.aggregation),
-        ),
-    ]
-    tried = []
-    for part, section, call in calls:
-        if ":" in section.name:
-            key = f"algorithm.{part}.name"
-            _check_arrays(key, section.name, _called(key, section.name, call))
-            tried.append((key, section.name))
-    return tried
+    return {
+        "advantage_estimator": lambda: [
+            functions.estimator(group, cfg.advantage_estimator) for group in groups
+        ],
+        "normalization": lambda: functions.normalization(rewards, cfg.normalization),
+        "aggregation": lambda: functions.aggregation(lengths, cfg.aggregation),
+    }
+
+
+def _token_calls(objective: Objective, tokens: "Tokens") -> Calls:
+    cfg, calls = objective.cfg, Calls()
+    ratios = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
+    if (shaping := objective.shaping) is not None:
+        calls["shaping"] = lambda: shaping(tokens, cfg.shaping)
+    if (correction := objective.correction) is not None:
+        calls["correction"] = lambda: correction(ratios, cfg.correction)
+    return calls
 
 
 def _groups() -> list[GroupView]:
@@ -84,41 +94,16 @@ def _groups() -> list[GroupView]:
     ]
 
 
-def _check_arrays(key: str, name: str, found: Any) -> None:
+def _check_arrays(part: str, found: Any) -> None:
     expected = [(len(lengths),) for lengths in _LENGTHS]
     shapes = [np.shape(one) for one in found] if isinstance(found, Sequence) else np.shape(found)
     if shapes != expected:
         raise InputError(
-            f"{key}={name!r} gives the shapes {shapes} for groups of {len(_LENGTHS[0])} "
+            f"{part} gives the shapes {shapes} for groups of {len(_LENGTHS[0])} "
             f"completions, expected {expected}: a number for each completion of each group"
         )
     if not all(np.isfinite(one).all() for one in found):
-        raise InputError(f"{key}={name!r} gives numbers that are not finite: {found}")
-
-
-def _try_loss(objective: Objective) -> list[tuple[str, str]]:
-    tokens = _tokens()
-    cfg = objective.cfg
-    tried = []
-    name = cfg.shaping.name
-    if ":" in name and objective.shaping is not None:
-        key, shaping = "algorithm.shaping.name", objective.shaping
-        _check_tensor(key, name, _called(key, name, lambda: shaping(tokens, cfg.shaping)))
-        tried.append((key, name))
-    name = cfg.correction.name
-    if ":" in name and objective.correction is not None:
-        key, correction = "algorithm.correction.name", objective.correction
-        ratios = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
-        _check_tensor(key, name, _called(key, name, lambda: correction(ratios, cfg.correction)))
-        tried.append((key, name))
-    name = cfg.policy_loss.name
-    if ":" in name:
-        key = "algorithm.policy_loss.name"
-        policy_loss, advantages = objective.policy_loss, tokens.advantages
-        found = _called(key, name, lambda: policy_loss(tokens, advantages, cfg.policy_loss))
-        _check_policy_loss(key, name, found, tokens)
-        tried.append((key, name))
-    return tried
+        raise InputError(f"{part} gives numbers that are not finite: {found}")
 
 
 def _tokens() -> "Tokens":
@@ -159,20 +144,20 @@ def _tokens() -> "Tokens":
     )
 
 
-def _check_tensor(key: str, name: str, found: Any) -> None:
+def _check_tensor(part: str, found: Any) -> None:
     import torch
 
     if not isinstance(found, torch.Tensor) or found.shape != (_TOKENS,):
         shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise InputError(
-            f"{key}={name!r} gives {shape} for {_TOKENS} tokens, expected a tensor [tokens], here "
+            f"{part} gives {shape} for {_TOKENS} tokens, expected a tensor [tokens], here "
             f"[{_TOKENS}]: a number for each token, without a sum or mean over them"
         )
     if not found.isfinite().all():
-        raise InputError(f"{key}={name!r} gives numbers that are not finite: {found.tolist()}")
+        raise InputError(f"{part} gives numbers that are not finite: {found.tolist()}")
 
 
-def _check_policy_loss(key: str, name: str, found: Any, tokens: "Tokens") -> None:
+def _check_policy_loss(part: str, found: Any, tokens: "Tokens") -> None:
     import torch
 
     from megatron_rl.algorithms.policy_loss import PolicyLoss
@@ -180,17 +165,17 @@ def _check_policy_loss(key: str, name: str, found: Any, tokens: "Tokens") -> Non
     if not isinstance(found, PolicyLoss):
         what = "a plain tensor" if isinstance(found, torch.Tensor) else type(found).__name__
         raise InputError(
-            f"{key}={name!r} returns {what}, expected PolicyLoss(values, sums) of "
+            f"{part} returns {what}, expected PolicyLoss(values, sums) of "
             "megatron_rl.algorithms.policy_loss: values [tokens] to maximise, sums by name to "
             "report ({} for none), as in `return PolicyLoss(ratio * advantages, {})`"
         )
-    _check_tensor(key, name, found.values)
+    _check_tensor(part, found.values)
     gradient = None
     if found.values.requires_grad:
         (gradient,) = torch.autograd.grad(found.values.sum(), tokens.logprobs, allow_unused=True)
     if gradient is None or not gradient.isfinite().all():
         raise InputError(
-            f"{key}={name!r}: its values have no finite gradient by tokens.logprobs, so nothing "
+            f"{part}: its values have no finite gradient by tokens.logprobs, so nothing "
             "would be learnt: compute them from tokens.logprobs without detach()"
         )
     wrong = [
@@ -199,17 +184,17 @@ def _check_policy_loss(key: str, name: str, found: Any, tokens: "Tokens") -> Non
     ]  # fmt: skip
     if wrong:
         raise InputError(
-            f"{key}={name!r}: sums[{wrong[0]!r}] is no tensor of shape []: report the sum over "
+            f"{part}: sums[{wrong[0]!r}] is no tensor of shape []: report the sum over "
             "real tokens, as (values * tokens.is_real).sum()"
         )
 
 
-def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
-    """What a call returns; InputError with the line of the user's code that raised."""
+def _called(part: str, call: Callable[[], Any]) -> Any:
+    """The result of a call; InputError with the line of the user's code that raised."""
     try:
         return call()
     except _ERRORS as error:
         raise InputError(
-            f"{key}={name!r} raised {type(error).__name__}: {error} ({where_raised(error)}), "
+            f"{part} raised {type(error).__name__}: {error} ({where_raised(error)}), "
             f"called with {_TOKENS} made-up tokens in {len(_LENGTHS)} groups"
         ) from error

@@ -1,19 +1,19 @@
-"""The phases of a run: which there are, and what one node does in each.
+"""The phases of a run, and one node's part of each.
 
 Used by `run.py`, `nodes.py` and `evaluation/runs/`, in their one thread. The first node leads, the
-others follow (`node_link.py`); on one node nobody follows.
+others follow (`node_link.py`).
 
 | phase        | runs                                                                            |
 |--------------|---------------------------------------------------------------------------------|
 | cold start   | sft ranks, on the nodes of the trainer; where a choice or an evaluation follows |
-| evaluation   | queue, generators, verifiers, on a model folder that nobody trains              |
-| training     | these, trainer ranks and scorer; before them the cold start, without a choice   |
+| evaluation   | queue, generators, verifiers, on a fixed model folder                           |
+| training     | the same, trainer ranks, scorer; a cold start without a choice comes first      |
 | SFT baseline | sft ranks                                                                       |
 | end          | nothing                                                                         |
 
-A phase ends on the first node when its queue has ended, or its own ranks have. Each node then ends
-what is left of its processes, and the next phase begins when all have. A generator, verifier or
-scorer that dies is started again (`restarts.py` says when); the death of any other role ends the
+A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
+remaining processes, and the next phase begins when all nodes have done so. A generator, verifier or
+scorer that dies is restarted by the rules of `restarts.py`; the death of any other role ends the
 run.
 """
 
@@ -38,12 +38,7 @@ from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
 from megatron_rl.launcher.ports import check_engine_ports, check_scorer_ports
-from megatron_rl.launcher.restarts import (
-    follower_rule,
-    generator_rule,
-    scorer_rule,
-    verifier_rule,
-)
+from megatron_rl.launcher.restarts import restart_rule
 from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
@@ -54,18 +49,18 @@ QUEUE = "queue"
 TRAINER = "trainer"
 SFT = "sft"
 SCORER = "scorer-0"
-# Over expert.eval.timeout_s: the queue itself gives up first and says why.
+# Beyond expert.eval.timeout_s: the queue gives up first and says why.
 _EVAL_MARGIN_S = 60.0
-# After the queue has ended, the roles that it told to stop have this long to close.
+# Time for the other roles to end after the queue has.
 _END_S = 60.0
-# A shared file system shows one node within this time what another one has written.
+# Time until a shared file system shows a file that another node has written.
 _VISIBLE_S = 120.0
 
 log = logging.getLogger(__name__)
 
 
 def lead(own: FirstNode, *, is_resumed: bool) -> None:
-    """All phases, in order, as the first node decides them."""
+    """Run all phases in order, on the first node."""
     config = own.config
     is_first = is_due(config, is_resumed=is_resumed)
     if is_first and (config.sft.candidates or not config.train.steps):
@@ -88,14 +83,14 @@ def lead(own: FirstNode, *, is_resumed: bool) -> None:
 
 
 def follow(own: Node) -> None:
-    """All phases, as the first node says."""
+    """Run all phases in the order of the first node, on another node."""
     assert isinstance(own.link, OtherNodeLink)
     while (phase := own.link.next_phase(own.look)).kind != PhaseKind.END:
         _take_part(own, phase)
 
 
 def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> None:
-    """Evaluate the configured model, on this node alone; arguments: more of the queue's."""
+    """Evaluate the configured model on this node alone; arguments: extra ones of the queue."""
     wanted = RunPhase(0, PhaseKind.EVALUATION, label=label, model=str(own.config.model.path))
     phase = own.link.begin(wanted, own.look)
     with own.phase("evaluation", f"evaluation {label}"):
@@ -113,14 +108,14 @@ def _begin(
 
 
 def _evaluate(own: FirstNode, label: str, name: str, model: str = "") -> None:
-    """Evaluate a model; model: its folder, by default the one of that label."""
+    """Evaluate a model; model: its folder, by default hf/LABEL."""
     with own.phase(name, f"evaluation of {label}"):
         folder = model or str(own.run_dir / "hf" / label)
         _begin(own, PhaseKind.EVALUATION, label=label, model=folder)
 
 
 def _choose(own: FirstNode) -> None:
-    """Evaluate the models that the cold start exported, and begin with the most accurate one."""
+    """Evaluate the cold start's candidates and choose the most accurate one."""
     config = own.config
     for step in config.sft.candidates:
         if not is_evaluated(config, step):
@@ -129,7 +124,7 @@ def _choose(own: FirstNode) -> None:
 
 
 def _take_part(own: Node, phase: RunPhase, arguments: Sequence[str] = ()) -> None:
-    """Do this node's part of a phase, until none of its processes runs here."""
+    """Run this node's part of a phase until all its processes have ended."""
     if own.number == 0 and own.config.metrics.is_on:
         own.start("metrics", "megatron_rl.observe.exporters.exporter", [], is_expendable=True)
     match phase.kind:
@@ -156,17 +151,14 @@ def _cold_start(own: Node) -> None:
 
 
 def _tune(own: Node, name: str, *arguments: str) -> None:
-    """Supervised training with the other nodes of the trainer.
-
-    The collectives of its ranks have deadlines, which bound the wait for them.
-    """
+    """Supervised training on all nodes of the trainer; deadlines of collectives bound the wait."""
     if own.roles.trainer_ranks:
         _start_ranks(own, name, "megatron_rl.trainer.sft", arguments)
         own.wait_for(own.role(name))
 
 
 def _train(own: Node, phase: RunPhase) -> None:
-    """Reinforcement learning; the engines load during a cold start that comes before it."""
+    """Reinforcement learning, after a cold start during which the engines load."""
     after = ["--after", str(cold_start_folder(own.config))] if phase.has_cold_start else []
     queue = _start_serving(own, phase, after)
     if phase.has_cold_start:
@@ -189,7 +181,7 @@ def _train(own: Node, phase: RunPhase) -> None:
 
 
 def _await(own: Node, path: Path) -> None:
-    """Until this node sees what another one has written. Raises DeadlineExceeded."""
+    """Wait until this node sees a file of another node. Raises DeadlineExceeded."""
     deadline = time.monotonic() + _VISIBLE_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -213,8 +205,8 @@ def _start_ranks(own: Node, name: str, module: str, arguments: Sequence[str]) ->
 
 
 def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str) -> list[str]:
-    """Arguments of torchrun on one node, up to those of the trainer."""
-    # A port each: one node may be at its ranks of RL while another one leaves the cold start.
+    """Arguments of torchrun on one node, with the module, without the module's arguments."""
+    # Two ports: one node may start its RL ranks while another one ends the cold start.
     port = config.ports.sft if module.endswith(".sft") else config.ports.torchrun
     return [
         f"--nnodes={roles.trainer_nodes}",
@@ -228,21 +220,22 @@ def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str)
 
 
 def _start_scorer(own: Node, arguments: Sequence[str]) -> None:
-    """Start the scorer; the trainer waits for it and tells it to end."""
+    """Start the scorer, which the trainer waits for and ends."""
     address, trainer = _address_of(own, own.number), own.role(TRAINER)
     if own.number:
         check_scorer_ports(own.config, address)
     own.start(
         SCORER, "generation.scorer", ["--address", address, *arguments],
         outlives=trainer if own.roles.trainer_ranks else None,
-        restarts=scorer_rule(own.config, SCORER, until=trainer), gpus=own.roles.scorer,
+        restarts=restart_rule(own.config, "scorer", SCORER, until=trainer),
+        gpus=own.roles.scorer,
     )  # fmt: skip
 
 
 def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     """Start queue, engines and verifier of this node; returns the queue's name.
 
-    arguments: more of the queue's. In training the engines take weights at the first weight sync.
+    arguments: extra ones of the queue. In training the first weight sync gives engines weights.
     """
     label, file = phase.label, CONFIG
     suffix, only = "", list[str]()
@@ -261,16 +254,14 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     for index, gpus in own.roles.engines.items():
         part = own.roles.engine_nodes.get(index)
         name, module, given = engine_command(own.config, index, part)
-        role, rule_of = f"{name}{suffix}", generator_rule if part is None else follower_rule
-        if part is not None and part.rank == 0:
-            rule_of = generator_rule
+        role, kind = f"{name}{suffix}", "follower" if part and part.rank else "generator"
         own.start(
             role, module, given, config_file=file, outlives=outlives, gpus=gpus,
-            restarts=rule_of(own.config, name, role=role, until=until),
+            restarts=restart_rule(own.config, kind, name, role=role, until=until),
         )  # fmt: skip
     name = verifier_name(own.number)
     role = f"{name}{suffix}"
-    rule = verifier_rule(own.config, name, role=role, until=queue, replicas=own.count)
+    rule = restart_rule(own.config, "verifier", name, role=role, until=queue, replicas=own.count)
     own.start(
         role, "verification.worker", ["--index", str(own.number)], config_file=file,
         outlives=outlives, restarts=rule,
@@ -279,7 +270,7 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
 
 
 def _evaluation_file(own: Node, label: str, model: Path) -> str:
-    """Name of the evaluation's configuration, which the first node writes."""
+    """Name of the evaluation's configuration file, which the first node writes."""
     name = f"config.{label}.toml"
     if own.number == 0:
         write_evaluation_config(own.config, label, model)
@@ -291,7 +282,7 @@ def _evaluation_file(own: Node, label: str, model: Path) -> str:
 def engine_command(
     config: Config, index: int, node: EngineNode | None
 ) -> tuple[str, str, list[str]]:
-    """Name, module and arguments of the role that runs an engine, or a node's part of one."""
+    """Name, module and arguments of a role that runs an engine or a node's part of it."""
     name, arguments = f"generator-{index}", ["--index", str(index)]
     if node is None:
         return name, "generation.worker", arguments
@@ -304,12 +295,12 @@ def engine_command(
 
 
 def eval_limit_s(config: Config) -> float:
-    """Within which all that is evaluated must be done; the queue itself gives up first."""
+    """Time limit of an evaluation phase, in seconds; the queue gives up earlier."""
     return config.generator.start_timeout_s + config.eval.all_timeout_s + _EVAL_MARGIN_S
 
 
 def _end_serving(own: Node, queue: str) -> None:
-    """Wait for the end of the queue, then for the roles that it told to stop.
+    """Wait until the queue, then the other roles have ended.
 
     Raises RoleDied, NodeLost, DeadlineExceeded.
     """
@@ -330,5 +321,7 @@ def _end_serving(own: Node, queue: str) -> None:
             continue
         ends_at = ends_at or now + _END_S
         if now > ends_at:
-            log.warning("%s did not end within %.0f s of the queue", ", ".join(running), _END_S)
+            log.warning(
+                "still running %.0f s after the queue ended: %s", _END_S, ", ".join(running)
+            )
             return

@@ -1,8 +1,8 @@
-"""Which roles run on which node, on which of its GPUs. Pure but for `listed_gpus`.
+"""Assigns roles to nodes and GPUs. Pure except `listed_gpus`.
 
-Used by the launcher. GPUs are counted through all nodes: the trainer's ranks take the first ones,
-then each engine its own, then the scorer. An engine is on two nodes only when it has more ranks
-than one node has GPUs: then it has whole nodes.
+Used by the launcher. GPUs are counted through all nodes: first the trainer's ranks, then the
+engines, then the scorer. An engine spans several nodes only if it has more ranks than a node has
+GPUs; then it takes whole nodes.
 """
 
 import os
@@ -19,15 +19,15 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class NodeRoles:
-    """Roles of one node. Each node also runs a verifier, the first one the queue."""
+    """Roles of one node. Each node also runs a verifier; the first node runs the queue."""
 
     trainer_ranks: int = 0
     trainer_nodes: int = 0
-    """Nodes that have trainer ranks; they are the first ones."""
+    """Number of nodes with trainer ranks: the first ones."""
     engines: dict[int, range] = field(default_factory=dict)
-    """Generator -> its GPUs, counted on this node."""
+    """Generator -> its GPUs on this node."""
     engine_nodes: dict[int, "EngineNode"] = field(default_factory=dict)
-    """Generator -> this node's part of its engine, for engines across nodes."""
+    """Generator -> this node's part of an engine that spans nodes."""
     scorer: range = range(0)
     """GPUs of the scorer, counted on its node."""
     scorer_node: int = 0
@@ -36,15 +36,15 @@ class NodeRoles:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One node of an engine that lies across several."""
+    """A node's part of an engine that spans several nodes."""
 
     rank: int
-    """Its place among them; 0 leads the engine."""
+    """Index among the engine's nodes; 0 leads the engine."""
     count: int
 
 
 def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
-    """The roles of each node. Raises InputError when they do not fit."""
+    """Roles by node. Raises InputError when they do not fit."""
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
     _check_widths(config, ranks, gpus_per_node)
     trainer_nodes = -(-ranks // gpus_per_node)
@@ -88,7 +88,7 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
 
 
 def only_node(config: Config, gpus: list[str]) -> NodeRoles:
-    """All roles, on the one node of a run, with or without GPUs. Raises InputError."""
+    """All roles on the only node of a run, with or without GPUs. Raises InputError."""
     if gpus:
         return place(config, nodes=1, gpus_per_node=len(gpus))[0]
     engines = {index: range(0) for index in range(config.generator.replicas)}
@@ -104,7 +104,7 @@ def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
 
 
 def _trainer_ranks(config: Config) -> int:
-    """Without training, every GPU is there for the engines."""
+    """Trainer ranks; 0 without training, which leaves all GPUs to the engines."""
     return config.parallel.world_size if config.train.steps or config.sft.steps else 0
 
 
@@ -137,7 +137,7 @@ def _scorer_start(config: Config, gpus_per_node: int) -> int:
 
 
 def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
-    """Raise InputError for a trainer or engines that do not fill whole nodes."""
+    """Raise InputError unless trainer and engines fill whole nodes."""
     width = config.generator.tensor_parallel
     if ranks > gpus_per_node and ranks % gpus_per_node:
         raise InputError(
@@ -176,12 +176,12 @@ def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
 
 
 def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:
-    """The variable that shows a process these GPUs alone; names: those of all GPUs of the node."""
+    """Variable that shows a process only these GPUs; names: of all GPUs of the node."""
     return {GPUS_VARIABLE: ",".join(names[gpu] for gpu in gpus)} if names else {}
 
 
 def listed_gpus() -> list[str]:
-    """Names of this node's GPUs that its processes may use; [] without any."""
+    """Names of the GPUs that this node's processes may use; [] without GPUs."""
     if GPUS_VARIABLE in os.environ:
         return [name for name in os.environ[GPUS_VARIABLE].split(",") if name]
     if shutil.which("nvidia-smi") is None:
@@ -195,15 +195,15 @@ def listed_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class Machines:
-    """The nodes that a run is to have."""
+    """The nodes of a run."""
 
     nodes: int | None = 1
-    """None: as many as the configuration needs."""
+    """None: the number that the configuration needs."""
     gpus_per_node: int | None = None
-    """None: as many as this node lists."""
+    """None: the number that this node lists."""
 
     def place(self, config: Config) -> list[NodeRoles]:
-        """The roles of each node; [] where this node lists no GPUs. Raises InputError."""
+        """Roles by node; [] if this node lists no GPUs. Raises InputError."""
         count = self.gpus_per_node or len(listed_gpus())
         if not count:
             return []

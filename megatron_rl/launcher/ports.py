@@ -1,9 +1,8 @@
-"""Finds free ports for a run, and says who holds a port that is not free.
+"""Finds free ports for a run, and names the holder of a port in use.
 
-Used by the launcher. Minutes pass between the choice of a port and its first listener, in which
-another launcher would find the port free too: each chosen port is a locked file of this host. The
-kernel releases a lock when the process ends, however it ends. Launchers of all users see each
-other's locks if they have the same temporary folder.
+Used by the launcher. Minutes pass between the choice of a port and its first listener. To keep
+other launchers of the host away, each chosen port is a locked file, whose lock the kernel releases
+when the process ends. Launchers see each other's locks if they share the temporary folder.
 """
 
 import contextlib
@@ -23,8 +22,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.protocol.wire import LOOPBACK
 
-# Below Linux' range for outgoing connections (from 32768): a port chosen here may be bound only
-# minutes later, and no connection takes it meanwhile.
+# Below Linux' range for outgoing connections (from 32768): none takes a port before it is bound.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
 _FOLDER = "megatron_rl_ports"
@@ -33,7 +31,7 @@ _NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "nodes",
 
 
 def resolve_ports(config: Config) -> Config:
-    """The config with every port 0 replaced by a free one. Raises InputError."""
+    """The config with a free port in place of each port 0. Raises InputError."""
     ports = config.ports
     taken = {port for _, port in listed_ports(config)}
     chosen: dict[str, int] = {}
@@ -54,7 +52,7 @@ def draw_label(config: Config) -> Config:
 
 
 def listed_ports(config: Config) -> list[tuple[str, int]]:
-    """(key, port) of every port that the config fixes, all replicas of the engine included."""
+    """(key, port) of every port fixed by the config, for all replicas of the engine."""
     found = []
     for name in _NAMES:
         base = getattr(config.ports, name)
@@ -64,7 +62,7 @@ def listed_ports(config: Config) -> list[tuple[str, int]]:
 
 
 def check_ports(config: Config) -> None:
-    """Raise InputError for a fixed port that is named twice or that another process holds."""
+    """Raise InputError for a fixed port that is named twice or is in use."""
     seen: dict[int, str] = {}
     for key, port in listed_ports(config):
         if port in seen:
@@ -80,9 +78,9 @@ def check_ports(config: Config) -> None:
 
 
 def check_engine_ports(config: Config, indices: Iterable[int]) -> None:
-    """Raise InputError for a port of these generators' engines that is taken on this node.
+    """Raise InputError for a port of these generators' engines that is in use on this node.
 
-    The first node chose `expert.ports.engine` by what is free there.
+    The first node chose `expert.ports.engine` by its own free ports.
     """
     for port in (config.ports.engine + 2 * index + part for index in indices for part in (0, 1)):
         _check_here("engine", LOOPBACK[0], port, config)
@@ -109,9 +107,9 @@ def _check_here(name: str, host: str, port: int, config: Config) -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a socket can listen there now."""
+    """Whether a socket can listen on the port now."""
     with socket.socket() as probe:
-        # As servers do: a port whose last connection is in TIME_WAIT counts as free.
+        # As for servers: a port with a connection in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -122,16 +120,16 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _width(name: str, config: Config) -> int:
-    """Ports that a name stands for: one, two for each replica of the engine, three for a scorer."""
+    """Ports of a name: 3 for a scorer, 2 for each replica of the engine, else 1."""
     if name == "scorer":
         return 3 if config.algorithm.needs_scorer else 0
     return 2 * config.generator.replicas if name == "engine" else 1
 
 
 def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
-    """The first, an even one, of `count` ports that nothing listens on. Raises InputError.
+    """Reserve `count` free ports until this process ends; returns the first, an even one.
 
-    No other launcher gets these ports before this process ends. taken: ports to leave out.
+    taken: ports to leave out. Raises InputError.
     """
     choose = random.SystemRandom()
     for _ in range(_MAX_TRIES):
@@ -149,12 +147,12 @@ def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
 
 @functools.cache
 def _locks() -> "PortLocks":
-    """The locks of this launcher; they hold until it ends."""
-    return PortLocks(default_folder())
+    """The port locks of this process."""
+    return PortLocks(Path(tempfile.gettempdir()) / _FOLDER)
 
 
 def _holder(port: int) -> str:
-    """The words ` by NAME (pid N)` when this user may know it, else nothing."""
+    """` by NAME (pid N)` if this user may see the process, else ""."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -174,12 +172,12 @@ def _process_name(pid: int) -> str:
 
 
 def port_names(config: Config) -> tuple[str, ...]:
-    """Keys of [ports] that are ports of this run."""
+    """Keys of [ports] that this run uses."""
     return tuple(name for name in _NAMES if _width(name, config))
 
 
 def ports_text(ports: PortsConfig) -> str:
-    """One line that names all ports."""
+    """All ports in one line."""
     return ", ".join(f"{name} {port}" for name in _NAMES if (port := getattr(ports, name)))
 
 
@@ -192,7 +190,7 @@ class PortLocks:
         """Descriptor by port."""
 
     def take(self, ports: Iterable[int]) -> bool:
-        """Lock all of these, or none where this or another process has one. Raises InputError."""
+        """Lock all these ports, or none if one is already locked. Raises InputError."""
         taken: dict[int, int] = {}
         for port in ports:
             descriptor = None if port in self._held else self._lock(port)
@@ -205,11 +203,11 @@ class PortLocks:
         return True
 
     def _lock(self, port: int) -> int | None:
-        """A descriptor that holds the lock; None where another process has it."""
+        """A descriptor that holds the lock; None if another process holds it."""
         try:
             descriptor = self._open(self._folder / str(port))
         except OSError as error:
-            # Of another user, who is about to make it readable.
+            # Another user has created the file and not yet made it readable.
             if isinstance(error, PermissionError) and os.access(self._folder, os.W_OK):
                 return None
             raise InputError(
@@ -227,17 +225,12 @@ class PortLocks:
         if not self._folder.is_dir():
             with contextlib.suppress(FileExistsError):
                 self._folder.mkdir()
-                # The modes of mkdir and open are narrowed by the umask.
+                # chmod, because the umask narrows the modes of mkdir and open.
                 self._folder.chmod(_SHARED)
-        # Reading is enough for a lock. Files of other users in a folder for all may not be opened
-        # with O_CREAT (fs.protected_regular).
+        # A lock needs only read access. In a shared folder other users' files cannot be opened with
+        # O_CREAT (fs.protected_regular).
         with contextlib.suppress(FileExistsError):
             made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o444)
             os.fchmod(made, 0o444)
             os.close(made)
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-
-
-def default_folder() -> Path:
-    """Where the locks of a host are."""
-    return Path(tempfile.gettempdir()) / _FOLDER

@@ -1,8 +1,7 @@
-"""Refuses bad input with one clear error before any process starts or any model is loaded.
+"""Refuses bad input before any process starts or any model is loaded.
 
-Used by commands that start processes. It looks at the machine, files and prompts; `config/check.py`
-refuses what the configuration alone rules out. Each check raises InputError: what was given, what
-is allowed, what to do.
+Used by commands that start processes. Checks the machine, files and prompts; `config/check.py`
+checks the configuration alone. Each check raises InputError.
 """
 
 import importlib.metadata
@@ -60,20 +59,20 @@ from verification import settings
 
 _MEMORY_SAVER = "torch-memory-saver"
 _SLOW_FROM = 500_000_000
-"""Parameters from which a step on CPU cores takes many minutes."""
+"""Parameters above which a step on CPU cores takes many minutes."""
 _STATE_BYTES = 16
-"""A parameter in float32: master weight, gradient, two moments of Adam."""
+"""Bytes per parameter in float32: master weight, gradient, two moments of Adam."""
 
 
 class PromptReport(NamedTuple):
     """Findings about the prompts of a run."""
 
     notes: list[str]
-    """Lines for the user."""
+    """Lines to show."""
     dropped: list[DroppedPrompt]
     """Prompts that are left out."""
     files: tuple[Path, ...] = ()
-    """Files that prompts were read from."""
+    """Files of the prompts."""
     prompts: Sequence[Prompt] = ()
     """Prompts that are kept."""
 
@@ -81,10 +80,9 @@ class PromptReport(NamedTuple):
 def check(
     config: Config, *, is_known_folder: bool = False, calls_rewards: bool = True
 ) -> PromptReport:
-    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError.
+    """Run every check, cheapest first; returns findings about the prompts. Raises InputError.
 
-    is_known_folder: the caller has looked at the run folder. calls_rewards: call the user's
-    functions once.
+    is_known_folder: the caller checks the run folder. calls_rewards: call the user's functions.
     """
     gpus = listed_gpus()
     check_tools()
@@ -115,7 +113,7 @@ def check(
 
 
 def check_tools() -> None:
-    """The programs that a run starts."""
+    """The programs that a run needs are installed."""
     if find_compiler() is None:
         raise InputError(
             f"no C++ compiler: neither $CXX (given: {os.environ.get('CXX', '')!r}) nor g++ is on "
@@ -130,22 +128,19 @@ def check_tools() -> None:
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler that extensions would be built with."""
+    """Path of the C++ compiler for extensions; None without one."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
-    """`expert.weights.overlap` is possible where the trainer computes. gpus: of this host.
-
-    Raises InputError.
-    """
+    """`expert.weights.overlap` fits the trainer's device; gpus: of this host."""
     weights, quantization = config.weights, config.generator.quantization
     if config.train.steps and weights.overlap:
         refuse_overlap(uses_gpus(device_of_host(gpus)), weights.method, quantization)
 
 
 def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:
-    """SGLang's memory saver can work where engines give memory back. Raises InputError."""
+    """SGLang's memory saver, which engines release memory with, can work."""
     if not uses_gpus(device):
         return
     try:
@@ -166,9 +161,9 @@ def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> No
 
 
 def notes_of_host(config: Config) -> list[str]:
-    """Warnings about a model on this host's CPU cores; none where it lists GPUs.
+    """Warnings about a model on this host's CPU cores; none on a host with GPUs.
 
-    Raises InputError for a model that the host's memory does not hold.
+    Raises InputError for a model larger than the host's memory.
     """
     if listed_gpus():
         return []
@@ -184,10 +179,10 @@ def notes_of_host(config: Config) -> list[str]:
 def check_cpu_host(
     parameters: int, *, item_bytes: int, engines: int, trains: bool, memory_bytes: int
 ) -> list[str]:
-    """The same, by sizes. Pure.
+    """`notes_of_host` by sizes. Pure.
 
-    item_bytes: of a weight in model.dtype. engines: copies of the model that engines hold.
-    memory_bytes: that the host has.
+    item_bytes: of a weight in model.dtype. engines: engines' copies of the model. memory_bytes: of
+    the host.
     """
     copies = engines + trains
     needed = parameters * (copies * item_bytes + trains * _STATE_BYTES)
@@ -207,30 +202,27 @@ def check_cpu_host(
 
 
 def check_names(config: Config) -> None:
-    """Every function that is named exists; the processes that use them start much later."""
+    """Every function that the configuration names exists."""
     if config.train.steps:
         find_objective(config.algorithm)
         find_advantage_functions(config.algorithm)
-    # By name alone: the engines' modules are slow to load.
+    # Checks the name alone, because the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")
 
 
 def check_sft_dataset(sft: SftConfig) -> None:
     """Every line of sft.dataset is {"messages": [{"role", "content"}, ...], "response": text}."""
-    if sft.dataset is None:
-        if sft.steps or sft.baseline:
-            key = "sft.steps" if sft.steps else "sft.baseline"
-            raise InputError(
-                f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}"
-            )
+    if not (sft.steps or sft.baseline):
         return
-    if sft.steps or sft.baseline:
-        read_sft_dataset(sft.dataset)
+    if sft.dataset is None:
+        key = "sft.steps" if sft.steps else "sft.baseline"
+        raise InputError(f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}")
+    read_sft_dataset(sft.dataset)
 
 
 def check_replay(config: Config) -> None:
-    """Groups to replay can be read, and the objective can learn from them."""
+    """Replayed groups can be read, and the objective can learn from them."""
     if not config.replay.share or not config.train.steps:
         return
     if find_advantage_functions(config.algorithm).needs_classes:
@@ -243,7 +235,7 @@ def check_replay(config: Config) -> None:
 
 
 def check_prompts(config: Config) -> PromptReport:
-    """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
+    """All sources load, and there are enough train and held-out prompts."""
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
     material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
@@ -279,7 +271,7 @@ def _samples_for_training(config: Config) -> bool:
 
 
 def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) -> None:
-    """Enough prompts are left without the dropped ones."""
+    """Enough prompts remain after the dropped ones."""
     if _samples_for_training(config) and not sets.train:
         raise InputError(
             f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}. Raise "

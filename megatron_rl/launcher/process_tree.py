@@ -1,9 +1,10 @@
-"""The processes below the launcher: which there are, which lost their starter, and their end.
+"""Finds and kills the processes below the launcher, also those whose parent died.
 
-Used by `supervisor.py`, in the launcher's one thread. Works while the launcher is a child
-subreaper: a process whose parent died becomes a child of the launcher instead of escaping.
+Used by `supervisor.py`, in the launcher's one thread. The launcher must be a child subreaper: a
+process whose parent died becomes a child of the launcher instead of escaping.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -21,31 +22,21 @@ log = logging.getLogger(__name__)
 
 
 def set_subreaper(is_on: bool) -> None:
-    """Become, or stop being, the parent of descendants whose own parent died."""
+    """Become (or no longer be) the parent of descendants whose parent died."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
-
-
-def find_descendants(
-    not_ours: Collection[psutil.Process], role_pids: Collection[int]
-) -> list[psutil.Process]:
-    """Live processes below this one but `not_ours`; takes the exit status of orphans that ended.
-
-    The exit status of a role (`role_pids`) is left to whoever started it.
-    """
-    return _alive(psutil.Process().children(recursive=True), not_ours, role_pids)
 
 
 def find_orphans(
     not_ours: Collection[psutil.Process], role_pids: Collection[int]
 ) -> list[psutil.Process]:
-    """Live processes that a role started and that lost their parent, and all below them.
+    """Live processes of roles whose parent died, and all processes below them.
 
-    Every process of a run keeps its children for as long as it lives, so a child of the launcher
-    that is no role is what a dead process left behind.
+    Live processes of a run keep their children. So a child of the launcher that is no role is an
+    orphan.
     """
     found: list[psutil.Process] = []
-    for process in _alive(psutil.Process().children(), not_ours, role_pids):
+    for process in find_live(psutil.Process().children(), not_ours, role_pids):
         if process.pid in role_pids:
             continue
         try:
@@ -55,11 +46,12 @@ def find_orphans(
     return found
 
 
-def _alive(
+def find_live(
     processes: list[psutil.Process],
     not_ours: Collection[psutil.Process],
     role_pids: Collection[int],
 ) -> list[psutil.Process]:
+    """Live ones of `processes`, without `not_ours`; reaps orphans that ended, but no role."""
     found = []
     for process in processes:
         if process in not_ours:
@@ -77,7 +69,7 @@ def wait_for_none(
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Whether `find` finds nothing any more within timeout_s; False at once when `unless` holds."""
+    """Wait until `find` finds nothing; False after timeout_s, or when `unless` holds."""
     deadline = time.monotonic() + timeout_s
     while find():
         if time.monotonic() > deadline or unless():
@@ -87,24 +79,18 @@ def wait_for_none(
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], why: str) -> list[psutil.Process]:
-    """SIGKILL to all that `find` finds, until it finds none; those alive after KILL_GRACE_S."""
+    """SIGKILL all processes of `find`, repeatedly; returns those alive after KILL_GRACE_S."""
     deadline = time.monotonic() + KILL_GRACE_S
-    # Again after each round: a process may have forked between the look and the kill.
+    # Repeated, because a process may fork between `find` and the kill.
     while (alive := find()) and time.monotonic() < deadline:
         for process in alive:
-            log.info("killing %s, pid %d: %s", _name(process), process.pid, why)
-            _kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                log.info("killing %s, pid %d: %s", process.name(), process.pid, why)
+                process.kill()
         wait_for_none(find, _KILL_ROUND_S)
     if alive:
-        log.error("could not end pids %s", [process.pid for process in alive])
+        log.error("could not kill pids %s", [process.pid for process in alive])
     return alive
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "a process"
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -114,33 +100,23 @@ def _is_zombie(process: psutil.Process) -> bool:
         return True
 
 
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
-
-
 def reap_orphans(role_pids: Collection[int]) -> None:
-    """Take the exit status of all children that have ended, but for roles.
+    """Reap all children that have ended, except roles.
 
-    A sandbox leaves one for each program that it ends. Until somebody takes their status they count
-    as processes of the sandbox's group, which may have a few hundred.
+    A sandbox leaves a zombie for each program that it ends. Zombies count as processes of the
+    sandbox's group, which is limited to a few hundred.
     """
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        # The first one that is a role hides others until its own end is noted.
+        # An ended role hides other children until the supervisor polls it.
         if found is None or found.si_pid in role_pids:
             return
         _reap(found.si_pid)
 
 
 def _reap(pid: int) -> None:
-    """Take the exit status of an orphan that the subreaper inherited."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass

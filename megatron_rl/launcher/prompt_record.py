@@ -1,9 +1,9 @@
-"""RUN/prompts.json: which files a run's prompts were read from, and their digests.
+"""RUN/prompts.json: the prompt files of a run and their digests.
 
-Used by the launcher. A resumed run needs the same prompts: it keeps the numbers of the prompts that
-it has drawn, so it refuses a file that has changed.
+Used by the launcher. A resumed run continues by prompt numbers, so it refuses a changed file.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,17 +11,15 @@ import msgspec
 import xxhash
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
+from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
-_CONFIG = "config.toml"
-_CHUNK_BYTES = 1 << 22
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -34,7 +32,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class SourceRecord(msgspec.Struct, frozen=True):
-    """A data set of the Hub."""
+    """A dataset of the Hub."""
 
     name: str
     revision: str
@@ -49,17 +47,16 @@ class PromptRecord(msgspec.Struct, frozen=True):
 
 
 def pin_revisions(config: Config) -> Config:
-    """The configuration with a commit for each model and data set of the Hub, all in the cache.
+    """The configuration with a cached commit of each Hub model and dataset.
 
-    A resumed run keeps its commits. `train.epochs` is turned into steps of these prompts.
-    Raises InputError.
+    A resumed run keeps its commits. `train.epochs` becomes `train.steps`. Raises InputError.
     """
-    earlier = _earlier(config)
+    earlier = earlier_config(config.run.dir)
     return _count_epochs(_pin_prompts(pin_models(config, earlier), earlier))
 
 
 def _count_epochs(config: Config) -> Config:
-    """Steps in which as many groups are trained on as there are train prompts, epochs times."""
+    """Turn `train.epochs` into the steps that sample each train prompt that many times."""
     if not config.train.epochs:
         return config
     sizes = {stage.train.prompts_per_batch for stage in resolve_stages(config)}
@@ -96,19 +93,8 @@ def _pin_prompts(config: Config, saved: Config | None) -> Config:
     return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
 
 
-def _earlier(config: Config) -> Config | None:
-    """The configuration of the run in the folder, if it holds one."""
-    path = config.run.dir / _CONFIG
-    if not path.exists():
-        return None
-    try:
-        return load_config(path)
-    except ConfigError:
-        return None
-
-
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
-    """The record of the files as they are now."""
+    """The record of the files in their present state."""
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     return PromptRecord(
         [_record_of(path) for path in files],
@@ -117,7 +103,7 @@ def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
 
 
 def record_prompts(config: Config, files: Sequence[Path], *, is_resumed: bool) -> None:
-    """Write the file; InputError where a resumed run would read other prompts than before."""
+    """Write the record. Raises InputError if a resumed run would read other prompts."""
     path = config.run.dir / RECORD
     record = make_record(config, files)
     if is_resumed and path.exists():
@@ -134,7 +120,7 @@ def _check_same(path: Path, record: PromptRecord) -> None:
     now = {file.path: file for file in record.files}
     for file in earlier.files:
         found = now.get(file.path)
-        # Files of evaluation sets come and go; those that stay must be as they were.
+        # Files of evaluation sets may be added or removed; common files must not change.
         if found is not None and found != file:
             raise InputError(
                 f"{file.path} has changed since the run began (digest {file.xxh3_128[:12]}, now "
@@ -144,13 +130,10 @@ def _check_same(path: Path, record: PromptRecord) -> None:
 
 
 def _record_of(path: Path) -> FileRecord:
-    digest = xxhash.xxh3_128()
-    size = 0
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
+            digest = hashlib.file_digest(file, xxhash.xxh3_128)
+            size = file.tell()
     except OSError as error:
         raise InputError(f"cannot read the prompts {path}: {error}") from error
     return FileRecord(str(path.absolute()), size, digest.hexdigest())

@@ -1,8 +1,8 @@
-"""Which deaths of a role are answered by a restart, and when. Pure; used by `supervisor.py`."""
+"""Decides whether and when a role that died is restarted. Pure; used by `supervisor.py`."""
 
 import collections
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -14,114 +14,87 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclass(frozen=True)
 class RestartRule:
-    """When a role that died is started again."""
+    """Limits for the restarts of a role."""
 
     replica: str
-    """Restarts are counted under this name, over all phases of the run; the queue knows it too."""
+    """Name under which restarts are counted, over all phases; also the name in the queue."""
     limit: int
     """Restarts of the replica within window_s."""
     window_s: float
     until: str
-    """Name of the role whose end makes a restart pointless; it may not have been started yet."""
+    """Name of a role, started or not, after whose end a restart is pointless."""
     ready_path: Path
-    """The role leaves this file when it is ready."""
+    """File that the role writes when it is ready."""
     kind: str = "generator"
-    """Replicas of one kind do the same work: one can take over what another one leaves."""
-    section: str = "generator"
-    """Section of the configuration with the limits."""
+    """Replicas of one kind do the same work and can replace each other."""
     replicas: int = 1
     """Replicas of this kind in the run, on all nodes."""
     min_replicas: int = 1
-    """The run continues without this replica while at least this number is not given up."""
+    """The run may continue without this replica while this number of others is left."""
+
+    @property
+    def section(self) -> str:
+        """Section of [expert] with the limits."""
+        return "generator" if self.kind == "follower" else self.kind
 
 
-def generator_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
-    """The rule of a generator, as [generator] sets it."""
-    generator = config.generator
-    return RestartRule(
-        replica=replica,
-        limit=generator.max_restarts,
-        window_s=generator.restart_window_s,
-        until=until,
-        ready_path=_ready_path(config, role),
-        replicas=generator.replicas,
-        min_replicas=generator.min_replicas,
-    )
-
-
-def follower_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
-    """The rule of another node's part of an engine; its leader's rule decides for the engine."""
-    rule = generator_rule(config, replica, role=role, until=until)
-    return replace(rule, kind="follower", replicas=1, min_replicas=0)
-
-
-def verifier_rule(
-    config: Config, replica: str, *, role: str, until: str, replicas: int = 1
+def restart_rule(
+    config: Config, kind: str, replica: str, *, until: str, role: str = "", replicas: int = 1
 ) -> RestartRule:
-    """The rule of a verifier, as [verifier] sets it; replicas: one on each host."""
+    """The rule of a replica, as the configuration sets it.
+
+    kind: generator, verifier, scorer, or follower: another node's part of an engine, for which the
+    rule of the engine's generator decides. role: name of the role, by default the replica's.
+    replicas: of this kind in the run, except generators, which the configuration counts.
+    """
+    minimum = {"generator": config.generator.min_replicas, "follower": 0}.get(kind, 1)
+    limits = {"verifier": config.verifier, "scorer": config.scorer}.get(kind, config.generator)
     return RestartRule(
         replica=replica,
-        limit=config.verifier.max_restarts,
-        window_s=config.verifier.restart_window_s,
+        limit=limits.max_restarts,
+        window_s=limits.restart_window_s,
         until=until,
-        ready_path=_ready_path(config, role),
-        kind="verifier",
-        section="verifier",
-        replicas=replicas,
+        ready_path=config.run.dir / "logs" / f"{role or replica}.ready",
+        kind=kind,
+        replicas=config.generator.replicas if kind == "generator" else replicas,
+        min_replicas=minimum,
     )
-
-
-def scorer_rule(config: Config, role: str, *, until: str) -> RestartRule:
-    """The rule of the scorer, as [scorer] sets it."""
-    return RestartRule(
-        replica=role,
-        limit=config.scorer.max_restarts,
-        window_s=config.scorer.restart_window_s,
-        until=until,
-        ready_path=_ready_path(config, role),
-        kind="scorer",
-        section="scorer",
-    )
-
-
-def _ready_path(config: Config, role: str) -> Path:
-    return config.run.dir / "logs" / f"{role}.ready"
 
 
 class Answer(Enum):
-    """What follows the death of a role."""
+    """Consequence of a death."""
 
     RESTART = "restart"
     GIVE_UP = "continue without it until its window allows another restart"
-    GO_ON = "continue without it"
+    CONTINUE = "continue without it"
     END_RUN = "end the run"
 
 
 @dataclass(frozen=True)
 class Death:
-    """Facts that decide the answer."""
+    """Facts about a death."""
 
     exit_code: int
-    """Minus the signal's number when a signal ended the role."""
+    """-N when signal N ended the role."""
     can_start: bool
-    """A replica of its kind has been ready in this run, or another one may still become ready."""
+    """A replica of its kind was ready in this run, or another one may still become ready."""
     restarts: int
     """Restarts of the replica within the rule's window."""
     is_run_ending: bool
-    """The role that tells this one to end has ended in good order."""
+    """The role that ends this one has ended with exit code 0."""
     is_too_late: bool
-    """`RestartRule.until` has ended."""
+    """`RestartRule.until` has ended with exit code 0."""
     others: int
-    """Other replicas of its kind, on all nodes, that are not given up."""
+    """Other replicas of its kind on all nodes, without given-up ones."""
 
 
 def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
-    """The answer to a death under a rule, and the reason when it is no restart."""
+    """The answer to a death, and its reason unless it is a restart."""
     if death.is_run_ending:
-        return Answer.GO_ON, "the run is ending"
+        return Answer.CONTINUE, "the run is ending"
     if death.is_too_late:
         reason = "it is too late for a restart: nobody would sync weights to it"
-        return (Answer.GO_ON if death.others else Answer.END_RUN), reason
+        return (Answer.CONTINUE if death.others else Answer.END_RUN), reason
     if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts < rule.limit:
@@ -141,22 +114,22 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
 
 
 def pause_before(restarts: int, first_pause_s: float) -> float:
-    """Seconds to wait before the next restart of a replica that had that many in its window."""
+    """Seconds before the next restart, after this number of restarts within the window."""
     return min(_LONGEST_PAUSE_S, first_pause_s * _FACTOR**restarts)
 
 
 class Replicas:
-    """Restarts and failures of the replicas of a launcher. Times: monotonic seconds."""
+    """Restarts and given-up replicas of a launcher. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._restarted_at: dict[str, list[float]] = collections.defaultdict(list)
-        """Times of each replica's restarts, over all phases."""
+        """Restart times by replica, over all phases."""
         self._given_up: dict[str, set[str]] = collections.defaultdict(set)
-        """Replicas of each kind that wait for their window."""
+        """Given-up replicas by kind, which wait for their window."""
         self._proven: set[str] = set()
-        """Kinds of which a replica has been ready."""
+        """Kinds with a replica that was ready."""
         self.given_up_elsewhere: Mapping[str, int] = {}
-        """Replicas of each kind that launchers of other nodes have given up."""
+        """Number of given-up replicas on other nodes, by kind."""
 
     def restarts(self, rule: RestartRule, now: float) -> int:
         """Restarts of the replica within the rule's window."""
@@ -165,39 +138,39 @@ class Replicas:
         return len(times)
 
     def note_restart(self, rule: RestartRule, now: float) -> int:
-        """Count a restart; how many there are now within the window."""
+        """Count a restart; returns the number within the window."""
         self.take_back(rule)
         self._restarted_at[rule.replica].append(now)
         return self.restarts(rule, now)
 
     def give_up(self, rule: RestartRule) -> float | None:
-        """Continue without the replica; when its used-up window allows a restart, None: never."""
+        """Give up a replica; returns when its window allows another restart, None for never."""
         self._given_up[rule.kind].add(rule.replica)
         times = self._restarted_at[rule.replica]
         return times[0] + rule.window_s if times and rule.limit else None
 
     def take_back(self, rule: RestartRule) -> None:
-        """The replica is started: in another phase, or again."""
+        """Note that a replica starts, in another phase or again."""
         self._given_up[rule.kind].discard(rule.replica)
 
     @property
     def given_up(self) -> dict[str, int]:
-        """Replicas of each kind that this launcher has given up."""
+        """Number of given-up replicas of this launcher, by kind."""
         return {kind: len(names) for kind, names in self._given_up.items() if names}
 
     def others(self, rule: RestartRule) -> int:
-        """Replicas of the kind but this one, on all nodes, that are not given up."""
+        """Other replicas of the kind on all nodes, without given-up ones."""
         own = len(self._given_up[rule.kind] - {rule.replica})
         return rule.replicas - 1 - own - self.given_up_elsewhere.get(rule.kind, 0)
 
     def note_ready(self, kind: str) -> None:
-        """A replica of the kind has been ready: the configuration is not what keeps others back."""
+        """Note that a replica of the kind was ready, so the configuration is not at fault."""
         self._proven.add(kind)
 
     def can_start(self, rule: RestartRule, starting_here: int, of_this_node: int) -> bool:
-        """Whether a replica of the kind has been ready, or another one may still become so.
+        """Whether a replica of the kind was ready or may still become ready.
 
-        starting_here: others of this host in their first start; of_this_node: all of this host.
+        starting_here: other replicas of this node in their first start. of_this_node: all of them.
         """
         elsewhere = rule.replicas - of_this_node - self.given_up_elsewhere.get(rule.kind, 0)
         return rule.kind in self._proven or starting_here > 0 or elsewhere > 0

@@ -1,7 +1,7 @@
-"""Calls a user's comparisons and extra rewards once, before a run starts anything.
+"""Calls a user's comparisons and extra rewards once, before a run starts processes.
 
-A prompt of each task that has any gets a made-up completion, graded as in a run: by the same rules,
-in the same limited processes. A part of ours is not called: its tests have done that.
+A prompt of each task with such functions gets a made-up completion, graded as in a run: by the same
+rules, in the same limited processes. Our own functions have tests and are not called.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ _PROGRAM = "def made_up():\n    return None\n"
 def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
     """Call the user's functions for one prompt of each task; lines about them.
 
-    Raises InputError where one raises, returns another type, or exceeds the limits of its worker
-    pool.
+    Raises InputError if one raises, returns a wrong type, or exceeds the limits of its worker pool.
     """
     reward = config.reward
     chosen: dict[str, Prompt] = {}
@@ -43,7 +42,7 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
 def refuse_faults(
     prompts: Sequence[Prompt], scores: Sequence[Score | ScoreFailed], config: Config
 ) -> None:
-    """Raise InputError where a function of the user's did not grade a prompt's completion."""
+    """Raise InputError if a user's function did not grade a prompt's completion."""
     for prompt, score in zip(prompts, scores, strict=True):
         reason = score.reason
         if isinstance(score, ScoreFailed) or reason in MODEL_FAULTS:
@@ -61,14 +60,14 @@ def refuse_faults(
 
 
 def functions_of(task: str, reward: RewardConfig) -> list[str]:
-    """The user's functions that judge completions of a task, as package.module:function."""
+    """The user's functions that grade a task, as package.module:function."""
     compare = reward.all_tasks[task].compare
     extras = [extra.function for extra in reward.extras_of(task)]
     return list(dict.fromkeys([compare, *extras] if ":" in compare else extras))
 
 
 def _sample(prompt: Prompt, config: Config) -> Sample:
-    """A completion that the format check of the task accepts, whatever the prompt asks for."""
+    """A completion that passes the format check of the task."""
     reward = config.reward
     form = form_of_check(reward.format_checks[prompt.task])
     compare = reward.all_tasks[prompt.task].compare
@@ -77,6 +76,11 @@ def _sample(prompt: Prompt, config: Config) -> Sample:
         canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)
     thoughts = "<think>\nmade up\n</think>\n" if form.has_thoughts else ""
     text = f"{thoughts}```python\n{_PROGRAM}```" if canned is None else canned.right
+    return sample_of(prompt, text)
+
+
+def sample_of(prompt: Prompt, text: str, tail: str = "") -> Sample:
+    """A made-up completion of a prompt to grade; tail: end of the prompt, which it continues."""
     return Sample(
         text=text,
         answer=prompt.answer,
@@ -85,4 +89,5 @@ def _sample(prompt: Prompt, config: Config) -> Sample:
         problem=prompt.question,
         language=prompt.language,
         tokens=1,
+        prompt_tail=tail,
     )

@@ -1,15 +1,14 @@
-"""Runs a whole run on this node: checks, prepares its folder, leads its phases, sums it up.
+"""Runs a whole run on this node: checks, prepares its folder, leads its phases, summarizes it.
 
 Used by `megatron-rl run`, and in part by `nodes.py` and `megatron-rl eval`. One process, one
-thread. All processes read RUN_DIR/config.toml, but those that evaluate a model without training,
-which read RUN_DIR/config.LABEL.toml. What runs when: `phases.py`.
+thread. All processes read RUN_DIR/config.toml; those of an evaluation without training read
+RUN_DIR/config.LABEL.toml.
 """
 
 import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -55,7 +54,7 @@ def run(config: Config, console: Console) -> None:
     for note in preflight.notes_of_host(config):
         console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:
-        # Once more: another launcher may have had the lock until now.
+        # Checked again: another launcher may have held the lock until now.
         beginning = check_run_folder(config)
         config = begin(config, beginning, prompts, console)
         with first_node(config, console, lock) as node:
@@ -66,10 +65,7 @@ def run(config: Config, console: Console) -> None:
 def begin(
     config: Config, beginning: Beginning, prompts: preflight.PromptReport, console: Console
 ) -> Config:
-    """Prepare the run folder, and say where the run begins; returns what `prepare_run_folder` does.
-
-    The caller has the lock of the folder.
-    """
+    """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
     if beginning.is_again and resumed is None:
         say(console, begin_anew(config))
@@ -80,7 +76,7 @@ def begin(
 
 
 def begin_anew(config: Config) -> str:
-    """Set aside the files of an attempt that the run cannot resume; the text about it."""
+    """Move aside the files of an attempt without a checkpoint; returns the text about it."""
     run_dir, steps = config.run.dir, steps_left_behind(config)
     kept = f", {left_behind_text(config, steps)}" if steps else ""
     return (
@@ -97,20 +93,21 @@ def _resumption_text(config: Config, resumed: Path) -> str:
 
 
 def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:
-    """Write and print the summary of a run that has ended. wall_s: seconds of its phases."""
+    """Write and print the summary of a run that has ended; wall_s: seconds by phase."""
     run_dir = config.run.dir
 
     def facts() -> RunFacts:
         return run_facts(config, run_dir, wall_s, find_export(run_dir))
 
-    summary = write_summary(run_dir, facts())
-    # Read again: the summary is one of the files that the text names.
+    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts())
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    # Facts are read again, because the text names the summary too.
     text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
     say(console, "\n" + text)
 
 
 def _next_commands(run_dir: Path) -> str:
-    """How to look at the run, with the command as this shell finds it."""
+    """Commands to look at the run, with a path that works in this shell."""
     command = Path(sys.executable).with_name("megatron-rl")
     if not command.exists():
         command = Path("megatron-rl")
@@ -120,7 +117,7 @@ def _next_commands(run_dir: Path) -> str:
 
 
 def log_into(path: Path) -> None:
-    """Append what this launcher logs to a file."""
+    """Append this launcher's log to a file."""
     path.parent.mkdir(exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(
@@ -128,13 +125,6 @@ def log_into(path: Path) -> None:
     )
     logging.getLogger().addHandler(handler)
     logging.getLogger("megatron_rl").setLevel(logging.INFO)
-
-
-def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
-    """Sum up a run that has ended, in RUN/summary.json."""
-    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts)
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    return summary
 
 
 def prepare_run_folder(
@@ -145,16 +135,16 @@ def prepare_run_folder(
     *,
     replaces_config: bool = False,
 ) -> Config:
-    """Resolve ports and save the tree that all processes read; say what is known of the prompts.
+    """Resolve ports and save the config that all processes read; print notes about prompts.
 
-    replaces_config: an evaluation is resumed, perhaps on other ports.
+    replaces_config: overwrite the config, for a resumed evaluation, which may have other ports.
     """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
-    # Before the configuration is replaced: it may refuse to resume.
+    # Before the configuration is replaced, because this may refuse to resume.
     record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved))

@@ -1,4 +1,4 @@
-"""The folder of a run: new, or with a run to resume from a checkpoint; one launcher at a time.
+"""The folder of a run: new or to resume, and locked for one launcher at a time.
 
 Used by the launcher.
 """
@@ -36,10 +36,10 @@ CONFIG = "config.toml"
 SUMMARY = "summary.json"
 _LOCK = "lock"
 _LOCK_WAIT_S = 20.0
-"""Processes of a run whose launcher was killed hold the lock until they have noticed."""
+"""Processes of a killed launcher hold the lock until they notice its end."""
 STATUS_WATCH_S = 10.0
-"""Most seconds that a look at a run on another host takes."""
-# Of flock on Lustre without -o flock, and on NFS without its lock service.
+"""Longest watch of a launcher on another host, in seconds."""
+# Errors of flock on Lustre without -o flock and on NFS without a lock service.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 log = logging.getLogger(__name__)
@@ -50,15 +50,15 @@ class Beginning:
     """Where a run begins."""
 
     checkpoint: Path | None
-    """The complete checkpoint that it resumes from; None: it starts from the beginning."""
+    """The complete checkpoint to resume from; None: start from the beginning."""
     is_again: bool = False
-    """The folder holds an earlier part of the run, or an attempt that left no checkpoint."""
+    """The folder holds an earlier part or attempt of the run."""
 
 
 def check_run_folder(config: Config) -> Beginning:
     """Where the run begins: in a new folder, at a checkpoint, or again after a failed attempt.
 
-    Raises InputError: a run never writes into the folder of another.
+    Raises InputError for the folder of another run.
     """
     run_dir = config.run.dir
     if (run_dir / CONFIG).exists():
@@ -107,19 +107,27 @@ def _check_resumption(config: Config) -> Beginning:
 
 def _is_same_command(config: Config) -> bool:
     """Whether the run in the folder was started with this configuration."""
-    try:
-        earlier = load_config(config.run.dir / CONFIG)
-    except ConfigError:
+    earlier = earlier_config(config.run.dir)
+    if earlier is None:
         return False
-    # These two were resolved when it started.
+    # These two were resolved at its start.
     run = config.run.model_copy(update={"dir": earlier.run.dir})
     return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
 
 
-def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
-    """Move the files of an attempt without a checkpoint to RUN/attempt_N, which is returned.
+def earlier_config(run_dir: Path) -> Config | None:
+    """The configuration of the run in the folder; None without a readable one."""
+    path = run_dir / CONFIG
+    try:
+        return load_config(path) if path.exists() else None
+    except ConfigError:
+        return None
 
-    sft_steps: steps of its cold start that are not repeated; their files and rows stay.
+
+def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
+    """Move the files of an attempt without a checkpoint to RUN/attempt_N; returns that folder.
+
+    sft_steps: cold-start steps that are not repeated; their files and rows stay.
     """
     number = next(n for n in itertools.count(1) if not (run_dir / f"attempt_{n}").exists())
     folder = run_dir / f"attempt_{number}"
@@ -130,7 +138,7 @@ def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
         write_whole(metrics, rows_of_cold_start(iter_jsonl(metrics), sft_steps))
     elif metrics.exists():
         metrics.rename(folder / metrics.name)
-    # The configuration goes last: killed before, the next launcher does it over.
+    # The configuration goes last: if this launcher is killed, the next one does this again.
     for name in ("rollouts", "hf", "skipped", CONFIG):
         if sft_steps and (run_dir / name).is_dir():
             _move_but_cold_start(run_dir / name, folder / name)
@@ -154,9 +162,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def last_words(config: Config, nodes: int = 0) -> str:
-    """What becomes of a run that ended early: the command that resumes it; "" where none does.
+    """How to resume a run that ended early; "" for one that is complete or never started.
 
-    nodes: as `megatron-rl node` was given; 0: another command started the run.
+    nodes: --nodes of `megatron-rl node`; 0: another command started the run.
     """
     run_dir = config.run.dir
     if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
@@ -179,27 +187,26 @@ def last_words(config: Config, nodes: int = 0) -> str:
 
 
 class FolderLock(NamedTuple):
-    """The lock that keeps other launchers out of a folder."""
+    """The lock of a run folder."""
 
     descriptor: int
-    """Children may inherit it: the lock holds as long as one process has it open."""
+    """Children inherit it: the lock holds while one process has it open."""
     heartbeat: Heartbeat
 
 
 SIGNALLED = "stopped by signal"
-"""The last phase of a launcher that Ctrl-C or another signal ended begins so."""
+"""First words of the last phase of a launcher that a signal (Ctrl-C) ended."""
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLock]:
-    """Keep other launchers out of the folder, launchers on other nodes by a heartbeat.
+    """Keep other launchers out of the folder; a heartbeat keeps out those on other nodes.
 
-    nodes: as `megatron-rl node` was given; 0: another command started the launcher.
-
-    Raises InputError when another launcher, or what it left behind, does not let go of it.
+    nodes: --nodes of `megatron-rl node`; 0: another command started the launcher. Raises InputError
+    while another launcher or its processes hold the folder.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # A lock need not be seen from another host.
+    # Another host may not see the lock, so the heartbeat is checked too.
     if (other := find_living(run_dir)) is not None:
         raise InputError(f"{_second_text(run_dir)} (it is {other.describe()})")
     descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -224,12 +231,12 @@ def _second_text(run_dir: Path) -> str:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether a launcher on any host, or what it left behind, has the folder. Raises InputError."""
+    """Whether a launcher on any host, or its processes, hold the folder. Raises InputError."""
     return _is_locked(run_dir) or find_living(run_dir, watch_s=STATUS_WATCH_S) is not None
 
 
 def _is_locked(run_dir: Path) -> bool:
-    """Whether a process has the lock. It need not be writable: also for another user's run."""
+    """Whether a process holds the lock; works without write access, for another user's run."""
     path = run_dir / _LOCK
     try:
         if not path.exists():
@@ -252,15 +259,15 @@ def _try_lock(descriptor: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         log.warning(
-            "the file system of the run folder has no locks (%s): %s alone keeps a second run "
-            "out. Mount Lustre with -o flock, NFS with a lock service",
+            "the run folder's file system has no locks (%s), so only %s prevents a second run. "
+            "Mount Lustre with -o flock, NFS with a lock service",
             error.strerror, ALIVE,
         )  # fmt: skip
     return True
 
 
 def write_config(config: Config, resumed: Path | None) -> None:
-    """Save the tree that all processes read; that of the part before a resumption is kept."""
+    """Save the config that all processes read; keeps the config of a resumed run's earlier part."""
     path = config.run.dir / CONFIG
     if resumed is not None and path.exists():
         step = step_of(resumed)
@@ -278,7 +285,7 @@ def write_config(config: Config, resumed: Path | None) -> None:
 def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
     """Save RUN/config.LABEL.toml for processes that evaluate a model folder without training.
 
-    It has another label, so that these processes and those of training refuse each other.
+    Its port label differs, so that processes of evaluation and of training refuse each other.
     """
     changed = {
         "model": config.model.model_copy(update={"path": model}),

@@ -1,10 +1,9 @@
 """Starts the processes of a run, restarts those that may die, and ends them all together.
 
-Used by `run.py`, in one thread. Every child leads its own process group, so that Ctrl-C at the
-terminal reaches only the launcher, and gets SIGTERM from Linux when the launcher dies by any
-cause. The launcher is a child subreaper while a Supervisor is open: a grandchild whose parent
-died becomes a child of the launcher instead of escaping, so `stop` finds every descendant, and a
-role is started again only when nothing is left of its predecessor.
+Used by `node.py`, in one thread. Every child leads a process group, so that Ctrl-C at the terminal
+reaches only the launcher. Linux sends a child SIGTERM when the launcher dies. While a Supervisor is
+open, the launcher is a child subreaper: a grandchild whose parent died becomes its child. So `stop`
+finds every descendant, and a role restarts only when nothing is left of its earlier incarnation.
 """
 
 import logging
@@ -15,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
 import psutil
@@ -23,7 +22,7 @@ import psutil
 import megatron_rl
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.launcher.process_tree import (
-    find_descendants,
+    find_live,
     find_orphans,
     kill_all,
     reap_orphans,
@@ -66,40 +65,40 @@ class Role:
     process: subprocess.Popen[bytes]
     log_path: Path
     log_start: int
-    """Bytes that earlier starts left in the log."""
+    """Bytes of the log from earlier incarnations."""
     started: float
     """time.monotonic() of the start."""
     outlives: str | None = None
-    """Name of the role that tells this one to end; it must not end long before that one does."""
+    """Name of the role that ends this one, which must not end long before that role."""
     restarts: RestartRule | None = None
-    """None when its death ends the run."""
+    """None: its death ends the run."""
     is_expendable: bool = False
-    """The run continues without it, whatever ends it."""
-    environment: dict[str, str] = field(default_factory=dict)
+    """The run continues without it."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
     """time.monotonic() when its end was noticed."""
     restart_at: float | None = None
-    """time.monotonic() when it is to be started again."""
+    """time.monotonic() of its planned restart."""
     is_death_answered: bool = False
-    """Its death was noticed, and the run continues."""
+    """The supervisor has handled its death, and the run continues."""
     is_restarted: bool = False
-    """It is not the first process of its phase."""
+    """It is not the first incarnation in its phase."""
     silent_since: float | None = None
-    """time.monotonic() since when the queue has missed it although it runs."""
+    """time.monotonic() since when the queue misses the running role."""
     is_given_up: bool = False
-    """It used up its restarts: the run continues without it until its window allows another one."""
+    """Its restarts are used up: the run continues without it until the window allows another."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs and has said that it is ready, where a restart waits for that."""
+        """Whether it runs and has written its ready file."""
         return (
             self.ended is None and self.restarts is not None and self.restarts.ready_path.exists()
         )
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal's number when a signal ended it."""
+        """None while it runs; -N when signal N ended it."""
         return self.process.returncode
 
 
@@ -107,29 +106,28 @@ class Role:
 class Supervisor:
     """Owner of all children; a context manager that leaves none behind.
 
-    Input that is refused once a role has started leaves it as RunFailed.
+    Once a role has started, refused input leaves the context as RunFailed.
     """
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
     """Variables of all children."""
     early_end_grace_s: float = 30.0
-    """A role may end this long before the one that it must outlive."""
+    """A role may end this long before the role that it must outlive."""
     silence_s: float = 60.0
-    """A role that the queue has missed for so long is killed; before it, the queue waits for
-    expert.queue.heartbeat_timeout_s."""
+    """A role is killed this long after the queue misses it (expert.queue.heartbeat_timeout_s)."""
     first_pause_s: float = 1.0
-    """Before the first restart of a role; doubles for each further one."""
+    """Pause before the first restart of a role; doubles for each further one."""
     inherited: tuple[int, ...] = ()
-    """File descriptors that all children hold too."""
+    """File descriptors for all children."""
     roles: dict[str, Role] = field(default_factory=dict)
     replicas: Replicas = field(default_factory=Replicas)
     """Over all phases."""
     _has_started: bool = False
-    """Whether a role ever was: from then on nothing is refused, it fails."""
+    """Whether a role has started; afterwards refused input is a failure."""
     _not_ours: set[psutil.Process] = field(default_factory=set)
     _opened_s: float = 0.0
-    """time.time() when it was opened; errors that were noted before are of another run."""
+    """time.time() of its opening; failure notes from before belong to another run."""
 
     def __enter__(self) -> Self:
         set_subreaper(True)
@@ -138,12 +136,7 @@ class Supervisor:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.stop()
         finally:
@@ -156,22 +149,13 @@ class Supervisor:
         outlives: str | None = None, restarts: RestartRule | None = None,
         environment: Mapping[str, str] = MappingProxyType({}), is_expendable: bool = False,
     ) -> Role:  # fmt: skip
-        """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
-        if restarts is not None:
-            restarts.ready_path.unlink(missing_ok=True)
-            self.replicas.take_back(restarts)
-        role = self._start(name, command, outlives, restarts, dict(environment))
-        role.is_expendable = is_expendable
-        return role
-
-    def _start(
-        self, name: str, command: list[str], outlives: str | None,
-        restarts: RestartRule | None, environment: dict[str, str],
-    ) -> Role:  # fmt: skip
+        """Start a child; appends its stdout and stderr to `log_dir/<name>.out`."""
         log_path = self.log_dir / f"{name}.out"
         told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / _FAILURES / name)}
         if restarts is not None:
             told[READY_FILE_VARIABLE] = str(restarts.ready_path)
+            restarts.ready_path.unlink(missing_ok=True)
+            self.replicas.take_back(restarts)
         clear_failures(self.log_dir / _FAILURES, name)
         with log_path.open("ab") as out:
             log_start = out.tell()
@@ -180,23 +164,24 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | child_environment() | self.extra_environment | environment | told,
+                env={**os.environ, **child_environment(), **self.extra_environment, **environment}
+                | told,
                 process_group=0,
                 pass_fds=self.inherited,
             )
         self._has_started = True
-        started = time.monotonic()
         role = Role(
-            name, command, process, log_path, log_start, started, outlives, restarts, environment
-        )
+            name, command, process, log_path, log_start, time.monotonic(), outlives, restarts,
+            is_expendable, environment,
+        )  # fmt: skip
         self.roles[name] = role
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
 
     def check(self) -> list[RoleRestart]:
-        """Note which roles ended, and start again those whose pause is over; returns the latter.
+        """Note ended roles and restart those whose pause is over; returns the restarts.
 
-        Orphans that ended are forgotten. Raises RoleDied for a role that should not have ended.
+        Raises RoleDied for a role whose death ends the run.
         """
         now = time.monotonic()
         for role in self.roles.values():
@@ -220,7 +205,7 @@ class Supervisor:
         return name in self.roles and self.roles[name].exit_code == 0
 
     def _answer_death(self, role: Role, now: float) -> None:
-        """Plan a restart or continue without the role; RoleDied when its death ends the run."""
+        """Plan a restart or continue without the role. Raises RoleDied if the run must end."""
         rule = role.restarts
         if role.is_expendable:
             role.is_death_answered = True
@@ -242,7 +227,7 @@ class Supervisor:
             again_at = self.replicas.give_up(rule)
             role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
-        # The run continues: this error is not the cause of a later one.
+        # The run continues, so this failure must not explain a later one.
         clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
 
@@ -270,13 +255,13 @@ class Supervisor:
         return explain_death(ending, first, remark)
 
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
-        """Kill what dead roles left behind: it would hold their ports and memory."""
+        """Kill orphans of dead roles, which hold ports and memory."""
         return kill_all(
-            lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
+            lambda: find_orphans(self._not_ours, self._role_pids()), f"an orphan of {role.name}"
         )
 
     def _restart(self, role: Role) -> RoleRestart | None:
-        """Start a role again; None when a restart became pointless during the pause."""
+        """Restart a role; None if the restart became pointless during the pause."""
         rule = role.restarts
         assert rule is not None and role.exit_code is not None
         if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
@@ -284,24 +269,24 @@ class Supervisor:
             return None
         if left := self._end_orphans(role):
             pids = [process.pid for process in left]
-            raise self._explain(
-                role, f"not restarted, because pids {pids} of it could not be ended"
-            )
+            raise self._explain(role, f"not restarted, because its pids {pids} could not be killed")
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
-            rule.ready_path.unlink()
         count = self.replicas.note_restart(rule, time.monotonic())
         with role.log_path.open("a") as out:
             how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
-        new = self._start(role.name, role.command, role.outlives, rule, role.environment)
+        new = self.start(
+            role.name, role.command, outlives=role.outlives, restarts=rule,
+            environment=role.environment,
+        )  # fmt: skip
         new.is_restarted = True
         return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
 
     def end_silent(self, missing: Collection[str]) -> None:
-        """Kill roles that hang: they run and are ready, but the queue has long not heard them.
+        """Kill hanging roles: ready ones that the queue has missed for silence_s.
 
-        missing: names of replicas that the queue misses. `check` starts the killed ones again.
+        missing: replicas that the queue misses now. `check` restarts the killed roles.
         """
         now = time.monotonic()
         for role in self.roles.values():
@@ -310,18 +295,17 @@ class Supervisor:
             elif role.silent_since is None:
                 role.silent_since = now
             elif now - role.silent_since > self.silence_s and role.ended is None:
-                log.warning("%s hangs: the queue does not hear it. It is killed", role.name)
+                log.warning("%s hangs: the queue does not hear it; killing it", role.name)
                 role.process.kill()
 
     def is_running(self, name: str) -> bool:
-        """Whether the role was started and has not been seen to end."""
+        """Whether the role was started and has no noted end."""
         return name in self.roles and self.roles[name].ended is None
 
     def stop(self) -> None:
-        """End every descendant within 10 s: SIGTERM to the roles, SIGKILL to what is left.
+        """End every descendant within 10 s: SIGTERM to the roles, then SIGKILL to all.
 
-        Another signal to the launcher meanwhile ends them at once. The Supervisor can start others
-        afterwards.
+        A second signal to the launcher sends SIGKILL at once. Afterwards `start` works again.
         """
         arrived: list[int] = []
 
@@ -334,24 +318,25 @@ class Supervisor:
                 if role.process.poll() is None:
                     role.process.terminate()
             if not wait_for_none(self.descendants, TERM_GRACE_S, unless=lambda: bool(arrived)):
-                kill_all(self.descendants, "a second signal" if arrived else "deaf to SIGTERM")
+                kill_all(self.descendants, "a second signal" if arrived else "SIGTERM was ignored")
             self.roles.clear()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def descendants(self) -> list[psutil.Process]:
-        """Live processes below this one that did not exist before the Supervisor was opened."""
+        """Live processes below this one that started after the Supervisor was opened."""
         for role in self.roles.values():
             role.process.poll()
-        return find_descendants(self._not_ours, self._role_pids())
+        children = psutil.Process().children(recursive=True)
+        return find_live(children, self._not_ours, self._role_pids())
 
     def _role_pids(self) -> set[int]:
         return {role.process.pid for role in self.roles.values()}
 
 
 def child_environment() -> dict[str, str]:
-    """Variables of every child: where our packages are, its launcher, no hub."""
+    """Environment variables of every child."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
         "HF_HUB_OFFLINE": "1",

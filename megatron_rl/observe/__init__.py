@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics table, summary, run state, report, viewer, audit, exporters.
+"""Reads and shows a run: metrics table, summary, state, report, viewer, audit, exporters.
 
-Used by the launcher and by commands that read a run folder. Nothing here starts a process.
+Used by the launcher and by commands that read a run folder. Starts no process.
 """

@@ -1,4 +1,4 @@
-"""Sums of the queue's activity rows, and lines about them. Pure.
+"""Sums of the queue's activity rows, and text about them. Pure.
 
 Used by the live view and the summary; `rollout_queue/activity.py` writes the rows.
 """
@@ -14,19 +14,19 @@ Row = dict[str, Any]
 
 
 class ActivityTotals:
-    """Sums over rows."""
+    """Sums over activity rows."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._sums: Counter[str] = Counter()
         self.in_flight = 0
         """Completions in flight at the last row."""
         self.diagnosis = ""
-        """The likely fault that was named last; empty when there is none any more."""
+        """The latest likely fault; "" while there is none."""
         for row in rows:
             self.take(row)
 
     def take(self, row: Row) -> bool:
-        """Add a row; False when it is none about activity."""
+        """Add a row; False for a row of another kind."""
         counts = {
             name.removeprefix(PREFIX): v for name, v in row.items() if name.startswith(PREFIX)
         }
@@ -38,18 +38,18 @@ class ActivityTotals:
         return True
 
     def after_evaluation(self) -> "ActivityTotals":
-        """Totals of what follows an evaluation; these totals where training continued during it."""
+        """Empty totals after an evaluation; self if training continued during it."""
         is_alone = self.count("rollouts_for_evaluation") == self.count("rollouts_scored")
         return self.next_part() if is_alone else self
 
     def next_part(self) -> "ActivityTotals":
-        """Totals of what follows, with nothing counted; a fault that was named stays named."""
+        """Empty totals that keep the likely fault."""
         found = ActivityTotals()
         found.diagnosis = self.diagnosis
         return found
 
     def counts(self) -> dict[str, int]:
-        """All sums by name without the prefix; `of_counts` reads them again."""
+        """All sums by name without the prefix, for `of_counts`."""
         return {name: int(value) for name, value in self._sums.items() if name != "seconds"}
 
     @classmethod
@@ -62,7 +62,7 @@ class ActivityTotals:
         return int(self._sums[name])
 
     def by_reason(self, area: str) -> Counter[str]:
-        """By reason: of "reason", "format_failures", "groups_dropped" or "completions_dropped"."""
+        """Counts by reason; area: reason, format_failures, groups_dropped, completions_dropped."""
         start = f"{area}/"
         return Counter(
             {
@@ -74,13 +74,13 @@ class ActivityTotals:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Completion tokens a second; None when the time is not known."""
+        """Completion tokens per second; None without a known time."""
         seconds = self._sums["seconds"]
         return self._sums["tokens"] / seconds if seconds else None
 
 
 def rollouts_text(totals: ActivityTotals) -> str:
-    """How many rollouts were generated and scored, and how they were."""
+    """Numbers of generated and scored rollouts, and their verdicts."""
     verdicts, format_failures = totals.by_reason("reason"), totals.by_reason("format_failures")
     correct = verdicts.pop("correct", 0)
     evaluated = totals.count("rollouts_for_evaluation")
@@ -92,20 +92,20 @@ def rollouts_text(totals: ActivityTotals) -> str:
     ungraded = totals.by_reason("completions_dropped")
     if ungraded:
         parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")
-    whose = f" ({evaluated} for evaluations)" if evaluated else ""
+    purpose = f" ({evaluated} for evaluations)" if evaluated else ""
     generated, scored = totals.count("rollouts_generated"), totals.count("rollouts_scored")
-    return f"{generated} generated, {scored} scored{whose}: {', '.join(parts)}"
+    return f"{generated} generated, {scored} scored{purpose}: {', '.join(parts)}"
 
 
 def groups_text(totals: ActivityTotals) -> str:
-    """How many training groups are complete, and how many were dropped and why."""
+    """Numbers of complete and dropped training groups, with reasons."""
     dropped = totals.by_reason("groups_dropped")
     text = f"{totals.count('groups_complete')} groups complete"
     return f"{text}, dropped: {reasons_text(dropped)}" if dropped else text
 
 
 def activity_line(totals: ActivityTotals) -> str:
-    """One line about rollouts, groups, speed and what is in flight."""
+    """One line about rollouts, groups, speed and completions in flight."""
     parts = [f"rollouts: {rollouts_text(totals)}"]
     if totals.count("groups_complete") or totals.by_reason("groups_dropped"):
         parts.append(groups_text(totals))

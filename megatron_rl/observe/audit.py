@@ -1,6 +1,6 @@
-"""Whether the records of a run agree: metrics, rollouts, evaluations, models, summary.
+"""Checks a run's records for consistency: metrics, rollouts, evaluations, models, summary.
 
-Used by `megatron-rl audit`. Reads alone; of a run that is not over it checks what is there.
+Used by `megatron-rl audit`. Read-only; checks the present records of a run that has not ended.
 """
 
 import json
@@ -34,12 +34,12 @@ _ROUNDING = 1e-6
 _ZERO_VARIANCE = "zero_variance"
 
 SHOWN = 5
-"""Faults of a rule that are kept; all are counted."""
+"""Most examples per rule; all faults are counted."""
 
 
 @dataclass
 class Rule:
-    """One thing that has to hold."""
+    """One rule with its checks and faults."""
 
     looked_at: int = 0
     broken: int = 0
@@ -55,7 +55,7 @@ class Findings:
     """Records that could not be checked, and why."""
 
     def check(self, rule: str, holds: bool, place: str) -> bool:
-        """Count one look at a rule; place: where, and what was seen instead."""
+        """Count one check of a rule; place: location and found value."""
         found = self.rules.setdefault(rule, Rule())
         found.looked_at += 1
         if not holds:
@@ -66,14 +66,14 @@ class Findings:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every rule held wherever it was looked at."""
+        """Whether no rule was broken."""
         return not any(rule.broken for rule in self.rules.values())
 
 
 def audit_records(run_dir: Path, report: Report) -> Findings:
-    """Look at everything that the run left; report(done, all) counts files of rollouts.
+    """Check all records of a run; report(done, all) counts files of rollouts.
 
-    Raises InputError where there is no run.
+    Raises InputError without a run.
     """
     config, findings = load_run(run_dir), Findings()
     rows = []
@@ -95,7 +95,7 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
 
 
 def _check_steps(rows: list[Row], config: Config, run_dir: Path, findings: Findings) -> None:
-    """The trainer took its steps one after the other, and all of them if the run has ended."""
+    """The trainer took its steps in order, and all of them if the run has ended."""
     taken = [row["step"] for row in rows if "queue/rollouts_trained" in row]
     findings.check(
         "steps are taken once, in order, from 1", taken == list(range(1, len(taken) + 1)),
@@ -123,14 +123,14 @@ def _check_rollouts(
         _check_groups(file, records, config, group_files, findings)
         by_step[file.step or 0][file.is_dropped] = records
         if not file.is_dropped:
-            # Dropped ones of a step come first: both are there.
+            # The file of a step's dropped rollouts comes first, so both are read now.
             _check_step(file, by_step.pop(file.step or 0), steps, config, findings)
         report(number, len(files))
 
 
 def _read(file: RolloutFile, config: Config, findings: Findings) -> list[RolloutRecord]:
-    """The records of a file; their arrays are checked on the way, where there are any."""
-    rule = "token ids and logprobs belong to their lines"
+    """The records of a file; also checks their arrays, if they are recorded."""
+    rule = "token ids and logprobs match their lines"
     try:
         if config.queue.record_tokens:
             records: list[RolloutRecord] = list(read_file(file))
@@ -175,7 +175,7 @@ def _check_groups(
         place = f"{file.path}: group {group}"
         indexes = [record.index for record in members]
         is_one = len({record.prompt_id for record in members}) == 1
-        findings.check("a group is of one prompt", is_one, place)
+        findings.check("a group has one prompt", is_one, place)
         findings.check(
             "a group has each rollout once", len(set(indexes)) == len(indexes) <= size, place
         )
@@ -183,7 +183,7 @@ def _check_groups(
             other = group_files.setdefault(group, file.path)
             findings.check("no group is trained on twice", other == file.path, f"{place}, {other}")
             rewards = {record.reward for record in members}
-            findings.check("what is trained on was graded", None not in rewards, place)
+            findings.check("every trained rollout was graded", None not in rewards, place)
 
 
 def _check_step(
@@ -193,9 +193,9 @@ def _check_step(
     config: Config,
     findings: Findings,
 ) -> None:
-    """The trainer's row of a step agrees with the queue's record of its batch."""
+    """The trainer's metrics of a step agree with the queue's record of its batch."""
     trained, dropped = of_step[False], of_step.get(True, [])
-    # A file bears the version that its batch was made for, a row the one that it led to.
+    # A file is named by the version before its step, a row by the version after it.
     row = steps.get((file.step or 0) + 1)
     if row is None or not trained:
         return
@@ -208,7 +208,7 @@ def _check_step(
         "queue/staleness_versions_mean": sum(staleness) / len(staleness),
     }
     if config.replay.share:
-        # Replayed rollouts are in the batch, and not among the records.
+        # The records do not contain replayed rollouts of the batch.
         seen = {}
     if all(record.dropped == _ZERO_VARIANCE for record in dropped):
         sampled = [record for record in [*trained, *dropped] if record.reward is not None]
@@ -218,7 +218,7 @@ def _check_step(
     for name, value in seen.items():
         written = row.get(name, 0.0)
         findings.check(
-            "metrics of a step are those of its rollouts",
+            "metrics of a step match its rollouts",
             math.isclose(written, value, rel_tol=_ROUNDING, abs_tol=_ROUNDING),
             f"step {step + 1}: {name} is {written} in metrics.jsonl, {value} in {file.path.name}",
         )
@@ -231,7 +231,7 @@ def _check_step(
 
 
 def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> None:
-    """Accuracies are those of the recorded completions: of a prompt's samples, then of prompts."""
+    """Accuracies are means over prompts of the share of correct recorded samples."""
     rates: dict[str, dict[str, list[bool]]] = {}
     for file in rollout_files(run_dir):
         if file.step is None and not file.is_dropped:
@@ -240,7 +240,7 @@ def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> No
                 if record.reward is not None:
                     of_prompt[record.prompt_id].append(record.reason == "correct")
             rates[file.label] = of_prompt
-    # Of one that was made again only the last is recorded.
+    # Only the last evaluation of a label is recorded.
     for label, row in {row["label"]: row for row in rows if "eval/accuracy" in row}.items():
         found = rates.get(label)
         if not found:
@@ -248,7 +248,7 @@ def _check_evaluations(run_dir: Path, rows: list[Row], findings: Findings) -> No
             continue
         mean = sum(sum(right) / len(right) for right in found.values()) / len(found)
         findings.check(
-            "accuracies are those of recorded completions",
+            "accuracies match recorded completions",
             math.isclose(row["eval/accuracy"], mean, abs_tol=_ROUNDING)
             and row["eval/n"] == len(found),
             f"{label}: {row['eval/accuracy']} of {row['eval/n']} prompts in metrics.jsonl, "
@@ -274,13 +274,13 @@ def _check_summary(
     }
     for name, value in wanted.items():
         findings.check(
-            "the summary is that of the metrics", summary.get(name) == value,
+            "the summary matches the metrics", summary.get(name) == value,
             f"{name} is {summary.get(name)} in summary.json and {value} in metrics.jsonl",
         )  # fmt: skip
 
 
 def _check_models(run_dir: Path, findings: Findings) -> None:
-    """Exports are whole, and checkpoints have the files that they list."""
+    """Exports are complete, and checkpoints have their listed files."""
     for folder in sorted((run_dir / "hf").glob("*")):
         index = folder / "model.safetensors.index.json"
         names = {"config.json"}
@@ -298,6 +298,6 @@ def _check_models(run_dir: Path, findings: Findings) -> None:
     )
     if tally:
         findings.check(
-            "checkpoints have the files that they list", not tally[False],
+            "checkpoints have their listed files", not tally[False],
             f"{tally[False]} of {tally.total()} in {run_dir / CHECKPOINTS}",
         )  # fmt: skip

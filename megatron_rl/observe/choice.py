@@ -1,6 +1,6 @@
-"""Which model of a cold start reinforcement learning begins with: the most accurate one.
+"""Chooses the most accurate candidate of a cold start.
 
-Used by `cold_start.py` and `summary.py`. Pure functions of the rows of `metrics.jsonl`.
+Used by `cold_start.py` and `summary.py`. Pure functions of rows of `metrics.jsonl`.
 """
 
 import math
@@ -12,27 +12,27 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.exports import candidate_name, candidate_step
 
 CHOSEN = "launch/chosen_step"
-"""Metric of the launcher: the step of the cold start that was chosen."""
+"""Metric of the launcher: the chosen step of the cold start."""
 SET = "evaluation_set"
-"""Beside it: the set that it was chosen by; empty for the held-out prompts."""
+"""In the same row: the evaluation set of the choice; "" for held-out prompts."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of the cold start, and what its evaluation says."""
+    """An evaluated model of the cold start."""
 
     step: int
     accuracy: float
     se: float | None
-    """Its standard error."""
+    """Standard error of the accuracy."""
     n: int
     """Prompts."""
 
 
 def candidates_of(rows: Iterable[Row], set_name: str) -> dict[int, Candidate]:
-    """By step, those that were evaluated on the set, in the order of their steps."""
+    """Candidates evaluated on a set, by step, in order."""
     found = {}
     for row in rows:
         name, _, of_set = str(row.get("label", "")).partition(".")
@@ -44,12 +44,12 @@ def candidates_of(rows: Iterable[Row], set_name: str) -> dict[int, Candidate]:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The most accurate one first; of equal ones that of fewer steps."""
+    """Candidates by falling accuracy; of equal ones the earlier step first."""
     return sorted(candidates, key=lambda one: (-one.accuracy, one.step))
 
 
 def choose(rows: Iterable[Row], steps: Iterable[int], set_name: str) -> Candidate:
-    """The best of the candidates of these steps. Raises InputError where one was not measured."""
+    """The best candidate of these steps. Raises InputError if one was not evaluated."""
     found = candidates_of(rows, set_name)
     missing = [candidate_name(step) for step in steps if step not in found]
     if missing:
@@ -62,7 +62,7 @@ def choose(rows: Iterable[Row], steps: Iterable[int], set_name: str) -> Candidat
 
 
 def summarize_choice(rows: list[Row]) -> dict[str, Any] | None:
-    """The chosen model, the candidates, and its lead; None without a choice."""
+    """The chosen step, all candidates, and the lead of the chosen one; None without a choice."""
     made = [row for row in rows if CHOSEN in row]
     if not made:
         return None
@@ -89,7 +89,7 @@ def summarize_choice(rows: list[Row]) -> dict[str, Any] | None:
 
 
 def choice_lines(choice: dict[str, Any] | None) -> list[str]:
-    """The choice as the report tells it."""
+    """Lines of the summary about the choice."""
     if choice is None:
         return []
     by = f"on {choice['evaluation_set']}" if choice["evaluation_set"] else "on held-out prompts"
@@ -100,20 +100,27 @@ def choice_lines(choice: dict[str, Any] | None) -> list[str]:
     lines = [f"Cold start          {by}: {', '.join(found)}"]
     text = f"  chosen            step {choice['chosen_step']}"
     if choice["next_best_step"] is not None:
-        text += f", {choice['ahead_of_next_best']:+.3f} to step {choice['next_best_step']}"
+        ahead, next_step = choice["ahead_of_next_best"], f"step {choice['next_best_step']}"
         errors = choice["ahead_of_next_best_standard_errors"]
-        if errors is not None:
-            verdict = "" if abs(errors) >= 3 else ": too little to tell from chance"
-            text += f", {errors:+.1f} combined standard errors{verdict}"
+        text += f", {difference_text(ahead, errors, next_step)}"
     return [*lines, text]
 
 
 def difference_of(
     start: tuple[float | None, float | None], end: tuple[float | None, float | None]
 ) -> tuple[float | None, float | None]:
-    """Difference of two accuracies, and the same in combined standard errors."""
+    """Difference of two (accuracy, standard error), absolute and in combined standard errors."""
     if start[0] is None or end[0] is None:
         return None, None
     found = end[0] - start[0]
     error = math.hypot(start[1] or 0.0, end[1] or 0.0)
     return found, found / error if error else None
+
+
+def difference_text(difference: float, sigmas: float | None, other: str) -> str:
+    """A difference to another accuracy; below 3 combined standard errors it is undecided."""
+    text = f"{difference:+.3f} to {other}"
+    if sigmas is None:
+        return text
+    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
+    return f"{text}, {sigmas:+.1f} combined standard errors{verdict}"

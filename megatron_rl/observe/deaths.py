@@ -1,6 +1,6 @@
-"""How the death of a role is explained to the person at the terminal.
+"""Explains the death of a role at the terminal.
 
-Used by `supervisor.py`, in the launcher. A role may be several processes: torchrun and its ranks.
+Used by `supervisor.py`, in the launcher. A role may have several processes: torchrun and its ranks.
 """
 
 import logging
@@ -19,11 +19,11 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 TAIL_LINES = 15
 _LAST_BYTES = 1 << 20
 SAME_COMMAND = "The same command"
-"""In the last line of a run that ended early: what giving it again does."""
+"""Begins the last line of a run that ended early, which tells how to resume."""
 # torchrun prints the exit code of a failed rank, then its own traceback and a list of ranks.
 _TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
 _TORCHRUN_LISTED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ")
-# By which torchrun ends the ranks that are left.
+# torchrun ends the remaining ranks with it.
 _SIGTERM = 15
 
 
@@ -33,14 +33,14 @@ class Ending:
 
     name: str
     exit_code: int
-    """Exit code of the started process; minus the signal's number when a signal ended it."""
+    """Exit code of the started process; -N when signal N ended it."""
     log_path: Path
     log_start: int
-    """Bytes of the log that are of earlier starts."""
+    """Bytes of the log from earlier incarnations."""
 
 
 class RoleDied(RuntimeError):
-    """A role ended that should not have; the text shows how, and the error that came first."""
+    """The death of a role ends the run; the text shows the exit code and the first error."""
 
     def __init__(self, name: str, exit_code: int, text: str) -> None:
         super().__init__(text)
@@ -53,10 +53,10 @@ class RunFailed(RuntimeError):
 
 
 def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda: "") -> int:
-    """Exit code of work whose processes may die: 0, or 1 when one died or a deadline passed.
+    """Run `work`; exit code 0, or 1 after a death or a missed deadline.
 
-    last_words: what a person can do then; logged after the error, and after a signal. Refused input
-    is raised while nothing has started, so that exit code 2 means that nothing has.
+    last_words: how to resume, logged after an error or signal. Input errors pass through: they are
+    raised only before any process has started (exit code 2).
     """
     log = logging.getLogger(PROGRAM)
     try:
@@ -74,24 +74,25 @@ def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda
 def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> RoleDied:
     """The error to raise for a role that died.
 
-    first: the earliest error that a process of the run noted. One that a signal ended notes
-    nothing: where there is such a process, the others' errors are taken for consequences.
+    first: the earliest failure noted by a process of the run. A process ended by a signal notes
+    none, and then the failures of other processes count as consequences.
     """
-    output = _output(ending)
+    has_log = ending.log_path.exists()
+    output = last_output(ending.log_path, ending.log_start) if has_log else ""
     code = ending.exit_code
     if code == EXIT_FAILED and (verdicts := _TORCHRUN_VERDICT.findall(output)):
         code = int(verdicts[-1])
     killed = [(rank, int(number)) for rank, number in _TORCHRUN_LISTED.findall(output)]
     killed = [(rank, number) for rank, number in killed if number != _SIGTERM]
-    whose = ""
+    place = ""
     if killed:
         (rank, number), first = killed[0], None
-        code, whose = -number, f" of rank {rank}"
+        code, place = -number, f" of rank {rank}"
     elif code < 0:
         first = None
     elif first is not None:
         code = first.exit_code
-    how = "; ".join(filter(None, [how_it_ended(code) + whose, remark]))
+    how = "; ".join(filter(None, [how_it_ended(code) + place, remark]))
     if first is None:
         shown, source = tail(output), f"The end of {ending.log_path}"
     else:
@@ -102,12 +103,12 @@ def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> Ro
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Words for an exit code, which is minus the signal's number when a signal ended the role."""
+    """`exit code N`, or `signal N` for a negative code."""
     return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
 
 
 def tail(output: str) -> list[str]:
-    """The last lines of a role's output, without the traceback that torchrun adds to its rank's."""
+    """The last lines of a role's output, without the traceback of torchrun itself."""
     verdicts = list(_TORCHRUN_VERDICT.finditer(output))
     if verdicts:
         output = output[: output.rfind("\n", 0, verdicts[-1].start()) + 1]
@@ -116,17 +117,12 @@ def tail(output: str) -> list[str]:
 
 def _last_lines(text: str) -> list[str]:
     lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
-    # Logs may repeat what a model wrote.
+    # Logs may contain text of a model.
     return [printable(line) for line in lines]
 
 
-def _output(ending: Ending) -> str:
-    """Output of the role since its last start."""
-    return last_output(ending.log_path, ending.log_start) if ending.log_path.exists() else ""
-
-
 def last_output(log_path: Path, start: int) -> str:
-    """The end of what was written to a log after `start` bytes: logs grow for weeks."""
+    """At most _LAST_BYTES from the end of a log, after `start` bytes."""
     with log_path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         return file.read(_LAST_BYTES).decode(errors="replace")

@@ -1,6 +1,6 @@
-"""What the summary of a run needs besides its metrics: paths and values of the configuration.
+"""Facts for a run's summary besides its metrics: paths and configuration values.
 
-Used by the launcher, for a run that it ends and for the folder of an earlier one.
+Used by the launcher at the end of a run, and by `megatron-rl report`.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from megatron_rl.protocol.exports import COLD_START, FINAL
 from megatron_rl.protocol.metrics import iter_jsonl
 
 SAMPLED_STEPS = 10
-"""Most steps that are read at each end of a run: a large run wrote gigabytes."""
+"""Most steps to read at each end of a run, whose rollouts may have gigabytes."""
 
 
 def run_facts(
     config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
 ) -> RunFacts:
-    """The facts of a run whose phases took `wall_s`; run_dir: where its folder is now."""
+    """Facts of a run; wall_s: seconds by phase; run_dir: present path of its folder."""
     names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
     paths = [run_dir / name for name in names]
     return RunFacts(
@@ -36,23 +36,20 @@ def run_facts(
 
 
 def find_export(run_dir: Path) -> str | None:
-    """The model that a run exported last, if any."""
+    """The last exported model; None without one."""
     paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
     return next((str(path) for path in paths if path.exists()), None)
 
 
 def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
-    """Share of correct ones among all graded rollouts of the first and of the last fifth of steps.
-
-    Of both, those trained on and those dropped: zero-variance groups are all right or all wrong.
-    """
+    """Share of correct rollouts, trained or dropped, in the first and the last fifth of steps."""
     steps = sorted(rollouts.glob("step_*.jsonl"))
     count = min(SAMPLED_STEPS, max(1, len(steps) // 5))
     return _share_correct(steps[:count]), _share_correct(steps[-count:])
 
 
 def _share_correct(steps: Sequence[Path]) -> float | None:
-    """steps: files of trained rollouts; dropped rollouts are in a file next to each."""
+    """steps: files of trained rollouts, each with a file of dropped ones."""
     graded = correct = 0
     for step in steps:
         for path in (step, step.with_name(step.name.replace("step", "dropped"))):

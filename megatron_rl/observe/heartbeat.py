@@ -1,7 +1,7 @@
-"""RUN/alive.json: which launcher has a run folder, and that it lives. Seen from every node.
+"""RUN/alive.json: the heartbeat of the launcher that holds a run folder, seen from every node.
 
-Used by the launcher, and by `megatron-rl status`. Clocks of hosts differ: whether a launcher on
-another host lives is judged by whether the file changes while one looks, never by its age.
+Used by the launcher and by `megatron-rl status`. Clocks of hosts differ: a launcher on another host
+is alive if the file changes while a reader watches it; the file's age does not matter.
 
 | thread    | does                                                        | ends            |
 |-----------|-------------------------------------------------------------|-----------------|
@@ -26,20 +26,20 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 
 ALIVE = "alive.json"
 PREPARED = "prepared"
-"""Phase of a run on several nodes that was prepared, and whose first node has not begun."""
+"""Phase of a prepared run on several nodes whose first node has not started."""
 BEAT_S = 1.0
 LOST_S = 20.0
-"""A launcher whose heartbeat stands still for this long is taken for dead."""
+"""A launcher without a heartbeat for this long counts as dead."""
 _LOOK_S = 0.2
 _JOIN_S = 5.0
-# Always the same number of bytes, written in place: NFS shows a rename later than a changed file.
+# Fixed size, written in place: NFS shows a rename later than a changed file.
 _BYTES = 1024
 
 log = logging.getLogger(__name__)
 
 
 class FolderTaken(DeadlineExceeded):
-    """Another launcher has taken the run folder, because this one was silent for too long."""
+    """Another launcher has taken the run folder, because this one was silent too long."""
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -48,34 +48,34 @@ class Beat(msgspec.Struct, frozen=True):
     host: str
     pid: int
     machine: str
-    """Names a boot of a host and a PID namespace of it: where they are the same, so are pids."""
+    """Identifies a boot of a host and a PID namespace, in which pids are comparable."""
     born: int
-    """When the process started, in clock ticks since the boot."""
+    """Start of the process in clock ticks since boot."""
     started: float
-    """Unix seconds at which the launcher took the folder, by its own clock."""
+    """Unix seconds when the launcher took the folder."""
     phase: str = ""
-    """What the run does now."""
+    """Present phase of the run."""
     nodes: int = 0
-    """As `megatron-rl node` was given; 0: another command started the launcher."""
+    """--nodes of `megatron-rl node`; 0: another command started the launcher."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False
 
     def is_of(self, other: "Beat") -> bool:
-        """Whether both are of the same launcher."""
+        """Whether both beats come from the same launcher."""
         mine, theirs = (
             (beat.host, beat.pid, beat.machine, beat.born, beat.started) for beat in (self, other)
         )
         return mine == theirs
 
     def describe(self) -> str:
-        """Which process it is."""
+        """Process, host and start of the launcher."""
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
         return f"pid {self.pid} on {self.host}, since {at}"
 
 
 def read_beat(run_dir: Path) -> Beat | None:
-    """The latest beat of a folder; None where there is none that can be read."""
+    """The latest beat of a folder; None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / ALIVE).read_bytes(), type=Beat)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -87,10 +87,9 @@ def read_beat(run_dir: Path) -> Beat | None:
 def find_living(
     run_dir: Path, *, watch_s: float = LOST_S, wait: Callable[[float], None] = time.sleep
 ) -> Beat | None:
-    """The beat of the launcher that has the folder; None: none lives.
+    """The beat of the live launcher of a folder; None without one. Raises InputError.
 
-    watch_s: how long a launcher on another host is watched before it is taken for dead. Raises
-    InputError.
+    watch_s: how long to watch a launcher on another host before it counts as dead.
     """
     first = read_beat(run_dir)
     if first is None or first.has_ended:
@@ -121,7 +120,6 @@ class Heartbeat(Closing):
             nodes=nodes,
         )
         self.phase = phase
-        """What the run does now."""
         self._taken_by: Beat | None = None
         try:
             self._write()
@@ -144,19 +142,16 @@ class Heartbeat(Closing):
         has_failed = False
         while not self._closed.wait(BEAT_S):
             try:
-                self._renew_once()
+                there = read_beat(self._path.parent)
+                if there is not None and not there.is_of(self._beat):
+                    self._taken_by = there
+                if self._taken_by is None:
+                    self._advance()
                 has_failed = False
             except (OSError, InputError) as error:
                 if not has_failed:
-                    log.warning("cannot renew %s: %s", self._path, error)
+                    log.warning("cannot write the heartbeat %s: %s", self._path, error)
                 has_failed = True
-
-    def _renew_once(self) -> None:
-        there = read_beat(self._path.parent)
-        if there is not None and not there.is_of(self._beat):
-            self._taken_by = there
-        if self._taken_by is None:
-            self._advance()
 
     def _advance(self, *, has_ended: bool = False) -> None:
         self._beat = msgspec.structs.replace(
@@ -173,7 +168,7 @@ class Heartbeat(Closing):
             os.close(descriptor)
 
     def close(self) -> None:
-        """Say that this launcher has ended."""
+        """Write that this launcher has ended."""
         self._closed.set()
         self._thread.join(_JOIN_S)
         if self._taken_by is None and not self._thread.is_alive():
@@ -182,7 +177,7 @@ class Heartbeat(Closing):
 
 
 def _machine() -> str:
-    """A name of this boot and PID namespace; "" where the system tells none."""
+    """Identifies this boot and PID namespace; "" if the system tells none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -191,11 +186,11 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> int | None:
-    """Clock ticks after the boot at which a process started; None: it does not run."""
+    """Start of a process in clock ticks since boot; None if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # proc(5): behind the name in brackets, which may hold anything, come fields 3 (state) to 22.
+    # proc(5): fields 3 (state) to 22 follow the name in brackets, which may contain anything.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])

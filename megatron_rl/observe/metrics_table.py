@@ -1,7 +1,7 @@
-"""Every metric that a run writes: what it means, what is healthy, and what to do.
+"""Every metric of a run: meaning, healthy range, and fix.
 
-Used by the exporter, which tells counts from gauges by it, and by `megatron-rl metrics table`,
-which prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
+Used by the exporter (counts and gauges), by warnings, and by `megatron-rl metrics table`, which
+prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
 """
 
 import re
@@ -10,246 +10,248 @@ from typing import Literal, NamedTuple
 Kind = Literal["gauge", "count"]
 
 
-class Known(NamedTuple):
+class Entry(NamedTuple):
     """A documented metric."""
 
     name: str
     meaning: str
-    """With the unit."""
+    """Meaning and unit."""
     healthy: str = ""
     fix: str = ""
-    """What to do where it is not healthy."""
+    """What to do about an unhealthy value."""
     kind: Kind = "gauge"
-    """count: a row holds what came since the row before it."""
+    """count: a row has the increase since the row before."""
 
 
 ROLLOUTS = (
-    Known("rollout/reward", "mean reward of all rollouts of the step, zero-variance groups too",
+    Entry("rollout/reward", "mean reward of all rollouts of the step, zero-variance groups too",
           "grows", "look at reason/* and at reward/*: which part does not grow?"),
-    Known("rollout/correct", "share of right ones among the same", "grows"),
-    Known("rollout/format", "share of well-formed ones among the same", "near 1 after some steps",
+    Entry("rollout/correct", "share of correct rollouts of the step", "grows"),
+    Entry("rollout/format", "share of rollouts that pass the format check",
+          "near 1 after some steps",
           "reason/* names the fault; let prompts ask for the form, or teach it by a cold start"),
-    Known("rollout/length_tokens", "mean completion length in tokens",
+    Entry("rollout/length_tokens", "mean completion length in tokens",
           "grows slowly where thinking pays", "see rollout/truncated"),
-    Known("rollout/truncated", "share that was cut at the length limit", "below 0.1",
+    Entry("rollout/truncated", "share of rollouts cut at the length limit", "below 0.1",
           "raise sampling.max_new_tokens and generator.context_tokens"),
-    Known("reward/*", "mean of a part of the reward: correct, format, length, language, your own"),
-    Known("reason/*", "rollouts of the step by the reason of their score", kind="count"),
+    Entry("reward/*", "mean of a part of the reward: correct, format, length, language, your own"),
+    Entry("reason/*", "rollouts of the step by the reason of their score", kind="count"),
 )  # fmt: skip
 
 QUEUE = (
-    Known("queue/groups_trained", "groups of the batch", "train.prompts_per_batch", kind="count"),
-    Known("queue/rollouts_trained", "rollouts of the batch", kind="count"),
-    Known("queue/groups_dropped_*", "groups that were not trained on, by reason",
-          "zero_variance: below 2 for each trained group; others: 0",
-          "zero_variance: prompts are too easy or too hard, see [curriculum] and `megatron-rl data "
-          "difficulty`; others: logs of generators and verifiers", "count"),
-    Known("queue/completions_dropped_*", "completions that were left out, by reason", "0",
+    Entry("queue/groups_trained", "groups of the batch", "train.prompts_per_batch", kind="count"),
+    Entry("queue/rollouts_trained", "rollouts of the batch", kind="count"),
+    Entry("queue/groups_dropped_*", "groups that were not trained on, by reason",
+          "zero_variance: below 2 for each trained group; others: 0", "zero_variance: prompts are "
+          "too easy or too hard, see [curriculum] and `megatron-rl data difficulty`; others: logs "
+          "of generators and verifiers", "count"),
+    Entry("queue/completions_dropped_*", "completions that were left out, by reason", "0",
           "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
-    Known("queue/messages_turned_away", "messages of processes of another phase or start of the "
-          "run, which are not heard", "0", "end what an earlier job left: logs/queue.log names it",
-          "count"),
-    Known("queue/messages_refused", "messages that could not be read or had no place: they cost "
-          "their peer what it holds, and end the run after 100", "0",
-          "logs/queue.log names the peer: another version, or a stranger?", "count"),
-    Known("queue/loop_stalled_s", "seconds for which the queue's loop stood still, which count as "
-          "nobody's silence", "0", "a slow disk under the run folder, or an overloaded host",
-          "count"),
-    Known("queue/token_files_not_removed", "token files that queue.keep_tokens_of_steps could not "
-          "remove", "0", "logs/queue.log names them: permissions, or a full disk?", "count"),
-    Known("queue/groups_abandoned", "groups that were given up at the end of training",
-          kind="count"),
-    Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",
+    Entry("queue/messages_turned_away", "rejected messages of processes of another phase or start "
+          "of the run", "0", "end processes of an earlier job; logs/queue.log names them", "count"),
+    Entry("queue/messages_refused", "unreadable or unexpected messages; their sender loses its "
+          "leases, and 100 of them end the run", "0",
+          "logs/queue.log names the sender, which may run another release", "count"),
+    Entry("queue/loop_stalled_s", "seconds in which the queue's loop stalled; they do not count as "
+          "silence of other processes", "0",
+          "a slow disk under the run folder, or an overloaded host", "count"),
+    Entry("queue/token_files_not_removed",
+          "token files that could not be removed (queue.keep_tokens_of_steps)", "0",
+          "logs/queue.log names them: permissions, or a full disk?", "count"),
+    Entry("queue/groups_abandoned", "groups abandoned at the end of training", kind="count"),
+    Entry("queue/staleness_versions_mean", "policy versions between sampling and training, mean",
           "below queue.max_staleness", "more generators, or a lower queue.max_staleness"),
-    Known("queue/staleness_versions_max", "the same, largest",
+    Entry("queue/staleness_versions_max", "policy versions between sampling and training, largest",
           "with queue.strict_staleness at most queue.max_staleness",
           "strict_staleness=true, or shorter completions"),
-    Known("queue/rollouts_spanning_versions",
-          "rollouts of the batch that were sampled under several versions",
-          "most, once completions are long; none of it is a fault", kind="count"),
-    Known("queue/stage", "number of the stage of [[stages]]"),
-    Known("queue/groups_learning_gold", "groups of the batch that learn the reference answer",
+    Entry("queue/rollouts_spanning_versions", "rollouts of the batch that were sampled under "
+          "several versions", "most, once completions are long; this is no fault", kind="count"),
+    Entry("queue/stage", "number of the stage of [[stages]]"),
+    Entry("queue/groups_learning_gold", "groups of the batch that train on the reference answer",
           kind="count"),
-    Known("queue/replayed_groups", "replayed groups of the batch", kind="count"),
-    Known("queue/replayed_rollouts", "rollouts of the replayed groups", kind="count"),
-    Known("queue/replayed_reward", "mean reward of replayed rollouts"),
-    Known("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
-    Known("queue/replayed_age_versions_max", "the same, largest", "below expert.replay.max_age",
+    Entry("queue/replayed_groups", "replayed groups of the batch", kind="count"),
+    Entry("queue/replayed_rollouts", "rollouts of the replayed groups", kind="count"),
+    Entry("queue/replayed_reward", "mean reward of replayed rollouts"),
+    Entry("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
+    Entry("queue/replayed_age_versions_max", "largest of these ages", "below expert.replay.max_age",
           "a shorter replay.buffer_groups"),
-    Known("queue/replay_groups", "groups that there are to draw from"),
-    Known("queue/replay_left_out_*", "groups of files that are never replayed, by reason"),
-    Known("curriculum/prompts_active", "prompts that are drawn", "many more than a batch holds",
+    Entry("queue/replay_groups", "groups in the replay buffer"),
+    Entry("queue/replay_left_out_*", "groups of files excluded from replay, by reason"),
+    Entry("curriculum/prompts_active", "prompts that are drawn", "many more than a batch holds",
           "more prompts, or a later curriculum.retire_after"),
-    Known("curriculum/prompts_retired", "prompts that were always solved and left"),
-    Known("curriculum/prompts_admitted", "prompts of the bands that are admitted"),
-    Known("curriculum/prompts_readmitted", "retired prompts that came back for want of others"),
-    Known("curriculum/bands_admitted", "bands of difficulty that are admitted"),
+    Entry("curriculum/prompts_retired", "retired prompts, which were always solved"),
+    Entry("curriculum/prompts_admitted", "prompts of the admitted difficulty bands"),
+    Entry("curriculum/prompts_readmitted", "retired prompts admitted again, for lack of others"),
+    Entry("curriculum/bands_admitted", "admitted difficulty bands"),
 )  # fmt: skip
 
 TRAINER = (
-    Known("train/loss", "the loss; its level means little"),
-    Known("train/entropy_nats", "mean entropy of tokens in nats", "stays above 0.1, without a jump",
+    Entry("train/loss", "loss; its absolute value means little"),
+    Entry("train/entropy_nats", "mean entropy of tokens in nats", "stays above 0.1, without a jump",
           "falls: a higher algorithm.policy_loss.eps_high, an entropy bonus"),
-    Known("train/grad_norm", "norm of the gradient before clipping",
+    Entry("train/grad_norm", "norm of the gradient before clipping",
           "of the order of optimizer.clip_grad_norm", "jumps: a lower optimizer.lr"),
-    Known("train/lr", "learning rate"),
-    Known("train/advantage_mean", "mean advantage of tokens", "near 0"),
-    Known("train/advantage_std", "its spread", "near 1; 0: nothing is learnt"),
-    Known("train/clip_fraction", "share of tokens whose gradient clipping took", "below 0.2",
-          "fewer train.minibatches, a lower queue.max_staleness or optimizer.lr"),
-    Known("train/clip_fraction_low", "those below the lower bound"),
-    Known("train/clip_fraction_high", "those above the upper bound"),
-    Known("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
-          "below 0.01 in float32, below 0.05 in bfloat16",
-          "different weights, dtypes or sampling settings on both sides; expert.train.max_mismatch "
-          "stops"),
-    Known("train/logprob_gap_tokens", "tokens that the gap is over", kind="count"),
-    Known("train/mismatch_p99", "99th percentile of that difference", "below 0.5"),
-    Known("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
-    Known("train/mismatch_k2", "the same, k2", "near 0"),
-    Known("train/mismatch_k3", "the same, k3", "below 0.001"),
-    Known("train/mismatch_outside_clip", "share of fresh tokens that begin outside the clip range",
-          "below 0.01", "as for train/logprob_gap"),
-    Known("train/correction_changed", "share of tokens whose ratio was truncated or masked",
+    Entry("train/lr", "learning rate"),
+    Entry("train/advantage_mean", "mean advantage of tokens", "near 0"),
+    Entry("train/advantage_std", "standard deviation of the advantages", "near 1; 0: no learning"),
+    Entry("train/clip_fraction", "share of tokens without gradient because of clipping",
+          "below 0.2", "fewer train.minibatches, a lower queue.max_staleness or optimizer.lr"),
+    Entry("train/clip_fraction_low", "share of tokens clipped at the lower bound"),
+    Entry("train/clip_fraction_high", "share of tokens clipped at the upper bound"),
+    Entry("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
+          "below 0.01 in float32, below 0.05 in bfloat16", "different weights, dtypes or sampling "
+          "settings on both sides; expert.train.max_mismatch stops"),
+    Entry("train/logprob_gap_tokens", "tokens of train/logprob_gap", kind="count"),
+    Entry("train/mismatch_p99", "99th percentile of |trainer - generator logprob|", "below 0.5"),
+    Entry("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
+    Entry("train/mismatch_k2", "estimate of KL(generator, trainer), k2", "near 0"),
+    Entry("train/mismatch_k3", "estimate of KL(generator, trainer), k3", "below 0.001"),
+    Entry("train/mismatch_outside_clip", "share of fresh tokens outside the clip range at the "
+          "start", "below 0.01", "as for train/logprob_gap"),
+    Entry("train/correction_changed", "share of tokens with a truncated or masked ratio",
           "below 0.05", "fresher data, or wider algorithm.correction bounds"),
-    Known("train/behaviour_ratio_mean", "mean ratio of that correction", "near 1"),
-    Known("train/effective_sample_share", "(sum r)^2 / (n sum r^2) of these ratios", "above 0.5",
-          "few tokens carry the step: fresher data"),
-    Known("train/reference_k1", "estimate of KL(policy, reference) a token, k1"),
-    Known("train/reference_k3", "the same, k3"),
-    Known("train/reference_kl", "the same over the whole vocabulary, in nats"),
-    Known("train/gold_logprob", "mean logprob of tokens of reference answers", "grows"),
-    Known("train/gold_tokens", "tokens of reference answers", kind="count"),
-    Known("train/value_mean", "value of prompts, learnt or soft, mean", "near the mean reward",
-          "learnt: raise expert.algorithm.shaping.value_lr"),
-    Known("train/soft_value_effective_share",
+    Entry("train/behaviour_ratio_mean", "mean ratio of algorithm.correction", "near 1"),
+    Entry("train/effective_sample_share", "(sum r)^2 / (n sum r^2) of the correction's ratios r",
+          "above 0.5", "few tokens carry the step: fresher data"),
+    Entry("train/reference_k1", "estimate of KL(policy, reference) a token, k1"),
+    Entry("train/reference_k3", "the same, k3"),
+    Entry("train/reference_kl", "KL(policy, reference) over the whole vocabulary, in nats"),
+    Entry("train/gold_logprob", "mean logprob of tokens of reference answers", "grows"),
+    Entry("train/gold_tokens", "tokens of reference answers", kind="count"),
+    Entry("train/value_mean", "mean value of prompts, learned or soft", "near the mean reward",
+          "learned: raise expert.algorithm.shaping.value_lr"),
+    Entry("train/soft_value_effective_share",
           "(sum u)^2 / (n sum u^2) of the terms of a group's soft value, mean", "above 0.2",
-          "few completions say what a prompt is worth: a larger beta, group, or fresher data"),
-    Known("train/skipped_steps", "optimizer steps that were skipped", "0",
-          "RUN holds the minibatch; a lower optimizer.lr", "count"),
-    Known("train/exploded_steps", "those above expert.optimizer.skip_grad_norm", "0",
-          "as for train/skipped_steps", "count"),
-    Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
-    Known("train/filling_share", "share of all computed positions that fill microbatches up "
+          "few completions estimate the value: a larger beta or group, or fresher data"),
+    Entry("train/skipped_steps", "optimizer steps that were skipped", "0",
+          "RUN/skipped has the minibatch; lower optimizer.lr", "count"),
+    Entry("train/exploded_steps", "optimizer steps skipped above expert.optimizer.skip_grad_norm",
+          "0", "as for train/skipped_steps", "count"),
+    Entry("train/padded_tokens", "positions computed by the trainer", kind="count"),
+    Entry("train/filling_share", "share of all computed positions that fill microbatches up "
           "(expert.train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
-    Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
-    Known("train/tokens_per_s_per_gpu", "the same of all replicas together over the trainer ranks"),
-    Known("train/mfu", "FLOPs of the model over the peak of the trainer's GPUs during updates; "
+    Entry("train/tokens_per_s", "positions a second of a trainer rank's update"),
+    Entry("train/tokens_per_s_per_gpu",
+          "positions a second of all replicas, divided by trainer ranks"),
+    Entry("train/mfu", "FLOPs of the model over the peak of the trainer's GPUs during updates; "
           "only where their peak is known", "above 0.3 for dense models",
           "`megatron-rl plan`; train.profile_steps shows what takes the time"),
-    Known("train/update_s", "seconds of the step's updates"),
-    Known("train/optimizer_s", "seconds of them that do not grow with the tokens: the optimizer"),
-    Known("wait/batch_s", "seconds that the trainer waited for the batch",
+    Entry("train/update_s", "seconds of the step's updates"),
+    Entry("train/optimizer_s", "seconds of the optimizer within the updates"),
+    Entry("wait/batch_s", "seconds that the trainer waited for the batch",
           "far below train/update_s", "more generators; `megatron-rl plan`"),
-    Known("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, "
-          "where an engine holds it", "far below train/update_s",
-          "a larger expert.scorer.max_running or scorer.tensor_parallel"),
-    Known("scorer/requests", "sequences of the step that the first replica of the trainer had "
-          "scored", kind="count"),
-    Known("scorer/tokens", "tokens of these", kind="count"),
-    Known("scorer/asked_again", "questions without an answer within 10 s, asked once more", "0",
+    Entry("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, where "
+          "an engine holds it", "far below train/update_s", "a larger expert.scorer.max_running or "
+          "scorer.tensor_parallel"),
+    Entry("scorer/requests", "sequences of the step that the trainer's first replica sent to the "
+          "scorer", kind="count"),
+    Entry("scorer/tokens", "tokens of these sequences", kind="count"),
+    Entry("scorer/asked_again", "requests repeated after 10 s without an answer", "0",
           "the engine is slow, or was started again: logs/scorer-0.log", "count"),
-    Known("checkpoint/stall_s", "seconds that a checkpoint held the trainer up", "below a second"),
-    Known("checkpoint/write_s", "seconds until it was on the disk",
+    Entry("checkpoint/stall_s", "seconds that the trainer waited for a checkpoint",
+          "below a second"),
+    Entry("checkpoint/write_s", "seconds until the checkpoint was on disk",
           "below the seconds between checkpoints", "a faster disk, or a larger every_steps"),
-    Known("checkpoint/bytes", "its size in bytes"),
-    Known("model/parameters", "parameters of the policy"),
-    Known("trainer/*", "trainer ranks, and how they are divided"),
+    Entry("checkpoint/bytes", "size of the checkpoint in bytes"),
+    Entry("model/parameters", "parameters of the policy"),
+    Entry("trainer/*", "number of trainer ranks and their parallel sizes"),
 )  # fmt: skip
 
 WEIGHT_SYNC = (
-    Known("weight_sync/s", "seconds that the trainer waited for a weight sync",
+    Entry("weight_sync/s", "seconds that the trainer waited for a weight sync",
           "far below train/update_s", "compare with weight_sync/transfer_s; docs/weights.md"),
-    Known("weight_sync/pause_s", "longest pause of a generator, in seconds",
+    Entry("weight_sync/pause_s", "longest pause of a generator, in seconds",
           "near weight_sync/transfer_s", "the engine answers slowly: its log"),
-    Known("weight_sync/release_s", "seconds until engines had given their memory back "
-          "(generator.release_memory)", "far below train/update_s",
-          "an engine answers slowly: its log; docs/nodes.md"),
-    Known("weight_sync/reclaim_s", "seconds until they had taken it again, before a weight sync",
-          "far below train/update_s", "an engine answers slowly: its log"),
-    Known("weight_sync/transfer_s", "longest transfer, in seconds"),
-    Known("weight_sync/wire_mb", "payload in megabytes"),
-    Known("weight_sync/peak_extra_mb", "buffers of an engine rank in megabytes"),
-    Known("weight_sync/generators", "generators that hold the version", "generator.replicas",
+    Entry("weight_sync/release_s",
+          "seconds until all engines had released their memory (generator.release_memory)",
+          "far below train/update_s", "an engine answers slowly: its log; docs/nodes.md"),
+    Entry("weight_sync/reclaim_s", "seconds until engines had reclaimed memory before a weight "
+          "sync", "far below train/update_s", "an engine answers slowly: its log"),
+    Entry("weight_sync/transfer_s", "longest transfer, in seconds"),
+    Entry("weight_sync/wire_mb", "payload in megabytes"),
+    Entry("weight_sync/peak_extra_mb", "buffers of an engine rank in megabytes"),
+    Entry("weight_sync/generators", "generators that have the version", "generator.replicas",
           "logs/generator-*.log"),
-    Known("weight_sync/dropped_generators", "generators dropped since the start", "0",
+    Entry("weight_sync/dropped_generators", "generators dropped since the start", "0",
           "logs/generator-*.log"),
-    Known("weight_sync/relayed", "generators served by another one (expert.weights.relay)"),
-    Known("weight_sync/passed_over", "generators that the trainer served, because another one "
-          "did not pass the version on to them", "0", "the trainer's log says who failed"),
-    Known("weight_sync/damaged_parcels", "parcels whose digest did not fit", "0",
+    Entry("weight_sync/relayed",
+          "generators that got weights from another one (expert.weights.relay)"),
+    Entry("weight_sync/passed_over", "generators that the trainer served after a failed relay", "0",
+          "the trainer's log names the generator that failed"),
+    Entry("weight_sync/damaged_parcels", "parcels with a wrong digest", "0",
           "memory or network is faulty"),
-    Known("generator/busy_s", "seconds in which engines had a completion to work on, all together",
+    Entry("generator/busy_s", "seconds in which engines had work, summed over generators",
           kind="count"),
-    Known("generator/idle_s", "seconds in which they had none", "a tenth of busy_s at most",
+    Entry("generator/idle_s", "seconds in which engines had no work, summed",
+          "a tenth of busy_s at most",
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
-    Known("generator/tokens", "tokens of the completions that they finished", kind="count"),
-    Known("generator/running", "completions in flight, all generators together"),
-    Known("generator/running_max", "the same of the fullest generator"),
-    Known("generator/reporting", "generators that the row is about", "peers/generators"),
-    Known("generator/idle_share_max", "idle share of the most idle generator"),
-    Known("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
+    Entry("generator/tokens", "tokens of finished completions", kind="count"),
+    Entry("generator/running", "completions in flight of all generators"),
+    Entry("generator/running_max", "completions in flight of the fullest generator"),
+    Entry("generator/reporting", "generators counted in the row", "peers/generators"),
+    Entry("generator/idle_share_max", "idle share of the most idle generator"),
+    Entry("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
           "generator, which generator/slowest names", "", "that generator's log and node"),
-    Known("generator/unfinished_s_max", "seconds for which a generator, which "
+    Entry("generator/unfinished_s_max", "seconds for which a generator, which "
           "generator/longest_unfinished names, has had work and finished nothing",
           "below the time of a long completion", "that generator's log and node"),
-    Known("launch/scorer_restarts", "a scorer died and was started again", "0",
-          "logs/scorer-0*.log", "count"),
-    Known("launch/generator_restarts", "a generator died and was started again", "0",
+    Entry("launch/scorer_restarts", "restarts of a scorer that died", "0", "logs/scorer-0*.log",
+          "count"),
+    Entry("launch/generator_restarts", "restarts of a generator that died", "0",
           "logs/generator-*.log", "count"),
-    Known("launch/follower_restarts", "another node's part of an engine died and was started again",
-          "0", "logs/generator-*-node-*.log", "count"),
-    Known("launch/verifier_restarts", "a verifier died and was started again", "0",
-          "logs/verifier*.log", "count"),
-    Known("peers/generators", "generators that the queue hears", "peers/generators_wanted",
+    Entry("launch/follower_restarts", "restarts of another node's part of an engine", "0",
+          "logs/generator-*-node-*.log", "count"),
+    Entry("launch/verifier_restarts", "restarts of a verifier that died", "0", "logs/verifier*.log",
+          "count"),
+    Entry("peers/generators", "generators that the queue hears", "peers/generators_wanted",
           "peers/missing names the others: their logs"),
-    Known("peers/generators_wanted", "generators of the run"),
-    Known("peers/verifiers", "verifiers that the queue hears", "peers/verifiers_wanted",
+    Entry("peers/generators_wanted", "generators of the run"),
+    Entry("peers/verifiers", "verifiers that the queue hears", "peers/verifiers_wanted",
           "peers/missing names the others: their logs"),
-    Known("peers/verifiers_wanted", "most verifiers that the queue has heard at once"),
-    Known("peers/missing", "names of processes that it heard before and no longer hears"),
-    Known("launch/chosen_step", "step of the cold start whose model was chosen"),
-    Known("launch/resumed", "the run resumes from a checkpoint", kind="count"),
+    Entry("peers/verifiers_wanted", "most verifiers that the queue has heard at once"),
+    Entry("peers/missing", "names of processes that the queue no longer hears"),
+    Entry("launch/chosen_step", "chosen step of the cold start"),
+    Entry("launch/resumed", "the run resumes from a checkpoint", kind="count"),
 )  # fmt: skip
 
 ACTIVITY = (
-    Known("activity/seconds", "seconds that the row is about", kind="count"),
-    Known("activity/rollouts_generated", "completions that generators returned", kind="count"),
-    Known("activity/rollouts_scored", "completions that were scored", kind="count"),
-    Known("activity/rollouts_for_evaluation", "scored completions of evaluations", kind="count"),
-    Known("activity/tokens", "tokens of the completions", kind="count"),
-    Known("activity/completions_in_flight", "completions that generators hold"),
-    Known("activity/groups_complete", "groups that were completed", kind="count"),
-    Known("activity/reason/*", "well-formed completions by the reason of their score",
+    Entry("activity/seconds", "seconds covered by the row", kind="count"),
+    Entry("activity/rollouts_generated", "completions that generators returned", kind="count"),
+    Entry("activity/rollouts_scored", "completions that were scored", kind="count"),
+    Entry("activity/rollouts_for_evaluation", "scored completions of evaluations", kind="count"),
+    Entry("activity/tokens", "tokens of the completions", kind="count"),
+    Entry("activity/completions_in_flight", "completions that generators hold"),
+    Entry("activity/groups_complete", "groups that were completed", kind="count"),
+    Entry("activity/reason/*", "well-formed completions by the reason of their score",
           kind="count"),
-    Known("activity/format_failures/*", "completions that fail the format check, by reason",
+    Entry("activity/format_failures/*", "completions that fail the format check, by reason",
           kind="count"),
-    Known("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
-    Known("activity/completions_dropped/*", "completions left out, by reason", "0",
+    Entry("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
+    Entry("activity/completions_dropped/*", "completions left out, by reason", "0",
           "as for queue/completions_dropped_*", "count"),
 )  # fmt: skip
 
 EVALUATION = (
-    Known("eval/accuracy", "mean over problems of the share of right completions (avg@n)", "grows"),
-    Known("eval/accuracy_se", "its standard error, by problem"),
-    Known("eval/pass_at_*", "pass@k, and its standard error (_se)"),
-    Known("eval/maj_at_*", "maj@k, and its standard error (_se)"),
-    Known("eval/completions_done", "of the current evaluation: completions that are scored, or "
-          "cannot be"),
-    Known("eval/completions_wanted", "all of them, those of its further sets included"),
-    Known("eval/running", "label of that evaluation; a text, so no gauge"),
-    Known("eval/n", "problems with a verdict"),
-    Known("eval/lost", "problems without", "0", "rollouts/dropped_eval_LABEL.jsonl"),
-    Known("eval/not_graded", "completions that could not be graded", "0", "logs/verifier.log"),
-    Known("eval/without_classes", "problems whose votes could not be counted", "0"),
-    Known("eval/format", "share of well-formed completions"),
-    Known("eval/length_tokens", "mean length in tokens"),
-    Known("eval/reward", "mean reward"),
-    Known("eval/seconds", "seconds that it took"),
+    Entry("eval/accuracy", "mean over problems of the share of right completions (avg@n)", "grows"),
+    Entry("eval/accuracy_se", "standard error of the accuracy, over problems"),
+    Entry("eval/pass_at_*", "pass@k, and its standard error (_se)"),
+    Entry("eval/maj_at_*", "maj@k, and its standard error (_se)"),
+    Entry("eval/completions_done",
+          "completions of the current evaluation that are done: scored, or cannot be scored"),
+    Entry("eval/completions_wanted", "completions of the current evaluation, all its sets"),
+    Entry("eval/running", "label of the current evaluation; a text, so no gauge"),
+    Entry("eval/n", "evaluated problems with a verdict"),
+    Entry("eval/lost", "problems without a verdict", "0", "rollouts/dropped_eval_LABEL.jsonl"),
+    Entry("eval/not_graded", "completions that could not be graded", "0", "logs/verifier.log"),
+    Entry("eval/without_classes", "problems without countable votes", "0"),
+    Entry("eval/format", "share of well-formed completions"),
+    Entry("eval/length_tokens", "mean completion length in tokens"),
+    Entry("eval/reward", "mean reward"),
+    Entry("eval/seconds", "duration in seconds"),
 )  # fmt: skip
 
-AREAS: dict[str, tuple[Known, ...]] = {
+AREAS: dict[str, tuple[Entry, ...]] = {
     "Rollouts of a step": ROLLOUTS,
     "Rollout queue": QUEUE,
     "Trainer": TRAINER,
@@ -261,8 +263,8 @@ _PAGE = """\
 # Metrics
 
 Every row of `RUN/metrics.jsonl` is a JSON object with `time` (seconds since 1970), `source` (the
-role that wrote it) and `step`: of `trainer` and `sft` the step of the row, elsewhere the newest
-policy version. Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
+role that wrote it) and `step`: the step for `trainer` and `sft`, else the newest policy version.
+Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
 
 Other programs get the same rows by `[metrics]` while a run is running, or by
 `megatron-rl metrics export RUN` afterwards:
@@ -271,16 +273,16 @@ Other programs get the same rows by `[metrics]` while a run is running, or by
   `tensorboard --logdir RUN/tensorboard`.
 - `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
-  `wandb_tags` name the run there. Names are those below; those of the
-  cold start have their source as the first part (`sft/loss`).
-- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with
-  `expert.metrics.prometheus_host` another address, where whoever reaches it may read them.
+  `wandb_tags` name the W&B run. Metrics have the names below, for the cold start with their source
+  in front (`sft/loss`).
+- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`;
+  `expert.metrics.prometheus_host` sets another address. Every host that reaches it can read them.
 
-On several nodes they run on node 0. A failure of theirs ends no run: see `logs/metrics.log`.
+On several nodes the exporter runs on node 0. Its failure does not end the run (`logs/metrics.log`).
 
-Prometheus' names are `megatron_rl_` and the name with `_` for every other sign; what is counted
-since the row before (below: count) becomes a counter, `_total`; what stands for `*` becomes the
-label `what`. Every sample has the label `source`, those of evaluations also `label`.
+A Prometheus name is `megatron_rl_` and the metric's name, with `_` in place of other signs.
+Metrics of kind count become counters (`_total`). The text for `*` becomes the label `what`. Every
+sample has the label `source`; samples of evaluations also have `label`.
 `megatron_rl_last_row_time_seconds` is when a role last wrote, `megatron_rl_setting` what alerts
 compare with. `megatron-rl metrics dashboard` prints a dashboard for Grafana, and
 `megatron-rl metrics alerts` rules for Prometheus.
@@ -297,20 +299,20 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-_PLAIN = {known.name: known for area in AREAS.values() for known in area if "*" not in known.name}
+_PLAIN = {entry.name: entry for area in AREAS.values() for entry in area if "*" not in entry.name}
 _PATTERNS = [
-    (re.compile(re.escape(known.name).replace(r"\*", "(.+)")), known)
+    (re.compile(re.escape(entry.name).replace(r"\*", "(.+)")), entry)
     for area in AREAS.values()
-    for known in area
-    if "*" in known.name
+    for entry in area
+    if "*" in entry.name
 ]
 
 
-def find(name: str) -> tuple[Known, str] | None:
-    """The documented metric of a name, and what stands for its `*`; None for an unknown one."""
+def find(name: str) -> tuple[Entry, str] | None:
+    """The documented metric of a name, and the text for its `*`; None if unknown."""
     if name in _PLAIN:
         return _PLAIN[name], ""
-    for pattern, known in _PATTERNS:
+    for pattern, entry in _PATTERNS:
         if match := pattern.fullmatch(name):
-            return known, match[1]
+            return entry, match[1]
     return None

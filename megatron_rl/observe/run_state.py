@@ -1,6 +1,6 @@
-"""How a run stands, by the rows of its metrics, and plain lines about these rows. Pure.
+"""State of a run from its metric rows, and plain lines about rows. Pure.
 
-The live view and `megatron-rl status` show what `RunState` holds.
+Used by the live view and `megatron-rl status`.
 """
 
 import statistics
@@ -33,7 +33,7 @@ from megatron_rl.rollout_queue.peer_rows import (
 Row = dict[str, Any]
 Kind = Literal["evaluation", "restart", "activity", "step", "sft step", "other"]
 RECENT = 10
-"""Steps that speed and warnings are about."""
+"""Steps used for speed and warnings."""
 KEPT_STEPS = 12
 _LARGE_GAP_NATS = 0.05
 _MANY_ZERO_VARIANCE = 2.0
@@ -51,27 +51,27 @@ COLUMNS = (
     ("weight sync s", "weight_sync/s", ".2f"),
     ("waited s", "wait/batch_s", ".2f"),
 )
-"""Shown of a step."""
+"""Columns of a step."""
 GAP_NOTE = "gap -: no token of the step was sampled under the current policy version"
 
 
 class RunState:
-    """Follows the rows of a run."""
+    """State of a run after its rows so far."""
 
     def __init__(self) -> None:
         self.steps: deque[Row] = deque(maxlen=KEPT_STEPS)
         """The latest steps of the trainer, oldest first."""
         self.activity = ActivityTotals()
-        """Since the last step or evaluation."""
+        """Totals since the last step or evaluation."""
         self.evaluation = EvaluationProgress()
         self.peers = Peers()
         self.generators = ""
-        """How busy the generators are; "" before the first row about them."""
+        """Text about busy generators; "" before the first row about them."""
         self.heard: dict[str, float] = {}
-        """Role -> unix seconds of its last row."""
+        """Unix seconds of the last row, by role."""
 
     def take(self, row: Row) -> Kind:
-        """Take in a row; what it is about."""
+        """Take in a row; returns its kind."""
         self.heard[row["source"]] = row["time"]
         self.evaluation.note(row)
         self.peers.note(row)
@@ -93,11 +93,11 @@ class RunState:
 
 
 class EvaluationProgress:
-    """How far the current evaluation is, by the rows of the queue."""
+    """Progress of the current evaluation, from rows of the queue."""
 
     def __init__(self) -> None:
         self._first: Row | None = None
-        """The first row about the current evaluation; its sets count as one."""
+        """First row of the current evaluation with all its sets."""
         self._last: Row | None = None
 
     def note(self, row: Row) -> None:
@@ -107,11 +107,11 @@ class EvaluationProgress:
                 self._first = row
             self._last = row
         elif "eval/n" in row or "activity/seconds" in row:
-            # The figures of a set, or work of the queue without an evaluation.
+            # A set has ended, or the queue works without an evaluation.
             self._last = None
 
     def text(self) -> str:
-        """One line about the current evaluation; empty without one."""
+        """One line about the current evaluation; "" without one."""
         if self._last is None:
             return ""
         done, wanted = self._last[COMPLETIONS_DONE], self._last[COMPLETIONS_WANTED]
@@ -121,7 +121,7 @@ class EvaluationProgress:
         return text if left_s is None else f"{text}, about {duration_text(left_s)} left"
 
     def bar(self) -> Table:
-        """The same as a bar."""
+        """A progress bar with `text`."""
         assert self._last is not None
         table = Table.grid(padding=(0, 1))
         bar = ProgressBar(
@@ -131,7 +131,7 @@ class EvaluationProgress:
         return table
 
     def _left_s(self) -> float | None:
-        """At the speed so far; None before the first completions."""
+        """Remaining seconds at the speed so far; None before the first completions."""
         assert self._first is not None and self._last is not None
         done = self._last[COMPLETIONS_DONE]
         made = done - self._first[COMPLETIONS_DONE]
@@ -141,20 +141,20 @@ class EvaluationProgress:
 
 
 def _base(row: Row) -> str:
-    """Name of an evaluation without the name of its set."""
+    """Label of an evaluation without its set."""
     label: str = row[EVALUATION_RUNNING]
     return label.partition(".")[0]
 
 
 class Peers:
-    """Which engines and verifiers the queue hears, by the rows of `rollout_queue/peer_rows.py`."""
+    """Engines and verifiers that the queue hears, from rows of `rollout_queue/peer_rows.py`."""
 
     def __init__(self) -> None:
         self._counts = ""
         self.missing: dict[str, float] = {}
-        """Name of each process that fell silent or ended -> unix seconds when the queue said so."""
+        """Silent or ended process -> unix seconds of the queue's first row about it."""
         self.newly_missing: list[str] = []
-        """Names that the last row added to `missing`."""
+        """Processes that the last row added to `missing`."""
 
     def note(self, row: Row) -> None:
         """Take in a row."""
@@ -170,12 +170,12 @@ class Peers:
         )
 
     def text(self) -> str:
-        """How many processes live, and which are missing; "" before the queue has heard any."""
+        """Numbers of live processes and names of missing ones; "" before the first row."""
         missing = f" (missing: {', '.join(self.missing)})" if self.missing else ""
         return self._counts + missing
 
     def missing_line(self, name: str) -> str:
-        """One plain line about a process that is newly missing."""
+        """A warning about a newly missing process."""
         return (
             f"warning: the queue no longer hears {name} and gives its work to others; "
             f"{self._counts}: see logs/{name}*"
@@ -183,7 +183,7 @@ class Peers:
 
 
 def step_seconds(steps: Sequence[Row]) -> float | None:
-    """Median seconds from one of the latest steps to the next; None with fewer than two."""
+    """Median seconds per recent step; None with fewer than two steps."""
     times = [row["time"] for row in steps][-RECENT - 1 :]
     if len(times) < 2:
         return None
@@ -191,9 +191,9 @@ def step_seconds(steps: Sequence[Row]) -> float | None:
 
 
 def warnings_of(steps: Sequence[Row], config: Config) -> dict[str, str]:
-    """Metric -> its value, its limit and what to do, for metrics beyond their limits lately.
+    """Warning text by metric, for metrics beyond their limits in recent steps.
 
-    steps: the trainer's rows, oldest first.
+    steps: rows of the trainer, oldest first.
     """
     steps = list(steps)[-RECENT:]
     if not steps:
@@ -258,7 +258,7 @@ def evaluation_line(row: Row) -> str:
     ungraded = f", {lost} completions could not be graded" if lost else ""
     if "eval/accuracy" not in row:
         return f"evaluation {row['label']}: not measured{ungraded}"
-    # The label of a set's evaluation ends with a full stop and the set's name.
+    # Labels of evaluation sets are WHEN.SET.
     what = "prompts" if "." in row["label"] else "held-out prompts"
     return (
         f"evaluation {row['label']}: accuracy {row['eval/accuracy']:.3f} +- "
@@ -269,7 +269,7 @@ def evaluation_line(row: Row) -> str:
 
 
 def restart_line(row: Row) -> str:
-    """One plain line about a process that was started again."""
+    """A warning about a restarted process."""
     when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
     return (
         f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
@@ -278,5 +278,5 @@ def restart_line(row: Row) -> str:
 
 
 def cell(row: Row, name: str, form: str) -> str:
-    """A value of a row in a format; "-" without the value."""
+    """A formatted value of a row; "-" without the value."""
     return format(row[name], form) if name in row else "-"

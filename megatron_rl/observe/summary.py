@@ -1,7 +1,7 @@
-"""The summary of a run: numbers from its metrics, and the text about them.
+"""The summary of a run: numbers from its metrics, and their text.
 
-Used by the launcher. Pure functions of the rows of `metrics.jsonl` and of what only the
-launcher knows; a number that the rows do not hold is None.
+Used by the launcher. Pure functions of rows of `metrics.jsonl` and of `RunFacts`; a missing number
+is None.
 """
 
 import statistics
@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.observe.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.observe.choice import choice_lines, difference_of, summarize_choice
+from megatron_rl.observe.choice import (
+    choice_lines,
+    difference_of,
+    difference_text,
+    summarize_choice,
+)
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
+    GENERATOR_RESTARTS,
     GROUPS_DROPPED,
     MAJ_AT,
     PASS_AT,
-)
-from megatron_rl.protocol.metrics import (
-    GENERATOR_RESTARTS as RESTARTS,
 )
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
@@ -38,12 +41,12 @@ _OF_STEP = (
     "queue/rollouts_trained", "queue/rollouts_spanning_versions", "queue/staleness_versions_mean",
     "queue/staleness_versions_max",
 )  # fmt: skip
-"""Kept of a step's row, with the drop counts: a run of weeks has thousands of long rows."""
+"""Kept values of a step's row, besides drop counts: long runs have thousands of long rows."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts that are not in the metrics."""
+    """Facts besides the metrics."""
 
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
@@ -58,18 +61,17 @@ class RunFacts:
     dataset_remark: str = ""
     """`expert.sft.remark`, where there was a cold start."""
     sampled_accuracy: tuple[float | None, float | None] = (None, None)
-    """Share of correct rollouts, zero-variance groups too, of the first and the last fifth of the
-    steps."""
+    """Share of correct rollouts in the first and the last fifth of steps."""
     run_dir: str = ""
     files: tuple[str, ...] = ()
-    """Files of the run folder besides the exported model, for the text."""
+    """Files of the run folder to list."""
 
 
 def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
     """The content of summary.json. given: rows of the run, without superseded ones."""
     activity, rows = ActivityTotals(), []
     for row in given:
-        # The queue writes one every few seconds: there are too many to keep them.
+        # Activity rows come every few seconds: too many to keep.
         if not activity.take(row):
             rows.append(_needed_of(row))
     trainer = [row for row in rows if row.get("source") == "trainer"]
@@ -110,7 +112,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "weight_sync_s_median": _median(_values(trainer, "weight_sync/s")),
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
-        "generator_restarts": int(sum(_values(rows, RESTARTS))),
+        "generator_restarts": int(sum(_values(rows, GENERATOR_RESTARTS))),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
     }
@@ -124,7 +126,7 @@ def _needed_of(row: Row) -> Row:
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
-    """Results of the evaluations: before and after training, and of the SFT baseline."""
+    """Results before and after training, and of the SFT baseline."""
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     baseline = evaluations.get("sft_baseline", {})
@@ -153,7 +155,7 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
 
 
 def _by_k(evaluations: dict[str, Row], prefix: str) -> dict[str, dict[str, float]]:
-    """By label, what is measured by k: k and k with "_se"; without k = 1, the accuracy."""
+    """By label: pass@k or maj@k and their standard errors (k_se), for k > 1."""
     found = {
         label: {name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)}
         for label, row in evaluations.items()
@@ -166,7 +168,7 @@ def _measured(evaluation: Row) -> tuple[Any, Any]:
 
 
 def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[str, int]:
-    """Groups or completions by reason: what the batches count, or, without a batch, all of them."""
+    """Dropped groups or completions by reason, from steps, or from activity without steps."""
     if not steps:
         return dict(activity.by_reason(f"{what}_dropped"))
     prefix = {"groups": GROUPS_DROPPED, "completions": COMPLETIONS_DROPPED}[what]
@@ -179,10 +181,10 @@ def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[s
 
 
 def trainer_idle_fraction(rows: list[Row]) -> float | None:
-    """Share of the training loop that the trainer waited for batches.
+    """Share of the training loop in which the trainer waited for batches.
 
-    The loop lasts from the weight sync of version 0 to the last step; evaluations inside it, for
-    whose end the trainer must wait, count neither as waiting nor as loop time.
+    The loop lasts from the weight sync of version 0 to the last step. Evaluations inside it, which
+    the trainer must wait for, count neither as waiting nor as loop time.
     """
     loop = _loop_interval(rows)
     if loop is None:
@@ -190,7 +192,7 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
     evaluations = _evaluation_intervals(rows)
     waited = 0.0
     for row in _step_rows(rows):
-        # A step's row is written at its end: wait, then update, then sync.
+        # A step's row is written at its end, after wait, update and sync.
         end = row["time"] - row.get("train/update_s", 0.0) - row.get("weight_sync/s", 0.0)
         wait = (end - row.get("wait/batch_s", 0.0), end)
         waited += (wait[1] - wait[0]) - _overlap(wait, evaluations)
@@ -199,7 +201,7 @@ def trainer_idle_fraction(rows: list[Row]) -> float | None:
 
 
 def generator_idle_fraction(rows: list[Row]) -> float | None:
-    """Share of the training loop that generators had nothing in flight; evaluations left out."""
+    """Share of the training loop in which generators were idle, without evaluations."""
     loop = _loop_interval(rows)
     if loop is None:
         return None
@@ -216,7 +218,7 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
 
 
 def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
-    """The text at the end of a run: measured numbers with their errors, and paths."""
+    """The text at the end of a run: numbers with standard errors, and paths."""
     lines = [*_accuracy_lines(summary, facts), "", *choice_lines(summary.get("cold_start"))]
     lines += [*_training_lines(summary, facts), ""]
     if restarts := summary.get("generator_restarts"):
@@ -257,7 +259,6 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
 
 
 def _set_lines(summary: dict[str, Any]) -> list[str]:
-    """Evaluation sets, and what was measured of several samples."""
     sets = summary.get("evaluation_sets", {})
     lines = [
         f"  {label:17s} {_with_error(found['accuracy'], found['se'])} on {found['n']} prompts"
@@ -302,7 +303,6 @@ def _ranks(count: int) -> str:
 
 
 def _stepless_lines(summary: dict[str, Any]) -> list[str]:
-    """What happened in a run that never trained on a batch."""
     lines = ["No step of reinforcement learning was taken."]
     activity = ActivityTotals.of_counts(summary.get("activity", {}))
     if activity.count("rollouts_generated"):
@@ -319,20 +319,14 @@ def _dropped_text(summary: dict[str, Any]) -> str:
 
 
 def _ungraded_text(summary: dict[str, Any]) -> str:
-    # One that was written before completions were dropped one by one has none.
+    # Summaries of earlier releases lack this key.
     ungraded = summary.get("completions_dropped")
     return f"; completions not graded: {reasons_text(Counter(ungraded))}" if ungraded else ""
 
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
-    """The difference in combined standard errors; below 3 it is called undecided."""
     difference, sigmas = difference_of(start, end)
-    if difference is None:
-        return ""
-    if sigmas is None:
-        return f"   {difference:+.3f} to {name}"
-    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
-    return f"   {difference:+.3f} to {name}, {sigmas:+.1f} combined standard errors{verdict}"
+    return "" if difference is None else f"   {difference_text(difference, sigmas, name)}"
 
 
 def _with_error(value: float | None, error: float | None) -> str:
@@ -354,13 +348,13 @@ def _step_rows(rows: list[Row]) -> list[Row]:
 
 
 def _loop_interval(rows: list[Row]) -> Interval | None:
-    """From the first weight sync to the end of the last step, on the clock of the rows."""
+    """(first weight sync, end of the last step), in the rows' time."""
     steps = _step_rows(rows)
     synced = [row for row in rows if row.get("source") == "trainer" and "weight_sync/s" in row]
     if not steps or not synced:
         return None
     first = synced[0]
-    if first is steps[0]:  # no row for the weight sync of version 0: the first wait began there
+    if first is steps[0]:  # without a row for the sync of version 0, the first wait begins there
         begin = first["time"] - sum(
             first.get(k, 0.0) for k in ("train/update_s", "weight_sync/s", "wait/batch_s")
         )
@@ -375,7 +369,7 @@ def _evaluation_intervals(rows: list[Row]) -> list[Interval]:
 
 
 def _overlap(interval: Interval, others: Iterable[Interval]) -> float:
-    """Seconds of the interval inside the others, which do not overlap one another."""
+    """Seconds of the interval inside the others, which do not overlap."""
     return sum(max(0.0, min(interval[1], end) - max(interval[0], start)) for start, end in others)
 
 
@@ -392,7 +386,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def _weighted_mean(rows: list[Row], name: str, *, weight: str) -> float | None:
-    """Mean over what the rows' own means were taken over; rows without a weight count once."""
+    """Mean of the rows' means; rows without a weight have weight 1."""
     pairs = [(row[name], row.get(weight, 1)) for row in rows if name in row]
     total = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / total if total else None

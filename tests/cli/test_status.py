@@ -152,7 +152,7 @@ def test_a_disk_that_becomes_full_is_warned_about_before(
     (partial / "weights").write_bytes(b"0" * 1_500)
     seal(partial, 2, {"weights": record_file(partial / "weights")})
     saved = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"dir": run})})
-    said = f"the disk of {run} has 4.5e-06 GB free, room for 5 more steps of 6e-07 GB beside the"
+    said = f"the disk of {run} has 4.5e-06 GB free, room for 5 more steps of 6e-07 GB and the"
     for free, is_enough in ((5_100, True), (4_500, False)):
         usage = shutil.disk_usage(run)._replace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)

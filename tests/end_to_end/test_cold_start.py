@@ -130,14 +130,14 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
         wait_until((run_dir / "hf" / "cold_start").exists, run)
         run.kill()
         first, _ = run.communicate(timeout=60)
-    text = f"but for its cold start, which resumes after step {newest} of 60"
+    text = f"except for its cold start, which resumes after step {newest} of 60"
     assert text in first
     assert sft_steps(run_dir) == list(range(1, 61))
     exported = (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino
     with launched(*arguments) as run:
         output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
-    assert "but for its cold start, which is there" in output and "supervised" not in output
+    assert "except for its cold start, which is complete" in output and "supervised" not in output
     assert (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino == exported
     assert sft_steps(run_dir) == list(range(1, 61))
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 1
@@ -164,7 +164,7 @@ def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Pat
     assert outputs == {"sft.out", "sft-node-1.out"}
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
-    assert run.returncode == 0 and "but for its cold start, which is there" in output, output
+    assert run.returncode == 0 and "except for its cold start, which is complete" in output, output
     assert {path.name for path in (run_dir / "hf").iterdir()} == {"cold_start"}
     with (
         launched(*host_arguments(run_dir, 0)) as first,
@@ -240,7 +240,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     assert evaluated(run_dir) == ["cold_start_step_21"]
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
-    assert run.returncode == 0 and "starts again, but for its cold start" in output, output
+    assert run.returncode == 0 and "starts again, except for its cold start" in output, output
     with launched(*two_nodes(run_dir, 1)) as second, launched(*two_nodes(run_dir, 0)) as first:
         for host in (first, second):
             output, _ = host.communicate(timeout=300)

@@ -74,7 +74,7 @@ def test_a_finished_cold_start_is_kept_with_what_is_known_of_it(run_dir: Path) -
         make_model(run_dir, name)
     cfg = config(run_dir)
     text = begin_anew(cfg)
-    assert "starts again, but for its cold start, which is there; the attempt" in text
+    assert "starts again, except for its cold start, which is complete; the attempt" in text
     aside = run_dir / "attempt_1"
     assert names(run_dir / "hf") == {"cold_start", "cold_start_step_3"}
     assert names(aside / "hf") == {"sft_baseline", "cold_start_step_6.partial"}

@@ -11,7 +11,7 @@ from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, rehearse
+from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, grade_made_up
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from tools.make_skills import Counts, make
 
@@ -79,7 +79,7 @@ def load(name: str, model: Path, prompts: Path, *overrides: str) -> Config:
 
 def problems_of(config: Config) -> dict[str, list[str]]:
     sets = load_prompts(config.prompts, config.run.seed)
-    return {r.task: r.problems for r in rehearse(choose_prompts(sets.all), config)}
+    return {r.task: r.problems for r in grade_made_up(choose_prompts(sets.all), config)}
 
 
 SHIPPED = sorted(
@@ -96,7 +96,7 @@ def test_shipped_examples_pay_a_right_answer_of_every_task(
 ) -> None:
     config = load(name, model, prompts)
     sets = load_prompts(config.prompts, config.run.seed)
-    reports = rehearse(choose_prompts(sets.all), config)
+    reports = grade_made_up(choose_prompts(sets.all), config)
     assert {r.task: (r.prompts, r.problems, r.warnings) for r in reports} == {
         "math": (3, [], []), "code": (1, [], []),
     }  # fmt: skip
@@ -168,7 +168,7 @@ def test_bad_labels_are_warnings_unless_all_are(model: Path, tmp_path: Path) -> 
     lines = [dict(LINES[0], answer=label) for label in ("3", "\\frac{")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load("one_node", model, path)
-    (report,) = rehearse(load_prompts(config.prompts, 0).all, config)
+    (report,) = grade_made_up(load_prompts(config.prompts, 0).all, config)
     assert report.problems == [] and len(report.warnings) == 1
     assert "in 1 of 2 prompts" in report.warnings[0] and "labels.jsonl:2" in report.warnings[0]
     assert "unclosed_box" in report.warnings[0]

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
-from megatron_rl.launcher.intentions import run_lines
+from megatron_rl.launcher.dry_run_text import run_lines
 from tests.analysis.planted import plant
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import COMMON, SINGLE, SLURM

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from megatron_rl.cli.status import of_rows
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.restarts import generator_rule
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.live_view import Awaited, LiveView
+from megatron_rl.launcher.restarts import restart_rule
 from megatron_rl.launcher.supervisor import Role
 from megatron_rl.observe.run_state import evaluation_line, restart_line
 
@@ -252,7 +253,7 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     output, clock = io.StringIO(), Clock()
     config = load_config(None, [f'run.dir="{tmp_path}"', "expert.generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
-    rule = generator_rule(config, "generator-0", role="generator-0", until="trainer")
+    rule = restart_rule(config, "generator", "generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)
     generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
     trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
@@ -323,3 +324,33 @@ def test_fault_that_is_over_is_no_warning_any_more(tmp_path: Path) -> None:
             append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
         view.refresh({})
     assert "warning" not in output.getvalue()
+
+
+SERVING = ["queue", "generator-0", "verifier"]
+
+
+def test_engine_that_starts_beside_the_cold_start_is_counted_from_its_start() -> None:
+    awaited = Awaited(Config())
+    awaited.enter_phase("supervised cold start")
+    engine = ["generator-0"]
+    assert awaited.text(engine, [*SERVING, "sft"], 100.0) == (
+        "trainer ranks load the model: 0 s so far; "
+        "generator-0 starts its engine (at most 900 s): 0 s so far"
+    )
+    awaited.note({"source": "sft", "step": 1, "train/loss": 1.0})
+    assert awaited.text(engine, [*SERVING, "sft"], 130.0).startswith(
+        "supervised training runs: 0 s"
+    )
+    awaited.enter_phase("reinforcement learning")
+    text = awaited.text(engine, [*SERVING, "trainer"], 140.0)
+    assert text == "generator-0 starts its engine (at most 900 s): 40 s so far"
+
+
+def test_after_the_first_rollouts_the_phase_is_named() -> None:
+    awaited = Awaited(Config())
+    awaited.enter_phase("evaluation after the last step")
+    assert "first completions" in awaited.text([], SERVING, 5.0)
+    awaited.note({"source": "queue", "step": 0, "activity/rollouts_scored": 1})
+    text = awaited.text([], SERVING, 9.0)
+    assert text == "no news, evaluation after the last step continues: 0 s so far"
+    assert awaited.text([], SERVING, 12.0).endswith("3 s so far")

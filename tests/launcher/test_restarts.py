@@ -12,9 +12,8 @@ from megatron_rl.launcher.restarts import (
     Replicas,
     RestartRule,
     answer_death,
-    generator_rule,
     pause_before,
-    verifier_rule,
+    restart_rule,
 )
 
 KILLED = Death(
@@ -52,10 +51,10 @@ USED_UP = (
             Answer.END_RUN,
             f"{USED_UP}, and 1 of 4 generators are fewer than 2",
         ),
-        ({"is_run_ending": True}, Answer.GO_ON, "the run is ending"),
-        ({"is_run_ending": True, "restarts": 3}, Answer.GO_ON, "the run is ending"),
+        ({"is_run_ending": True}, Answer.CONTINUE, "the run is ending"),
+        ({"is_run_ending": True, "restarts": 3}, Answer.CONTINUE, "the run is ending"),
         ({"is_too_late": True}, Answer.END_RUN, "too late"),
-        ({"is_too_late": True, "others": 1}, Answer.GO_ON, "too late"),
+        ({"is_too_late": True, "others": 1}, Answer.CONTINUE, "too late"),
     ],
 )
 def test_answer_to_a_death(changed: dict, answer: Answer, reason: str) -> None:
@@ -116,10 +115,12 @@ def test_rules_are_what_the_configuration_says() -> None:
          "expert.generator.max_restarts=5", "expert.generator.restart_window_s=60",
          "expert.verifier.max_restarts=7"],
     )  # fmt: skip
-    rule = generator_rule(config, "generator-2", role="generator-2-before", until="queue")
+    rule = restart_rule(
+        config, "generator", "generator-2", role="generator-2-before", until="queue"
+    )
     assert (rule.replica, rule.limit, rule.window_s) == ("generator-2", 5, 60.0)
     assert (rule.replicas, rule.min_replicas) == (3, 2)
     assert rule.ready_path == Path("R/logs/generator-2-before.ready")
-    rule = verifier_rule(config, "verifier-1", role="verifier-1", until="queue", replicas=4)
+    rule = restart_rule(config, "verifier", "verifier-1", until="queue", replicas=4)
     assert (rule.kind, rule.limit, rule.window_s) == ("verifier", 7, 3600.0)
     assert (rule.replicas, rule.min_replicas, rule.section) == (4, 1, "verifier")

@@ -13,7 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.model_checks import check_reference
 from megatron_rl.launcher.placement import nodes_needed, place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
-from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
+from megatron_rl.launcher.restarts import Answer, Death, answer_death, restart_rule
 from megatron_rl.plan.plan import Hardware, make_plan
 
 SHAPE = {
@@ -141,5 +141,7 @@ def test_used_up_restarts_name_their_key(overrides: list[str]) -> None:
     death = Death(
         exit_code=-9, can_start=True, restarts=1, is_run_ending=False, is_too_late=False, others=0
     )
-    answer, reason = answer_death(death, scorer_rule(config, "scorer-0", until="trainer"))
+    answer, reason = answer_death(
+        death, restart_rule(config, "scorer", "scorer-0", until="trainer")
+    )
     assert answer is Answer.END_RUN and "expert.scorer.max_restarts = 1" in reason

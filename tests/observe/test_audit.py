@@ -90,10 +90,10 @@ def test_sound_records_hold(run_dir: Path) -> None:
     looked_at = {name: rule.looked_at for name, rule in findings.rules.items()}
     # 10 rollouts of 5 groups in 3 files; 7 figures of each step, of which the first dropped none.
     assert looked_at["a reward is the sum of its parts"] == 10
-    assert looked_at["a group is of one prompt"] == 5
-    assert looked_at["metrics of a step are those of its rollouts"] == 14
+    assert looked_at["a group has one prompt"] == 5
+    assert looked_at["metrics of a step match its rollouts"] == 14
     assert looked_at["no rollout is staler than queue.max_staleness"] == 2
-    assert looked_at["accuracies are those of recorded completions"] == 1
+    assert looked_at["accuracies match recorded completions"] == 1
 
 
 def test_thinned_tokens_are_told_and_break_no_rule(run_dir: Path) -> None:
@@ -135,21 +135,21 @@ def _swap(key: str, value: Any, at: int = 0) -> Callable[[list[dict]], None]:
         (change_lines("metrics.jsonl", _swap("queue/groups_dropped_zero_variance", 2.0, 1)),
          "metrics of a step"),
         (change_lines("metrics.jsonl", _swap("train/loss", float("nan"))), "metrics are numbers"),
-        (change_lines("metrics.jsonl", _swap("eval/accuracy", 0.75, 2)), "accuracies are those"),
+        (change_lines("metrics.jsonl", _swap("eval/accuracy", 0.75, 2)), "accuracies match"),
         (change_lines("rollouts/eval_after.jsonl", _swap("reason", "correct", 1)),
-         "accuracies are those"),
+         "accuracies match"),
         (change_lines("rollouts/step_000000.jsonl", _swap("reward", 0.9)), "the sum of its parts"),
-        (change_lines("rollouts/step_000000.jsonl", _swap("prompt_id", "x")), "of one prompt"),
+        (change_lines("rollouts/step_000000.jsonl", _swap("prompt_id", "x")), "has one prompt"),
         (change_lines("rollouts/step_000000.jsonl", _swap("index", 1)), "each rollout once"),
         (change_lines("rollouts/step_000001.jsonl", _swap("group", 0)), "trained on twice"),
         (change_lines("rollouts/step_000000.jsonl", _swap("reward", None)), "was graded"),
         (change_lines("rollouts/step_000001.jsonl", _swap("versions", [-1])), "is staler than"),
         (change_lines("rollouts/step_000000.jsonl", _swap("spans", [[1, 0, 2], [0, 2, 4]])),
          "versions of a rollout only rise"),
-        (lambda folder: (folder / "summary.json").write_text('{"steps": 2}'), "the summary is"),
+        (lambda folder: (folder / "summary.json").write_text('{"steps": 2}'), "summary matches"),
         (lambda folder: (folder / "hf/final/config.json").unlink(), "models are whole"),
         (lambda folder: (folder / "rollouts/step_000000.jsonl").write_text("{}\n"),
-         "belong to their lines"),
+         "match their lines"),
     ],
 )  # fmt: skip
 def test_a_change_breaks_its_rule(run_dir: Path, change: Callable[[Path], None], rule: str) -> None:

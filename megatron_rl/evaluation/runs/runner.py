@@ -23,7 +23,7 @@ from megatron_rl.evaluation.runs.results import (
 from megatron_rl.evaluation.runs.tables import print_report
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import evaluate_folder
-from megatron_rl.launcher.intentions import NOTHING, evaluation_lines
+from megatron_rl.launcher.dry_run_text import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, locked

@@ -1,5 +1,5 @@
-"""Metrics for others to read: what each means, and TensorBoard, Weights & Biases and Prometheus.
+"""Exports metrics to TensorBoard, Weights & Biases and Prometheus.
 
-A run starts `exporter.py` as a process when `[metrics]` asks for it; `megatron-rl metrics export`
-does the same with a finished run. May import config and protocol.
+A run starts `exporter.py` as a process if `[metrics]` asks for it; `megatron-rl metrics export`
+exports a finished run. May import config and protocol.
 """

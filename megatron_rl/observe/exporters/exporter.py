@@ -1,8 +1,8 @@
-"""Passes the rows of a run on to every program that `[metrics]` names.
+"""Exports the metric rows of a run to every program that `[metrics]` names.
 
-`python -m megatron_rl.observe.exporters.exporter --config FILE` is the process of a run. It reads
-RUN/metrics.jsonl every `expert.metrics.poll_s` until SIGTERM, then once more. Nobody waits for it,
-and its end does not end the run. `megatron-rl metrics export` does the same with a finished run.
+`python -m megatron_rl.observe.exporters.exporter --config FILE` is a process of a run. It reads
+RUN/metrics.jsonl every `expert.metrics.poll_s` until SIGTERM, then once more. The run continues
+without it. `megatron-rl metrics export` uses `Exporter` for a finished run.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from typing import Protocol, Self
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.observe.exporters.follow import Follower, Row, is_rewritten
+from megatron_rl.observe.exporters.follow import Follower, Row
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.metrics import RESUMED
 from megatron_rl.protocol.process import run_main, set_up_logging
 
 ROLE = "metrics"
@@ -28,17 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """Takes rows."""
+    """A destination of rows."""
 
     def add(self, rows: list[Row]) -> None:
-        """Take in rows, in the order in which they were written."""
+        """Take in rows, in file order."""
 
     def close(self) -> None:
         """Finish."""
 
 
 def check_installed(config: Config) -> None:
-    """Raise InputError when a package is missing that `[metrics]` needs."""
+    """Raise InputError if a package for `[metrics]` is missing."""
     asked = {"tensorboard": config.metrics.tensorboard, "wandb": config.metrics.wandb != "off"}
     for name, is_asked in asked.items():
         if is_asked and importlib.util.find_spec(name) is None:
@@ -52,13 +53,13 @@ class Exporter(Closing):
     """Follows the metrics of a run folder."""
 
     def __init__(self, config: Config) -> None:
-        """Opens nothing yet. Raises InputError for what is not installed."""
+        """Opens nothing yet. Raises InputError for a missing package."""
         check_installed(config)
         self._config = config
         self._follower = Follower(config.run.dir / "metrics.jsonl")
         self._writers: list[Writer] = []
         self.passed_on = 0
-        """Rows that the writers have; none counts twice where steps are taken again."""
+        """Number of rows that the writers have."""
 
     def __enter__(self) -> Self:
         self._open()
@@ -78,10 +79,10 @@ class Exporter(Closing):
         self._writers = []
 
     def advance(self) -> int:
-        """Pass on what is new; returns how many rows."""
+        """Export new rows; returns their number."""
         rows = self._follower.read()
-        if is_rewritten(rows):
-            # Steps are taken again: what was passed on of them has to go.
+        if any(RESUMED in row for row in rows):
+            # A resumed run repeats steps, so the writers start again without their old rows.
             self.close()
             self._open()
         else:
@@ -96,7 +97,7 @@ class Exporter(Closing):
 
 
 def open_writers(config: Config) -> list[Writer]:
-    """The writers that `[metrics]` asks for. Raises OSError for a port that is taken."""
+    """The writers that `[metrics]` asks for. Raises OSError for a port in use."""
     wanted, run_dir = config.metrics, config.run.dir
     writers: list[Writer] = []
     if wanted.tensorboard:
@@ -108,7 +109,7 @@ def open_writers(config: Config) -> list[Writer]:
 
         server = PrometheusServer(wanted.prometheus_host, wanted.prometheus_port, settings(config))
         writers.append(server)
-        log.info("http://%s:%d/metrics", wanted.prometheus_host, server.port)
+        log.info("serving http://%s:%d/metrics", wanted.prometheus_host, server.port)
     if wanted.wandb != "off":
         from megatron_rl.observe.exporters.wandb_run import WandbRun
 
@@ -124,7 +125,7 @@ def open_writers(config: Config) -> list[Writer]:
 
 
 def destinations(config: Config) -> list[str]:
-    """Where the writers of `open_writers` put rows, for people."""
+    """Names and places of the writers."""
     wanted, run_dir = config.metrics, config.run.dir
     found = []
     if wanted.tensorboard:
@@ -139,7 +140,7 @@ def destinations(config: Config) -> list[str]:
 
 
 def settings(config: Config) -> dict[str, float]:
-    """Values of the configuration that alerts compare with."""
+    """Configuration values that alerts compare with."""
     return {
         "queue.max_staleness": config.queue.max_staleness,
         "generator.replicas": config.generator.replicas,
@@ -149,9 +150,9 @@ def settings(config: Config) -> dict[str, float]:
 
 
 def main(config: Config) -> None:
-    """Pass rows on until the process is told to end."""
+    """Export rows until SIGTERM."""
     ending = threading.Event()
-    # The last rows are written while the run ends: the signal says when to look for them.
+    # Other roles write their last rows while the run ends: rows are read again after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
     with Exporter(config) as exporter:
         while not ending.wait(config.metrics.poll_s):

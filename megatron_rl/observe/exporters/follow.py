@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl as it grows. Used by the exporter."""
+"""Reads metrics.jsonl as it grows. Used by the exporter and the live view."""
 
 import itertools
 import json
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.protocol.metrics import RESUMED, end_of_lines, stream_rows
+from megatron_rl.protocol.metrics import end_of_lines, stream_rows
 
 Row = dict[str, Any]
 CHUNK_BYTES, CHUNK_ROWS = 1 << 18, 100
-"""Read at once; a longer file takes several calls."""
+"""Limits of one read; a longer file takes several."""
 
 
 class Follower:
@@ -22,16 +22,13 @@ class Follower:
         self._torn = b""
 
     def read(self) -> list[Row]:
-        """Some rows that were completed since the last call; [] when there are none.
-
-        A file that is not there yet has none.
-        """
+        """Some new complete rows; [] without any, or without a file."""
         rows: list[Row] = []
         if not self._path.exists():
             return rows
         with self._path.open("rb") as file:
             file.seek(self._position)
-            # A row may be longer than what is read at once.
+            # A row may be longer than a chunk.
             while not rows and (data := file.read(CHUNK_BYTES)):
                 self._position += len(data)
                 *lines, self._torn = (self._torn + data).split(b"\n")
@@ -39,7 +36,7 @@ class Follower:
         return rows
 
     def read_all(self) -> Iterator[list[Row]]:
-        """All rows until now, in parts, without rows of steps that a resumed run took again."""
+        """All present rows, in parts, without steps that a resumed run repeated."""
         if not self._path.exists():
             return
         self._position, self._torn = end_of_lines(self._path), b""
@@ -48,17 +45,12 @@ class Follower:
             yield rows
 
     def skip(self) -> None:
-        """Pass over the rows that are there."""
+        """Skip the present rows."""
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
 
-def is_rewritten(rows: list[Row]) -> bool:
-    """Whether new rows say that steps before them are taken again."""
-    return any(RESUMED in row for row in rows)
-
-
 def numbers(row: Row) -> dict[str, float]:
-    """The metrics of a row: no texts, and none of what says where the row is from."""
+    """The numeric metrics of a row."""
     return {
         name: float(value)
         for name, value in row.items()
@@ -66,7 +58,7 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
-def split_label(label: str) -> tuple[str, str]:
-    """When an evaluation was made, and of which set: ("step_10", "aime24"); "" for held-out."""
-    when, _, name = label.partition(".")
-    return when, name
+def set_suffix(row: Row) -> str:
+    """`/SET` for metrics of an evaluation set, else ""; the row's label is WHEN.SET."""
+    name = row.get("label", "").partition(".")[2]
+    return f"/{name}" if name else ""

@@ -1,4 +1,4 @@
-"""A dashboard for Grafana and alert rules for Prometheus, over the names that the exporter serves.
+"""A Grafana dashboard and Prometheus alert rules for the exporter's metrics.
 
 Used by `megatron-rl metrics dashboard` and `megatron-rl metrics alerts`.
 """
@@ -13,7 +13,7 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
 class Panel(NamedTuple):
-    """One plot: a title, and what is drawn by which legend."""
+    """One plot; queries: expression by legend."""
 
     title: str
     unit: str
@@ -67,7 +67,7 @@ PANELS = (
 
 
 class Alert(NamedTuple):
-    """A rule: a name, when it holds, for how long, and what to do."""
+    """An alert rule; lasts: how long the expression must hold; text: what to do."""
 
     name: str
     expression: str

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard: a folder, which it calls a run, for each role."""
+"""Event files for TensorBoard: one folder (TensorBoard run) per role."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+from megatron_rl.observe.exporters.follow import Row, numbers, set_suffix
 
 _OURS = "events.out.tfevents.*"
 
 
 class TensorBoardWriter:
-    """Writes rows below a folder; what an earlier one left there is replaced."""
+    """Writes rows below a folder, in place of earlier event files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,10 +26,9 @@ class TensorBoardWriter:
             values = numbers(row)
             if not values:
                 continue
-            _, name = split_label(row.get("label", ""))
-            ending = f"/{name}" if name else ""
+            suffix = set_suffix(row)
             summary = Summary(
-                value=[Summary.Value(tag=tag + ending, simple_value=v) for tag, v in values.items()]
+                value=[Summary.Value(tag=tag + suffix, simple_value=v) for tag, v in values.items()]
             )
             event = Event(wall_time=row["time"], step=max(row["step"], 0), summary=summary)
             self._writer(row["source"]).add_event(event)
@@ -44,6 +43,6 @@ class TensorBoardWriter:
         return self._writers[source]
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the files."""
         for writer in self._writers.values():
             writer.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run of theirs for each run folder, resumed with it."""
+"""Weights & Biases: one W&B run per run folder, resumed with it."""
 
 import os
 import uuid
@@ -9,16 +9,16 @@ from typing import Any
 import wandb
 
 from megatron_rl.config.tree import MetricsConfig
-from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+from megatron_rl.observe.exporters.follow import Row, numbers, set_suffix
 
 ID_FILE = "megatron_rl_run_id"
 _TIMEOUT_S = 60
 _ONLY_WRITERS = ("trainer", "queue", "launch")
-"""Roles whose groups of metrics no other role writes."""
+"""Roles whose metric groups no other role writes."""
 
 
 class WandbRun:
-    """Sends rows, each metric over the step of its source."""
+    """Sends rows; the x axis of a metric is the step of its role."""
 
     def __init__(
         self, folder: Path, cfg: MetricsConfig, *, default_name: str, config: dict[str, Any]
@@ -27,7 +27,7 @@ class WandbRun:
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=cfg.wandb_project,
-            # None: what WANDB_ENTITY and the like say, if anything.
+            # None leaves the choice to variables such as WANDB_ENTITY.
             entity=cfg.wandb_entity or None,
             group=cfg.wandb_group or None,
             tags=cfg.wandb_tags or None,
@@ -41,7 +41,7 @@ class WandbRun:
                 init_timeout=_TIMEOUT_S,
                 console="off",
                 silent=True,
-                # The machine is ours to describe, and git its owner's.
+                # Sends no data about the machine or its git repositories.
                 disable_git=True,
                 disable_code=True,
                 x_disable_meta=True,
@@ -52,15 +52,14 @@ class WandbRun:
         self._groups: set[str] = set()
 
     def add(self, rows: list[Row]) -> None:
-        """Send rows but for those that an earlier run of the exporter has sent."""
+        """Send rows, except rows that an earlier exporter process has sent."""
         for row in rows:
             source, step = row["source"], row["step"]
             values = numbers(row)
             if not values or step < self._sent.get(source, -1):
                 continue
-            _, name = split_label(row.get("label", ""))
-            ending = f"/{name}" if name else ""
-            sent: dict[str, Any] = {name_of(source, k) + ending: v for k, v in values.items()}
+            suffix = set_suffix(row)
+            sent: dict[str, Any] = {name_of(source, k) + suffix: v for k, v in values.items()}
             self._define(source, sent)
             self._run.log(sent | {f"step/{source}": step})
             self._sent[source] = step
@@ -69,23 +68,23 @@ class WandbRun:
         if source not in self._sources:
             self._run.define_metric(f"step/{source}", hidden=True)
             self._sources.add(source)
-        # By group, as two roles share none: "train/*" is over the trainer's steps.
+        # By group, because roles share none: "train/*" is over the trainer's steps.
         for group in {name.partition("/")[0] for name in names} - self._groups:
             self._run.define_metric(f"{group}/*", step_metric=f"step/{source}")
             self._groups.add(group)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send remaining rows and close the W&B run."""
         self._run.summary["sent_steps"] = self._sent
         self._run.finish()
-        # Their service, another process, may write the file some time after finish() has returned.
+        # wandb's service process may write the file after finish() has returned.
         wandb.teardown()
 
 
 def name_of(source: str, metric: str) -> str:
-    """The metric's name there: as in metrics.jsonl, with the role as group where roles share names.
+    """W&B name of a metric: as in metrics.jsonl, with the role as prefix if roles share the name.
 
-    The cold start writes `train/*` as the trainer does.
+    The cold start writes `train/*`, like the trainer.
     """
     if source in _ONLY_WRITERS:
         return metric
@@ -94,7 +93,7 @@ def name_of(source: str, metric: str) -> str:
 
 
 def _id_of(folder: Path) -> str:
-    """Their identifier of this run folder, the same for a resumed run."""
+    """W&B id of this run folder, the same for a resumed run."""
     path = folder / ID_FILE
     if not path.exists():
         partial = path.with_suffix(f".{os.getpid()}")

@@ -1,4 +1,1 @@
-"""`megatron-rl report`: one self-contained HTML file about one run or several.
-
-Runs in the launcher.
-"""
+"""`megatron-rl report`: one self-contained HTML file about one or several runs."""

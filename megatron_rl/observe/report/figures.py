@@ -1,6 +1,6 @@
-"""The plots of a report, as plotly figures; a plot of which no run has data is left out."""
+"""The plots of a report, as plotly figures; plots without data are left out."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import plotly.graph_objects as go
@@ -11,59 +11,63 @@ from megatron_rl.protocol.metrics import GROUPS_DROPPED
 
 COLOURS = qualitative.D3
 BAND = 1.96
-"""Standard errors of a band that holds 95 % of a normal distribution."""
+"""Standard errors of a 95 % band."""
 _HEIGHT = 320
 _BINS = 60
 
 
 class Plot(NamedTuple):
-    """A figure with its heading, and what it shows."""
+    """A figure with its heading and explanation."""
 
     title: str
     explained: str
     figure: go.Figure
 
 
-class Curve(NamedTuple):
-    """A metric over steps."""
-
-    metric: str
-    label: str
-
-
-_CURVES: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
+_CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Reward", "Mean of all rollouts of a step, and its parts.",
-     (Curve("rollout/reward", "reward"), Curve("reward/correct", "for right answers"),
-      Curve("reward/format", "for form"), Curve("reward/length", "length"),
-      Curve("reward/language", "language"))),
+     {"rollout/reward": "reward", "reward/correct": "for right answers",
+      "reward/format": "for form", "reward/length": "length", "reward/language": "language"}),
     ("Right, format passed, cut", "Shares of all rollouts of a step, zero-variance groups too.",
-     (Curve("rollout/correct", "right"), Curve("rollout/format", "well-formed"),
-      Curve("rollout/truncated", "cut at the length limit"))),
-    ("Length of completions", "Mean, in tokens.", (Curve("rollout/length_tokens", "tokens"),)),
-    ("Entropy", "Mean over tokens, in nats.", (Curve("train/entropy_nats", "entropy"),)),
+     {"rollout/correct": "right", "rollout/format": "well-formed",
+      "rollout/truncated": "cut at the length limit"}),
+    ("Length of completions", "Mean, in tokens.", {"rollout/length_tokens": "tokens"}),
+    ("Entropy", "Mean over tokens, in nats.", {"train/entropy_nats": "entropy"}),
     ("Logprob gap", "|trainer - generator| of tokens sampled under the current version, in nats.",
-     (Curve("train/logprob_gap", "mean"), Curve("train/mismatch_p99", "99th percentile"))),
+     {"train/logprob_gap": "mean", "train/mismatch_p99": "99th percentile"}),
     ("Clipped tokens", "Share of tokens from which clipping took the gradient.",
-     (Curve("train/clip_fraction_low", "below"), Curve("train/clip_fraction_high", "above"))),
-    ("Gradient norm", "Before clipping.", (Curve("train/grad_norm", "norm"),)),
+     {"train/clip_fraction_low": "below", "train/clip_fraction_high": "above"}),
+    ("Gradient norm", "Before clipping.", {"train/grad_norm": "norm"}),
     ("Staleness", "Policy versions between sampling and training.",
-     (Curve("queue/staleness_versions_mean", "mean"),
-      Curve("queue/staleness_versions_max", "largest"))),
-    ("Throughput of the trainer", "Positions a second.",
-     (Curve("train/tokens_per_s", "positions"),)),
-    ("Stage", "Number of the stage of [[stages]].", (Curve("queue/stage", "stage"),)),
+     {"queue/staleness_versions_mean": "mean", "queue/staleness_versions_max": "largest"}),
+    ("Throughput of the trainer", "Positions a second.", {"train/tokens_per_s": "positions"}),
+    ("Stage", "Number of the stage of [[stages]].", {"queue/stage": "stage"}),
 )  # fmt: skip
+
+_SECONDS = {
+    "wait/batch_s": "waits for a batch", "train/update_s": "update", "weight_sync/s": "weight sync",
+}  # fmt: skip
 
 
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """All plots that have data, in the order of the report."""
-    made: list[Plot | None] = [_accuracy(runs)]
-    made += [_curves(runs, *one) for one in _CURVES]
-    made += [one(runs) for one in (_staleness, _lengths, _seconds, _dropped, _reasons)]
+    dropped, reasons = _named(runs, GROUPS_DROPPED), _named(runs, "reason/")
+    made = [
+        _accuracy(runs),
+        *(_over_steps(runs, *one) for one in _CURVES),
+        _staleness(runs),
+        _lengths(runs),
+        *(_over_steps(runs, *one, is_stacked=True) for one in (
+            ("Seconds of a step", "Parts of a trainer step, stacked.", _SECONDS),
+            ("Dropped groups",
+             "Dropped groups of a step, by reason; zero-variance: all rewards are equal.", dropped),
+            ("Verdicts", "Rollouts of a step by the reason of their score.", reasons),
+        )),
+    ]  # fmt: skip
     return [one for one in made if one is not None]
 
 
-# Below the plot: plotly's tool bar covers what stands at the top right.
+# Below the plot, because plotly's tool bar covers the top right.
 LEGEND = {"orientation": "h", "y": -0.2, "yanchor": "top"}
 
 
@@ -83,26 +87,35 @@ def _name(run: Run, label: str, runs: Sequence[Run]) -> str:
     return f"{run.name}: {label}" if len(runs) > 1 else label
 
 
-def _curves(
-    runs: Sequence[Run], title: str, explained: str, curves: tuple[Curve, ...]
-) -> Plot | None:
+def _over_steps(
+    runs: Sequence[Run], title: str, explained: str, labels: dict[str, str], *,
+    is_stacked: bool = False,
+) -> Plot | None:  # fmt: skip
+    """Lines or stacked bars over steps; labels: by metric."""
     figure = go.Figure()
     for number, run in enumerate(runs):
-        for place, curve in enumerate(curves):
-            rows = [row for row in run.steps if curve.metric in row]
-            if rows:
-                colour = COLOURS[(number * len(curves) + place) % len(COLOURS)]
-                figure.add_scatter(
-                    x=[row["step"] for row in rows], y=[row[curve.metric] for row in rows],
-                    name=_name(run, curve.label, runs), mode="lines", line={"color": colour},
-                )  # fmt: skip
-    return Plot(title, explained, _styled(figure, "step")) if figure.data else None
+        for place, (metric, label) in enumerate(labels.items()):
+            rows = [row for row in run.steps if (row.get(metric) if is_stacked else metric in row)]
+            if not rows:
+                continue
+            colour = COLOURS[(number * len(labels) + place) % len(COLOURS)]
+            x, y = [row["step"] for row in rows], [row[metric] for row in rows]
+            name = _name(run, label, runs)
+            if is_stacked:
+                figure.add_bar(x=x, y=y, name=name, offsetgroup=number, marker={"color": colour})
+            else:
+                figure.add_scatter(x=x, y=y, name=name, mode="lines", line={"color": colour})
+    if not figure.data:
+        return None
+    return Plot(title, explained, _styled(figure, "step", is_stacked=is_stacked))
 
 
 def _accuracy(runs: Sequence[Run]) -> Plot | None:
-    """Evaluations over versions, a line a set, with bands of 95 %."""
-    figure = go.Figure()
+    """Accuracies over policy versions, one line per set."""
     series = [(run, *found) for run in runs for found in _evaluations(run)]
+    if not series:
+        return None
+    figure = go.Figure()
     for number, (run, name, rows) in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         figure.add_scatter(
@@ -111,14 +124,12 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
             text=[row["label"] for row in rows], name=_name(run, name, runs),
             mode="lines+markers", line={"color": colour},
         )  # fmt: skip
-    if not series:
-        return None
     text = f"Of held-out prompts and evaluation sets; bars are {BAND} standard errors either way."
     return Plot("Accuracy of evaluations", text, _styled(figure, "policy version"))
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of each evaluation set, by version; the SFT baseline counts as a set."""
+    """Rows by evaluation set, in order of versions; the SFT baseline counts as a set."""
     rows = [row for row in run.rows if "eval/accuracy" in row]
     names: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
@@ -131,63 +142,27 @@ def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _staleness(runs: Sequence[Run]) -> Plot | None:
+    if not any(run.staleness for run in runs):
+        return None
     figure = go.Figure()
     for run in runs:
         ages = sorted(run.staleness)
         figure.add_bar(x=ages, y=[run.staleness[age] for age in ages], name=run.name)
     figure.update_xaxes(dtick=1)
-    text = "Rollouts that were trained on, by versions between their oldest token and the step."
-    if not any(run.staleness for run in runs):
-        return None
+    text = "Trained rollouts, by versions between their oldest token and the step."
     return Plot("Staleness of rollouts", text, _styled(figure, "policy versions"))
 
 
 def _lengths(runs: Sequence[Run]) -> Plot | None:
+    if not any(run.lengths for run in runs):
+        return None
     figure = go.Figure()
     for run in runs:
         figure.add_histogram(x=run.lengths, nbinsx=_BINS, name=run.name)
-    text = "Of all rollouts that were trained on."
-    if not any(run.lengths for run in runs):
-        return None
-    return Plot("Lengths of completions", text, _styled(figure, "tokens"))
+    return Plot("Lengths of completions", "Of all trained rollouts.", _styled(figure, "tokens"))
 
 
-def _seconds(runs: Sequence[Run]) -> Plot | None:
-    """Parts of a trainer step."""
-    parts = (("wait/batch_s", "waits for a batch"), ("train/update_s", "update"),
-             ("weight_sync/s", "weight sync"))  # fmt: skip
-    return _bars(runs, parts, Plot("Seconds of a step", "Parts of a trainer step, stacked.",
-                                   go.Figure()))  # fmt: skip
-
-
-def _bars(runs: Sequence[Run], parts: Sequence[tuple[str, str]], plot: Plot) -> Plot | None:
-    for number, run in enumerate(runs):
-        for place, (metric, label) in enumerate(parts):
-            rows = [row for row in run.steps if row.get(metric)]
-            if rows:
-                plot.figure.add_bar(
-                    x=[row["step"] for row in rows], y=[row[metric] for row in rows],
-                    name=_name(run, label, runs), offsetgroup=number,
-                    marker={"color": COLOURS[(number * len(parts) + place) % len(COLOURS)]},
-                )  # fmt: skip
-    if not plot.figure.data:
-        return None
-    return plot._replace(figure=_styled(plot.figure, "step", is_stacked=True))
-
-
-def _named(prefix: str) -> Callable[[Sequence[Run]], list[tuple[str, str]]]:
-    def find(runs: Sequence[Run]) -> list[tuple[str, str]]:
-        names = {name for run in runs for row in run.steps for name in row}
-        return [(n, n.removeprefix(prefix)) for n in sorted(names) if n.startswith(prefix)]
-
-    return find
-
-
-def _dropped(runs: Sequence[Run]) -> Plot | None:
-    text = "Groups of a step that were dropped, by reason; zero-variance groups have equal rewards."
-    return _bars(runs, _named(GROUPS_DROPPED)(runs), Plot("Dropped groups", text, go.Figure()))
-
-
-def _reasons(runs: Sequence[Run]) -> Plot | None:
-    text = "Rollouts of a step by the reason of their score."
-    return _bars(runs, _named("reason/")(runs), Plot("Verdicts", text, go.Figure()))
+def _named(runs: Sequence[Run], prefix: str) -> dict[str, str]:
+    """Metrics with a prefix, and their names without it."""
+    names = {name for run in runs for row in run.steps for name in row}
+    return {n: n.removeprefix(prefix) for n in sorted(names) if n.startswith(prefix)}

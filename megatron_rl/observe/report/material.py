@@ -1,6 +1,6 @@
-"""The material of a report: the metrics of a run, and its recorded rollouts.
+"""Reads a run for a report: its metrics and its recorded rollouts.
 
-Records are read in one pass, as only what is plotted; a long run wrote gigabytes of text.
+Records are read in one pass and reduced to plotted values; a long run has gigabytes of text.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ _EXPECTED = "a recorded rollout"
 MAX_TRACED = 20_000
 """Rollouts of a timeline."""
 MAX_EXAMPLES = 8
-"""Prompts that are shown with what was answered before and after."""
+"""Shown prompts with completions before and after training."""
 MAX_SHOWN_CHARS = 4_000
-"""Characters of one text."""
+"""Shown characters of one text."""
 
 
 class Times(msgspec.Struct):
-    """Seconds since 1970; 0: it did not happen."""
+    """Unix seconds; 0: never."""
 
     leased: float = 0.0
     done: float = 0.0
@@ -36,7 +36,7 @@ class Times(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """The part of a recorded rollout that plots need."""
+    """The plotted part of a recorded rollout."""
 
     versions: list[int] = []
     generator: str = ""
@@ -49,7 +49,7 @@ class Record(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The part of an evaluated rollout that is shown."""
+    """The shown part of an evaluated rollout."""
 
     prompt_id: str
     problem: str = ""
@@ -69,18 +69,18 @@ class Example:
 
 @dataclass
 class Run:
-    """One run folder, read."""
+    """The data of one run folder."""
 
     name: str
     folder: Path
     config: Config
     rows: list[Row]
     staleness: Counter[int] = field(default_factory=Counter)
-    """Rollouts that were trained on, by policy versions between their oldest token and the step."""
+    """Trained rollouts by policy versions between their oldest token and the step."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of the rollouts that were trained on."""
+    """Tokens of each trained rollout."""
     traced: list[Record] = field(default_factory=list)
-    """The first rollouts that were trained on, with their times."""
+    """The first trained rollouts, for the timeline."""
     examples: list[Example] = field(default_factory=list)
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
 
 def read_material(folder: Path, config: Config, name: str) -> Run:
-    """Read a run folder; of a running run what there is so far."""
+    """Read a run folder, also while the run is running."""
     rows = [row for row in stream_rows(folder / "metrics.jsonl") if ACTIVITY_S not in row]
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)
@@ -98,7 +98,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
         if file.step is None or file.is_dropped:
             continue
         for record in decode_lines(file.path, decoder, expected=_EXPECTED):
-            # The batch of step s makes version s + 1 from version s.
+            # The batch of file s turns version s into s + 1.
             run.staleness[file.step - min(record.versions, default=file.step)] += 1
             run.lengths.append(record.tokens)
             if len(run.traced) < MAX_TRACED:
@@ -108,7 +108,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
 
 
 def _examples(folder: Path) -> list[Example]:
-    """Prompts whose verdict changed come first."""
+    """Examples; prompts with a changed verdict come first."""
     before, after = (_answers(folder / f"eval_{label}.jsonl") for label in ("before", "after"))
     pairs = [Example(before[key], after[key]) for key in before if key in after]
     pairs.sort(key=lambda pair: pair.before.reason == pair.after.reason)

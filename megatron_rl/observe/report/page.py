@@ -1,7 +1,6 @@
-"""The HTML of a report: everything in one file, nothing fetched, all texts escaped.
+"""The HTML of a report: one self-contained file with all texts escaped.
 
-Completions are a model's texts: they are put into the page as text alone, and the page's policy
-lets nothing load and nothing be sent.
+Completions are untrusted texts of a model. The page's content security policy allows no requests.
 """
 
 import html
@@ -40,7 +39,7 @@ for (const [id, figure] of Object.entries(FIGURES)) {
 def render(
     runs: Sequence[Run], texts: Sequence[str], *, timelines: Sequence[Plot], plots: Sequence[Plot]
 ) -> str:
-    """The page; texts: the summary of each run."""
+    """The page; texts: one summary per run."""
     title = " and ".join(run.name for run in runs)
     small = {f"plot-{number}": plot for number, plot in enumerate(plots)}
     wide = {f"timeline-{number}": plot for number, plot in enumerate(timelines)}
@@ -79,7 +78,7 @@ def _box(name: str, plot: Plot) -> str:
 
 
 def _json(figures: dict[str, Plot]) -> str:
-    """Figures as a script may hold them: no text in them can end the script."""
+    """Figures as JSON in which no text can end the script element."""
     whole = {name: json.loads(plot.figure.to_json()) for name, plot in figures.items()}
     text = json.dumps(whole, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

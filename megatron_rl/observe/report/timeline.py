@@ -1,7 +1,7 @@
-"""Who generated, verified, trained and synced when: a plot, and a trace for Perfetto.
+"""Times of generation, grading, training and weight syncs: a plot, and a trace for Perfetto.
 
-Of metrics.jsonl (the trainer's steps, the busy share of all generators, evaluations) and of
-recorded rollouts (leased, done, scored). Times are seconds since 1970.
+Sources are metrics.jsonl (the trainer's steps, the busy share of all generators, evaluations) and
+recorded rollouts (leased, done, scored). Times are unix seconds.
 """
 
 import json
@@ -20,27 +20,27 @@ WAIT, UPDATE, WEIGHT_SYNC = "waits", "update", "weight sync"
 _COLOURS = {WAIT: "#d8d8d8", UPDATE: "#1f77b4", WEIGHT_SYNC: "#d62728", "generates": "#2ca02c",
             "idle": "#f2f2f2", "evaluates": "#9467bd"}  # fmt: skip
 _SHOWN_SPANS = 4_000
-"""Spans of a role in the plot; the trace has all spans."""
+"""Most spans per kind in the plot; the trace has all spans."""
 
 
 class Span(NamedTuple):
-    """Something that a role did."""
+    """An activity of a role."""
 
     role: str
     what: str
     start: float
     end: float
     share: float = 1.0
-    """Share of the time between in which it did so."""
+    """Share of the span in which the role did so."""
 
 
 def spans(run: Run) -> list[Span]:
-    """All that metrics tell, by role."""
+    """All spans from metrics."""
     return [*_trainer(run), *_generators(run), *_evaluations(run)]
 
 
 def _trainer(run: Run) -> Iterator[Span]:
-    """A step's row is written at its end: wait, then update, then sync."""
+    """A step's row is written at its end, after wait, update and sync."""
     for row in run.steps:
         sync, update = row.get("weight_sync/s", 0.0), row.get("train/update_s", 0.0)
         wait, end = row.get("wait/batch_s", 0.0), row["time"]
@@ -67,7 +67,7 @@ def _evaluations(run: Run) -> Iterator[Span]:
 
 
 def plot(run: Run) -> Plot | None:
-    """Bars over time, a line a role."""
+    """Bars over time, one line per role; None without spans."""
     found = spans(run)
     if not found:
         return None
@@ -107,7 +107,7 @@ def _kind(span: Span) -> str:
 def trace(run: Run) -> str:
     """Events in the format that ui.perfetto.dev and chrome://tracing open, in microseconds.
 
-    Roles are threads; rollouts are asynchronous events, as many of them overlap.
+    Roles are threads; rollouts are asynchronous events, because they overlap.
     """
     events = [*_role_events(spans(run)), *_rollout_events(run)]
     begin = min((event["ts"] for event in events), default=0.0)

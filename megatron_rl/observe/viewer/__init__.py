@@ -1,5 +1,5 @@
-"""`megatron-rl view RUN`: recorded rollouts in a browser, served on loopback alone.
+"""`megatron-rl view RUN`: recorded rollouts in a browser, served on loopback only.
 
-`server.py` answers, `index.py` knows which rollouts there are, `tokens.py` what their tokens say,
-`static/` is what the browser gets. May import config and protocol.
+`server.py` answers requests, `index.py` finds rollouts, `tokens.py` reads their tokens, `static/`
+has the page. May import config and protocol.
 """

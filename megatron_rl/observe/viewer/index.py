@@ -1,7 +1,7 @@
-"""An index of a run's recorded rollouts, in SQLite: which there are, where their lines lie.
+"""An SQLite index of a run's recorded rollouts and the places of their lines.
 
-Used by the viewer. A file of a temporary folder holds it, so that a long run needs no memory; it is
-made again at each start, and grows with the run.
+Used by the viewer. It is a temporary file, so that a long run needs little memory; each start of
+the viewer makes a new one, which grows with the run.
 """
 
 import sqlite3
@@ -17,15 +17,15 @@ from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of a file that are read at once; a longer line takes more."""
+"""Bytes of one read; a longer line takes several."""
 _PREVIEW_CHARS = 200
 _MAX_CHOICES = 100
-"""Values of a facet that are offered."""
+"""Most offered values of a facet."""
 _COLUMNS = (
     "file", "start", "size", "step", "evaluation", "kind", "task", "language", "reason", "dropped",
     "reward", "tokens", "staleness", "finish", "generator", "prompt", "stage", "grp", "idx",
 )  # fmt: skip
-# Texts lie apart, so that whatever does not search them reads little.
+# Texts are a separate table, so that queries without a search read little.
 _TABLE = f"""
 create table rollouts (
     id integer primary key, {", ".join(_COLUMNS)}
@@ -45,20 +45,20 @@ RANGES = ("step", "reward", "tokens", "staleness")
 
 
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rollouts are asked for; unset fields ask for nothing."""
+    """Conditions for rollouts; an unset field is no condition."""
 
     equals: dict[str, str] = {}
-    """Facet to value."""
+    """Value by facet."""
     least: dict[str, float] = {}
     most: dict[str, float] = {}
     search: str = ""
-    """Text that question or completion holds; A to Z in any case."""
+    """Text in the question or completion; A to Z in any case."""
     prompt: str = ""
     """Id of a prompt."""
 
 
 class Place(NamedTuple):
-    """Where the line of a rollout lies."""
+    """Place of a rollout's line in a file."""
 
     path: Path
     start: int
@@ -69,12 +69,12 @@ class Index(Closing):
     """The rollouts of a run folder."""
 
     def __init__(self, run_dir: Path, database: Path) -> None:
-        """database: the file to make. Raises InputError where there are no rollouts."""
+        """database: the file to make. Raises InputError without rollouts."""
         self._run_dir = run_dir
         rollout_files(run_dir)  # says what is missing
         self._files: list[RolloutFile] = []
         self._read: dict[Path, int] = {}
-        """Bytes of each file that are indexed."""
+        """Indexed bytes by file."""
         self._count = 0
         self._facets: dict[str, list[tuple[Any, int]]] | None = None
         self._connection = sqlite3.connect(database, check_same_thread=False)
@@ -88,7 +88,7 @@ class Index(Closing):
         self._connection.close()
 
     def refresh(self) -> int:
-        """Take in what was written since the last call; returns how many rollouts."""
+        """Index new rollouts; returns their number."""
         count = 0
         for file in rollout_files(self._run_dir):
             if file.path not in self._read:
@@ -121,7 +121,7 @@ class Index(Closing):
     def _rows(
         self, file: RolloutFile, number: int
     ) -> Iterator[tuple[list[tuple[Any, ...]], list[tuple[str, str]]]]:
-        """Rows and texts of whole lines beyond what is indexed, a chunk at a time."""
+        """Rows and texts of new complete lines, chunk by chunk."""
         decoder = msgspec.json.Decoder(RolloutRecord)
         try:
             stream = file.path.open("rb")
@@ -151,17 +151,15 @@ class Index(Closing):
                 number = stream.read(self._read[path]).count(b"\n") + 1
             raise line_error(path, number, error, expected="a recorded rollout") from error
 
-    # --- asking -----------------------------------------------------------------------------------
-
     def page(
         self, wanted: Filter, *, order: str, is_falling: bool, limit: int, offset: int
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Number of wanted rollouts, and one page of them."""
+        """Number of matching rollouts, and one page of them."""
         assert order in SORTABLE
         where, values = _where(wanted)
         sorting = f"order by {order} {'desc' if is_falling else 'asc'}, id"
         if wanted.search:
-            # Texts are read once: for all numbers, of which a page is then taken.
+            # One pass over the texts gives all ids; the page is cut from them.
             found = self._connection.execute(
                 f"select id from rollouts join texts using (id) {where} {sorting}", values
             ).fetchall()
@@ -196,14 +194,14 @@ class Index(Closing):
         return self._facets
 
     def place(self, number: int) -> Place | None:
-        """Where a rollout's line lies; None for a number that none has."""
+        """Place of a rollout's line; None for an unknown number."""
         row = self._connection.execute(
             "select file, start, size from rollouts where id = ?", [number]
         ).fetchone()
         return None if row is None else Place(self._files[row[0]].path, row[1], row[2])
 
     def group_of(self, number: int) -> list[dict[str, Any]]:
-        """Rollouts of the same group, that one too; [] for a number that none has."""
+        """All rollouts of the same group; [] for an unknown number."""
         cursor = self._connection.execute(
             "select b.id, b.idx, b.reward, b.reason, b.tokens, t.text from rollouts a "
             "join rollouts b on a.file = b.file and a.grp = b.grp "
@@ -232,7 +230,7 @@ def _values(file: RolloutFile, record: RolloutRecord) -> tuple[Any, ...]:
 
 
 def _where(wanted: Filter) -> tuple[str, list[Any]]:
-    """SQL and its values; names come from our own tables, never from the request."""
+    """SQL and its values; column names come from our tables, never from the request."""
     parts: list[str] = []
     values: list[Any] = []
     for name in FACETS:

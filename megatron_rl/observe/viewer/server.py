@@ -1,12 +1,12 @@
-"""Serves the viewer: loopback only, under a path that nobody can guess.
+"""Serves the viewer: loopback only, under a random path.
 
 | task | does | waits for |
 |---|---|---|
-| aiohttp's handlers | ask the index, one at a time | a thread of the executor that holds the lock |
-| `_follow` | takes in new rollouts every REFRESH_S | the same |
+| aiohttp's handlers | query the index, one at a time | a thread that holds the lock |
+| `_follow` | indexes new rollouts every REFRESH_S | the same |
 
-Whatever a model wrote goes out as JSON, and the page shows it as text; its policy allows our own
-script and style alone.
+A model's texts are sent as JSON and shown as text; the page's policy allows only our script and
+style.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Viewer:
-    """Answers of one run's viewer."""
+    """Request handlers of one run's viewer."""
 
     def __init__(self, index: Index, decoder: Decoder | None, *, name: str) -> None:
         self._index = index
@@ -51,7 +51,7 @@ class Viewer:
         self._lock = asyncio.Lock()
 
     def application(self, token: str) -> web.Application:
-        """The application; nothing is found but below /TOKEN/."""
+        """The application; all paths are below /TOKEN/."""
         app = web.Application(middlewares=[_guard(token)])
         app.router.add_get("/{token}/", self._page)
         app.router.add_get("/{token}/api/run", self._run)
@@ -62,7 +62,7 @@ class Viewer:
         return app
 
     async def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Run a question to the index outside the loop, one at a time."""
+        """Query the index in a thread, one query at a time."""
         async with self._lock:
             return await asyncio.to_thread(call, *given, **named)
 
@@ -139,9 +139,9 @@ def _json(value: object) -> web.Response:
 def _guard(token: str) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """404 for whoever does not know the token, or comes by another name than loopback's."""
+        """Answer 404 without the token, or for a host name other than loopback."""
         given = request.path.split("/", 2)[1]
-        # A page elsewhere may let its own name lead to this address.
+        # Against DNS rebinding: a foreign page's name may resolve to this address.
         host = request.host.rpartition(":")[0] or request.host
         is_known = secrets.compare_digest(given.encode(), token.encode())
         if not is_known or host not in (HOST, "localhost"):
@@ -160,7 +160,7 @@ def _guard(token: str) -> Any:
 async def serve(
     viewer: Viewer, port: int, announce: Callable[[str], None], until: asyncio.Event
 ) -> None:
-    """Serve until the event; announce gets the address. Raises OSError for a port that is taken."""
+    """Serve until the event; announce gets the address. Raises OSError for a port in use."""
     token = secrets.token_urlsafe(24)
     runner = web.AppRunner(viewer.application(token), access_log=None)
     await runner.setup()

@@ -12,7 +12,7 @@ from megatron_rl.protocol.rollout_files import RolloutRecord, parse_name, read_a
 from megatron_rl.protocol.trained_tokens import read_trained
 
 _WINDOW = 8
-"""Tokens before a piece that it is decoded with: characters and spaces hang on neighbours."""
+"""Tokens to decode together: characters and spaces depend on neighbouring tokens."""
 
 
 class Decoder(Protocol):
@@ -23,14 +23,14 @@ class Decoder(Protocol):
 
 
 class TrainedView(msgspec.Struct, frozen=True):
-    """The trainer's values of the same tokens."""
+    """The trainer's values, by token."""
 
     gaps: list[float]
-    """Its logprobs less the generator's, in nats."""
+    """Trainer's logprobs minus the generator's, in nats."""
     entropies: list[float]
-    """Entropies of its next-token distribution, in nats."""
+    """Entropies of the trainer's next-token distribution, in nats."""
     advantages: list[float]
-    """As the loss was given them."""
+    """Advantages given to the loss."""
 
 
 class TokenView(msgspec.Struct, frozen=True):
@@ -38,10 +38,10 @@ class TokenView(msgspec.Struct, frozen=True):
 
     texts: list[str]
     logprobs: list[float]
-    """In nats, of the generator when it sampled them."""
+    """The generator's logprobs at sampling, in nats."""
     versions: list[int]
     trained: TrainedView | None
-    """None: of a rollout that was not trained on, or whose values are not recorded."""
+    """None if the rollout was not trained on, or its values are not recorded."""
 
 
 def read_record(place: Place) -> RolloutRecord:
@@ -52,11 +52,10 @@ def read_record(place: Place) -> RolloutRecord:
 
 
 def load_decoder(model: Path) -> Decoder | None:
-    """The tokenizer of a model folder; None where there is no fast one."""
+    """The tokenizer of a model folder; None without a fast one."""
     path = model / "tokenizer.json"
     if not path.is_file():
         return None
-    # Loads a library that only this needs.
     import tokenizers
 
     decoder: Decoder = tokenizers.Tokenizer.from_file(str(path))
@@ -64,7 +63,7 @@ def load_decoder(model: Path) -> Decoder | None:
 
 
 def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
-    """Raises InputError where the generator's arrays are missing or do not fit."""
+    """Tokens of a rollout. Raises InputError if the arrays are missing or do not fit."""
     if record.words is None:
         raise InputError("recorded without token ids (queue.record_tokens = false)")
     _, token_ids, logprobs = read_arrays(record, place.path)
@@ -95,10 +94,7 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 
 def pieces(ids: list[int], decoder: Decoder) -> list[str]:
-    """Text of each token: what it adds to the text of the tokens before it.
-
-    A character of several tokens is added by its last one.
-    """
+    """Text that each token adds; a character of several tokens belongs to its last one."""
     found, begin, shown = [], 0, ""
     for end in range(1, len(ids) + 1):
         text = decoder.decode(ids[begin:end], skip_special_tokens=False)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.observe.exporters import follow
-from megatron_rl.observe.exporters.follow import Follower, is_rewritten, numbers, split_label
+from megatron_rl.observe.exporters.follow import Follower, numbers, set_suffix
 from tests.observe.exporters.rows import row, write
 
 
@@ -40,11 +40,9 @@ def test_what_was_taken_again_is_left_out_of_the_whole(tmp_path: Path) -> None:
     assert [r["train/loss"] for r in kept if r["source"] == "trainer"] == [1.0, 3.0]
     write(path, [], end='rce": "queue", "step": 2}\n')
     assert follower.read() == [{"time": 7, "source": "queue", "step": 2}]
-    assert is_rewritten([resumed]) and not is_rewritten(rows[:2])
 
 
 def test_only_numbers_with_an_area_are_metrics() -> None:
     given = row("queue", 3, label="before", eval__n=4, activity__diagnosis="bad", engine="sglang")
     assert numbers(given) == {"eval/n": 4.0}
-    assert split_label("step_10.aime24") == ("step_10", "aime24")
-    assert split_label("before") == ("before", "")
+    assert set_suffix(given) == "" and set_suffix({"label": "step_10.aime24"}) == "/aime24"

@@ -1,4 +1,4 @@
-// The viewer's page. What a model wrote is only ever set as textContent.
+// The viewer's page. Texts of a model are only set as textContent.
 "use strict";
 
 const PAGE = 50;
@@ -160,7 +160,7 @@ function shades(tokens) {
   return gains.map((gain) => signed(gain, Math.min(0.6, Math.abs(gain) / 2)));
 }
 
-// Of what was not trained on: reward beyond the mean of the group, before any scaling.
+// For untrained rollouts: the reward minus the mean of the group, unscaled.
 function advantage() {
   const graded = state.open.group.filter((one) => one.reward !== null);
   const mean = graded.reduce((sum, one) => sum + one.reward, 0) / graded.length;

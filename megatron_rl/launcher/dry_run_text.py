@@ -1,6 +1,6 @@
-"""Lines that say what a command would start and write: for `--dry-run`, after all checks.
+"""Lines of `--dry-run` about what a command would start and write.
 
-Used by the commands that start processes. Starts nothing and writes nothing.
+Used by the commands that start processes. Starts and writes nothing.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def run_lines(config: Config, machines: Machines = ONE_NODE) -> list[str]:
 def evaluation_lines(
     config: Config, label: str, folder: Path, problems: int, missing: int
 ) -> list[str]:
-    """Lines about an evaluation. problems: of all sets; missing: problems without completions."""
+    """Lines about an evaluation of `problems` problems; missing: problems without completions."""
     lines = [f"would evaluate {config.model.path} as {label!r}: {missing} of {problems} problems"]
     if missing:
         lines += [f"would start: {', '.join(_processes(config, has_serving=True))}"]
@@ -69,7 +69,7 @@ def _count(number: int, what: str) -> str:
 
 
 def places_line(nodes: Sequence[NodeRoles]) -> str:
-    """Which GPUs roles would be on. nodes: the roles of each; [] without GPUs."""
+    """GPUs of each role; nodes: roles by node, [] without GPUs."""
     if not nodes:
         return "on this node's CPU"
     told = [
@@ -90,7 +90,7 @@ def places_line(nodes: Sequence[NodeRoles]) -> str:
 
 
 def ports_line(config: Config) -> str:
-    """Where sockets would listen."""
+    """Ports on which sockets would listen."""
     ports, names = config.ports, port_names(config)
     fixed = [f"{name} {getattr(ports, name)}" for name in names if getattr(ports, name)]
     others = len(names) - len(fixed)
@@ -99,8 +99,8 @@ def ports_line(config: Config) -> str:
 
 
 def file_lines(config: Config) -> list[str]:
-    """Folders and models that a run leaves, with sizes where they are known."""
-    model_bytes = size_of_model(config.model.path)
+    """Folders and models that a run would write, with known sizes."""
+    model_bytes = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
     exports = [COLD_START] * bool(config.sft.steps)
     exports += [candidate_name(step) for step in config.sft.candidates]
     exports += [FINAL] * bool(config.train.steps)
@@ -122,8 +122,3 @@ def file_lines(config: Config) -> list[str]:
             f"{config.checkpoint.every_steps} steps, each several times the model's size"
         )
     return lines
-
-
-def size_of_model(folder: Path) -> int:
-    """Bytes of a folder's weights."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
