@@ -1,4 +1,4 @@
-"""A base for what is closed when its `with` block ends. Imported by every process."""
+"""A base class for objects that close at the end of a `with` block. Imported by every process."""
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Closing(AbstractContextManager[Any]):
-    """A context manager that yields itself and closes itself, whatever ended the block."""
+    """A context manager that yields itself and closes itself at the end of the block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held; harmless when it was done before."""
+        """Release all resources; a second call is harmless."""
 
     def __exit__(
         self,

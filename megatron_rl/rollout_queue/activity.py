@@ -3,24 +3,9 @@
 Used by the rollout queue. Steps may be minutes apart; these rows show progress between steps, and
 name the likely fault when no group has different rewards. The caller has the clock.
 
-A row counts what happened since the previous row:
-
-| value                                 | counts                                                 |
-|---------------------------------------|--------------------------------------------------------|
-| `activity/seconds`                    | time; 0 when the start of the work is unknown          |
-| `activity/rollouts_generated`         | completions that generators returned                   |
-| `activity/tokens`                     | tokens of these completions                            |
-| `activity/rollouts_scored`            | scores, including evaluations                          |
-| `activity/rollouts_for_evaluation`    | scores of evaluations                                  |
-| `activity/reason/REASON`              | scores by verdict                                      |
-| `activity/format_failures/REASON`     | scores by the fault that a format check found          |
-| `activity/completions_dropped/REASON` | completions that could not be graded                   |
-| `activity/groups_complete`            | training groups whose rollouts are all scored          |
-| `activity/groups_dropped/REASON`      | training groups that are not trained on                |
-| `activity/completions_in_flight`      | completions in flight at the moment of the row         |
-| `activity/diagnosis`                  | likely fault and fix, when new ("": the fault is over) |
-
-While an evaluation runs, a row also has its progress (`eval/completions_done`, ...).
+A row (`activity/*` in docs/metrics.md) counts what happened since the previous row. It has
+`activity/diagnosis` when the diagnosis changes ("": the fault is over), and the progress of the
+running evaluation (`eval/completions_done`, ...).
 """
 
 import collections

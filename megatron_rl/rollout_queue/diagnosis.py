@@ -1,18 +1,18 @@
-"""Why a run learns nothing: the likely cause and the fix, from what was scored so far. Pure.
+"""Finds why a run learns nothing: the likely cause and fix, from the scores so far. Pure.
 
 Used by the rollout queue. Learning needs groups whose rewards differ. As long as there is none,
 `diagnose` looks at the reasons of the scores.
 
-A fault is named only beyond chance. A run that could learn is accused in fewer than 1 of 100 runs
-(`_ERROR_RATE`), if at least this share of what is counted is fine:
+A run that can learn gets a wrong diagnosis with a probability below 1/100 (`_ERROR_RATE`), if its
+share of exceptions is at least:
 
-| claim                                | fine at least                                           |
-|--------------------------------------|---------------------------------------------------------|
-| no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4        |
-| every completion is wrong (or right) | 1 completion in 20, and 1 prompt in 4                   |
-| every group has equal rewards        | 1 group in 4                                            |
+| diagnosis                             | exceptions                                       |
+|---------------------------------------|--------------------------------------------------|
+| no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4 |
+| every completion is wrong (or right)  | 1 completion in 20, and 1 prompt in 4            |
+| every group has equal rewards         | 1 group in 4                                     |
 
-"None of the first n is fine" can only become false as n grows, so looking often adds no error.
+Repeated looks add no error: "none of the first n is an exception" can only become false.
 """
 
 import collections
@@ -37,8 +37,7 @@ _NO_CODE = frozenset(
     }
 )  # fmt: skip
 REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
-"""Reasons of scores that a format check gives: the completion fails the format check and earns
-nothing."""
+"""Score reasons that mean a failed format check, so a reward of 0."""
 
 _FORMS = {
     "think_box": "<think>...</think>, then an answer in \\boxed{}",
@@ -53,7 +52,7 @@ _MOSTLY = 0.9
 
 
 def least_evidence(share: float) -> int:
-    """Least n for which none of n independent trials that succeed at this rate is beyond chance."""
+    """Least n so that n trials with this success rate all fail with probability <= _ERROR_RATE."""
     return math.ceil(math.log(_ERROR_RATE) / math.log(1 - share))
 
 
@@ -72,22 +71,21 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Evidence:
-    """What was scored since the run began."""
+    """Counts of scores since the run began."""
 
     reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Of all scores, those of evaluations too."""
+    """Reasons of all scores, including evaluations."""
     training: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Of the scores of training completions."""
+    """Reasons of the scores of training completions."""
     prompts: set[str] = dataclasses.field(default_factory=set)
-    """Ids of prompts with a scored training completion, as many as `diagnose` asks for."""
+    """Ids of prompts with a scored training completion, at most _MIN_PROMPTS."""
     truncated: int = 0
     """Training completions that were cut at the length limit."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Text of the first completion that fails the format check of each reason, not blank."""
+    """By format failure: the beginning of its first completion that is not blank."""
     groups: int = 0
     """Complete training groups."""
     zero_variance_groups: int = 0
-    """Of these, groups of equal rewards."""
 
     def add_prompt(self, prompt_id: str) -> None:
         """A training completion of this prompt was scored."""
@@ -97,10 +95,10 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the configuration says about form and reward."""
+    """The configuration of format and reward, for advice."""
 
     tasks: dict[str, TaskConfig]
-    """Those that the prompts name."""
+    """Tasks that the prompts name."""
     reward: RewardConfig
     max_new_tokens: int
     has_system_prompt: bool
@@ -123,10 +121,10 @@ class Setting:
 def diagnose(
     evidence: Evidence, setting: Setting, *, is_late: bool = False, records: Path | None = None
 ) -> Finding | None:
-    """The likely fault; None when a group had different rewards, or too little is scored to tell.
+    """The likely fault; None when a group had different rewards, or too few scores are known.
 
-    is_late: the user has waited: fewer format failures are enough. records: file with the
-    rollouts of the dropped groups, if there is one.
+    is_late: the user has waited, so fewer format failures are enough. records: file with the
+    rollouts of dropped groups, if any.
     """
     if evidence.groups > evidence.zero_variance_groups:
         return None
@@ -139,7 +137,7 @@ def diagnose(
         return _format_failure(evidence, refused, setting)
     correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
     if not all_zero_variance:
-        # Completions of one class alone: the groups that they belong to will have zero variance.
+        # Groups whose completions are all right or all wrong will have zero variance.
         is_uniform = training in (correct, wrong)
         is_enough = training >= _MIN_COMPLETIONS and len(evidence.prompts) >= _MIN_PROMPTS
         if not (is_uniform and is_enough):
