@@ -1,7 +1,7 @@
 """Renders messages and answers to token ids, and decodes them.
 
-Used by generators, by supervised fine-tuning, and by a child of the launcher that finds prompts that
-cannot be rendered. Reads only local files. Imports transformers only when a Renderer is made.
+Used by generators, by supervised fine-tuning, and by a child of the launcher that finds prompts
+that cannot be rendered. Reads only local files. Imports transformers only for a Renderer.
 """
 
 import json
@@ -75,9 +75,9 @@ class Renderer:
             for is_cpp in (False, True)
         }
         self.context_tokens = context_tokens
-        """Longest prompt plus completion."""
+        """Limit of prompt plus completion."""
         self.eos_id: int = self._tokenizer.eos_token_id
-        """What the tokenizer ends a sequence with."""
+        """The tokenizer's end-of-sequence token."""
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
