@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 
@@ -13,10 +12,5 @@ class Closing(AbstractContextManager[Any]):
     def close(self) -> None:
         """Release all resources; a second call is harmless."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

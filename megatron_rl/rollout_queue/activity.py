@@ -10,16 +10,13 @@ running evaluation (`eval/completions_done`, ...).
 
 import collections
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
-from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Finding, Setting, diagnose
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +37,11 @@ Values = dict[str, float | int | str]
 
 
 class Activity:
-    """Counts events and gives a row when one is due. Pure."""
+    """Counts events, and gives a row when one is due. Logs diagnoses."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, config: Config, prompts: PromptSets) -> None:
+        sources = (*prompts.train, prompts.held_out)
+        self._setting = Setting.of(config, (prompt for source in sources for prompt in source))
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
         self.trouble: Finding | None = None
@@ -121,6 +119,8 @@ class Activity:
         row["completions_in_flight"] = in_flight
         if diagnosis is not None:
             row["diagnosis"] = diagnosis
+        if diagnosis:
+            log.warning("%s", diagnosis)
         self._counts.clear()
         self._last_row = now
         return {PREFIX + name: value for name, value in row.items()}
@@ -146,32 +146,3 @@ class Activity:
             return None
         self._finding, self._found_at = found, scores
         return found.text if found else ""
-
-
-class ActivityLog(Activity):
-    """Writes the rows to the metrics and diagnoses to the log."""
-
-    def __init__(
-        self,
-        config: Config,
-        prompts: PromptSets,
-        *,
-        metrics: JsonlWriter,
-        recorder: Recorder,
-        progress: Callable[[], Values],
-    ) -> None:
-        """progress: metrics of the running evaluation; {} when none runs."""
-        sources = (*prompts.train, prompts.held_out)
-        super().__init__(Setting.of(config, (prompt for source in sources for prompt in source)))
-        self._metrics = metrics
-        self._recorder = recorder
-        self._progress = progress
-
-    def write(self, version: int, now: float, *, in_flight: int, is_last: bool = False) -> None:
-        """Write a row if one is due, or if is_last. Other arguments as in `take_row`."""
-        row = self.take_row(now, in_flight, records=self._recorder.dropped_file, is_last=is_last)
-        if row is None:
-            return
-        self._metrics.write(version, row | self._progress())
-        if row.get(DIAGNOSIS):
-            log.warning("%s", row[DIAGNOSIS])

@@ -58,13 +58,6 @@ def is_group_needed(waiting: int, *, next_step: int, steps: int, prompts_per_bat
     return waiting < (steps - next_step) * prompts_per_batch
 
 
-def oldest_leasable_version(synced: int, *, max_staleness: int, is_strict: bool) -> int:
-    """Lowest policy version with which a generator gets training leases."""
-    if synced < 0 or is_strict:
-        return max(synced, 0)
-    return max(synced - max_staleness, 0)
-
-
 class LeaseRules(NamedTuple):
     """Which generators may take which groups now."""
 
@@ -84,11 +77,8 @@ class LeaseRules(NamedTuple):
         """
         if is_evaluation and self.evaluators:
             return self.evaluated
-        return oldest_leasable_version(
-            self.synced,
-            max_staleness=self.max_staleness,
-            is_strict=self.is_strict or is_evaluation,
-        )
+        lag = 0 if self.is_strict or is_evaluation else self.max_staleness
+        return max(self.synced - lag, 0)
 
 
 def choose_batch(

@@ -27,7 +27,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import WireError
-from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
@@ -111,13 +111,7 @@ class Coordinator:
     def _collect_groups(self, prompts: PromptSets) -> None:
         """Create the objects that open groups, lease and grade completions, and end groups."""
         config = self._config
-        self._activity = ActivityLog(
-            config,
-            prompts,
-            metrics=self._metrics,
-            recorder=self._recorder,
-            progress=self._evaluations.progress,
-        )
+        self._activity = Activity(config, prompts)
         self._leases = Leases(config.queue)
         self._opener = GroupOpener(
             config.queue, self._leases, evaluations=self._evaluations, training=self._training
@@ -281,8 +275,7 @@ class Coordinator:
 
     def farewell(self, now: float) -> Iterator[Outgoing]:
         """A Stop for every generator and verifier; call once, at the end."""
-        self._activity.write(self._synced, now, in_flight=0, is_last=True)
-        self._write_generators(now, is_last=True)
+        self._write_rows(now, in_flight=0, is_last=True)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
         for verifier in self._scoring.verifiers:
@@ -354,10 +347,9 @@ class Coordinator:
             self._scoring.expire(now)
         self._ends.stop_grading_overdue(now)
         self._activity.trouble = self._breaker.find_trouble()
-        self._activity.write(self._synced, now, in_flight=self._leases.outstanding)
+        self._write_rows(now, in_flight=self._leases.outstanding)
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
             self._metrics.write(self._synced, row)
-        self._write_generators(now)
         state = self.describe(now)
         self._ends.end_overdue_evaluation(now, state)
         is_work_out = bool(
@@ -368,9 +360,11 @@ class Coordinator:
         )
         self._deadline.check(now, is_work_out=is_work_out, state=state)
 
-    def _write_generators(self, now: float, *, is_last: bool = False) -> None:
-        row = self._generator_rows.take_row(self._leases.generators, now, is_last=is_last)
-        if row is not None:
+    def _write_rows(self, now: float, *, in_flight: int, is_last: bool = False) -> None:
+        records = self._recorder.dropped_file
+        if row := self._activity.take_row(now, in_flight, records=records, is_last=is_last):
+            self._metrics.write(self._synced, row | self._evaluations.progress())
+        if row := self._generator_rows.take_row(self._leases.generators, now, is_last=is_last):
             self._metrics.write(self._synced, row)
 
     def _check_over(self, now: float) -> None:

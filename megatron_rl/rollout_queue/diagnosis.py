@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config.reward import RewardConfig, TaskConfig
+from megatron_rl.config.reward import TaskConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Prompt
 
@@ -95,27 +95,18 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The configuration of format and reward, for advice."""
+    """The configuration, for advice."""
 
+    config: Config
     tasks: dict[str, TaskConfig]
     """Tasks that the prompts name."""
-    reward: RewardConfig
-    max_new_tokens: int
-    has_system_prompt: bool
-    has_cold_start: bool
 
     @classmethod
     def of(cls, config: Config, prompts: Iterable[Prompt]) -> "Setting":
         """The setting of a run with these prompts."""
         names = sorted({prompt.task for prompt in prompts})
         known = config.reward.all_tasks
-        return cls(
-            {name: known[name] for name in names if name in known},
-            config.reward,
-            config.sampling.max_new_tokens,
-            config.render.system_prompt != "",
-            bool(config.sft.steps),
-        )
+        return cls(config, {name: known[name] for name in names if name in known})
 
 
 def diagnose(
@@ -187,8 +178,8 @@ def _format_failure(
 
 def _longer(setting: Setting) -> str:
     return (
-        f"raise sampling.max_new_tokens = {setting.max_new_tokens} and, as it holds the prompt "
-        "too, generator.context_tokens"
+        f"raise sampling.max_new_tokens = {setting.config.sampling.max_new_tokens} and, as it "
+        "holds the prompt too, generator.context_tokens"
     )
 
 
@@ -198,10 +189,10 @@ def _wrong_form(setting: Setting) -> str:
         for name, task in setting.tasks.items()
     )
     asked = "say so in render.system_prompt"
-    if setting.has_system_prompt:
+    if setting.config.render.system_prompt != "":
         asked = "say it more plainly in render.system_prompt"
     taught = "teach it by a cold start (sft.dataset and sft.steps)"
-    if setting.has_cold_start:
+    if setting.config.sft.steps:
         taught = "give the cold start more steps (sft.steps) or SFT examples of that form"
     looser = [
         f"format_check = {' or '.join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))} with "
@@ -227,7 +218,7 @@ def _never_correct(evidence: Evidence, setting: Setting, records: Path | None) -
         text += f"compare 'text' and 'answer' in {records}; "
     if evidence.truncated >= training.total() / 2:
         text += f"{evidence.truncated} were cut at the length limit, {_longer(setting)}; "
-    if setting.reward.format == 0:
+    if setting.config.reward.format == 0:
         text += "let the form alone earn something by reward.format; "
     return Finding("never_correct", text + "give easier prompts.")
 
@@ -242,7 +233,7 @@ def _too_easy(evidence: Evidence) -> Finding:
 
 
 def _equal_though_mixed(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:
-    reward = setting.reward
+    reward = setting.config.reward
     text = (
         f"All {evidence.groups} complete groups have equal rewards inside, though completions "
         f"differ ({reasons_text(evidence.training)}). Cause: each prompt is solved always or "

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.tree import Config, QueueConfig
 from megatron_rl.protocol.types import ScoredRollout
-from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker, FailureCount
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
@@ -59,7 +59,7 @@ class DropObservers(NamedTuple):
     """The objects that record each dropped group and completion."""
 
     recorder: Recorder
-    activity: ActivityLog
+    activity: Activity
     breaker: CircuitBreaker
 
 

@@ -53,7 +53,10 @@ class GeneratorRows:
 
     def take_row(self, alive: Iterable[str], now: float, *, is_last: bool = False) -> Row | None:
         """Figures since the last row; None when no row is due. alive: live generators."""
-        if self._began_at is None or not (is_last or now - self._row_at >= self._interval_s(now)):
+        if self._began_at is None:
+            return None
+        interval_s = _ROW_S if now - self._began_at < _LATE_S else _LATE_ROW_S
+        if now - self._row_at < interval_s and not is_last:
             return None
         self._row_at = now
         row = _summed({name: _since_row(one) for name, one in self._generators.items()})
@@ -62,10 +65,6 @@ class GeneratorRows:
         for one in self._generators.values():
             one.told = one.last
         return row or None
-
-    def _interval_s(self, now: float) -> float:
-        assert self._began_at is not None
-        return _ROW_S if now - self._began_at < _LATE_S else _LATE_ROW_S
 
     def _longest_unfinished(self, alive: set[str], now: float) -> Row:
         working = [

@@ -5,7 +5,6 @@ Used by the rollout queue.
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
@@ -26,14 +25,6 @@ from megatron_rl.rollout_queue.schedule import Schedule, length_rule
 log = logging.getLogger(__name__)
 
 
-class _Again(NamedTuple):
-    """A group that a resumed run generates again."""
-
-    number: int
-    prompt: Prompt
-    stage: int
-
-
 class TrainingGroups:
     """Opens training groups: first groups that a resumed run generates again, then new ones."""
 
@@ -44,7 +35,9 @@ class TrainingGroups:
         self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
         self._advantage_functions = find_advantage_functions(config.algorithm)
-        self._again: list[_Again] = []
+        self._again: list[UnfinishedGroup] = []
+        """Groups that a resumed run generates again."""
+        self._prompts_again: dict[str, Prompt] = {}
         self._curriculum = None
         if config.curriculum.is_on:
             self._curriculum = Curriculum(config.curriculum, prompts)
@@ -58,7 +51,7 @@ class TrainingGroups:
         config = self.schedule.stages[stage]
         again = self._pop_again(stage)
         if again is not None:
-            number, prompt = again.number, again.prompt
+            number, prompt = again.number, self._prompts_again[again.prompt_id]
         else:
             prompt = self._draw(self._prompts.weights_of(config))
         return Group(
@@ -86,7 +79,7 @@ class TrainingGroups:
             self._curriculum.make_room(weights)
         return self._stream.next(weights, self._curriculum)
 
-    def _pop_again(self, stage: int) -> _Again | None:
+    def _pop_again(self, stage: int) -> UnfinishedGroup | None:
         """The next group that a stage generates again.
 
         A group of an earlier stage whose batches are all built counts too: otherwise its prompt
@@ -159,12 +152,11 @@ class TrainingGroups:
 
     def state(self, step: int, *, groups_opened: int) -> QueueState:
         """The state, without evaluations, when no batch after `step` batches is built."""
-        again = [UnfinishedGroup(number, prompt.id, stage) for number, prompt, stage in self._again]
         return QueueState(
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
-            unfinished=sorted(self.book.unfinished() + again, key=lambda group: group.number),
+            unfinished=sorted(self.book.unfinished() + self._again, key=lambda one: one.number),
             evaluated=[],
             stages=self.schedule.state(),
             curriculum=self._curriculum.state() if self._curriculum is not None else None,
@@ -183,7 +175,8 @@ class TrainingGroups:
                     f"the saved state of the queue names the prompt {group.prompt_id!r}, which the "
                     "prompt sources lack: resume with the prompts of the saved run"
                 )
-            self._again.append(_Again(group.number, by_id[group.prompt_id], group.stage))
+            self._prompts_again[group.prompt_id] = by_id[group.prompt_id]
+        self._again += state.unfinished
         log.info(
             "resumed after step %d: %d groups are generated again", state.step, len(self._again)
         )

@@ -7,6 +7,7 @@ index by home avoids the walk when many groups wait for slots of their home.
 import bisect
 import collections
 import dataclasses
+import operator
 from typing import NamedTuple
 
 from megatron_rl.rollout_queue.admission import LeaseRules
@@ -54,8 +55,7 @@ class Eligible(NamedTuple):
         return self.evaluation if group.evaluation else self.training
 
 
-def _position_of(pending: PendingGroup) -> _Position:
-    return pending.position
+_position_of = operator.attrgetter("position")
 
 
 class UnleasedGroups:
