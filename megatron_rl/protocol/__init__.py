@@ -1,4 +1,4 @@
-"""What processes say to each other: messages, sockets, keys, metrics, files, start and end.
+"""Messages, sockets, keys, metrics, files, start and end of processes.
 
-Imported by every process. May import config alone.
+Imported by every process. Imports only `config`.
 """

@@ -1,15 +1,15 @@
-"""Log lines and metrics rows written by threads, so that their callers wait for no disk.
+"""Threads that write log lines and metrics rows, so that event loops never wait for the disk.
 
-Used by processes whose event loops must stay awake: the queue, generators, verifiers. A run folder
-on Lustre or NFS may stand still for a minute, which must not look like the silence of a process.
+Used by the queue, generators and verifiers. A run folder on Lustre or NFS may hang for a minute,
+which must not look like silence of a process.
 
-| thread           | does                          | waits for, woken by | ends                    |
-|------------------|-------------------------------|---------------------|-------------------------|
-| the caller       | puts lines; drops and counts  | nothing             | after `close`, or exit  |
-|                  | those beyond WAITING_LINES    |                     |                         |
-| writer, listener | take lines, write them        | the next line       | at `close`, or at exit  |
+| thread           | does                                     | waits for     | ends            |
+|------------------|------------------------------------------|---------------|-----------------|
+| the caller       | puts lines; drops and counts those over  | nothing       | `close` or exit |
+|                  | WAITING_LINES                            |               |                 |
+| `metrics`, `log` | take and write lines                     | the next line | `close` or exit |
 
-The threads meet at SimpleQueues: see `record_files.py` for why at nothing else.
+The threads share only SimpleQueues (`record_files.py` says why).
 """
 
 import atexit
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 WAITING_LINES = 10_000
 CLOSE_S = 30.0
-"""The lines that wait at the end may take so long to be written."""
+"""Limit for writing the waiting lines at the end."""
 
 
 class _BoundedLine(queue.SimpleQueue[Any]):
-    """Drops and counts what does not fit."""
+    """Drops and counts items over WAITING_LINES."""
 
     dropped = 0
 
@@ -44,9 +44,9 @@ class _BoundedLine(queue.SimpleQueue[Any]):
 
 
 class BackgroundJsonlWriter(JsonlWriter, Closing):
-    """A `JsonlWriter` whose rows a thread writes.
+    """A `JsonlWriter` that writes in a thread.
 
-    After a failed write nothing more is written: the end of the file may be torn.
+    After a failed write nothing more is written, because the end of the file may be torn.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -68,11 +68,11 @@ class BackgroundJsonlWriter(JsonlWriter, Closing):
         except OSError as error:
             log.error("no more metrics are written to %s: %s", self._path, error)
             with contextlib.suppress(OSError):
-                # It tries to write what is buffered once more.
+                # `close` tries to write the buffer again.
                 super().close()
 
     def close(self) -> None:
-        """Write the rest and close the file."""
+        """Write all waiting rows and close the file."""
         self._line.put_nowait(None)
         self._thread.join(CLOSE_S)
         if self._line.dropped:
@@ -80,7 +80,7 @@ class BackgroundJsonlWriter(JsonlWriter, Closing):
 
 
 def handle_in_background(handlers: list[logging.Handler]) -> logging.Handler:
-    """A handler that passes records on to these by a thread, which ends with the process."""
+    """A handler that passes records to these handlers in a thread, which ends with the process."""
     line = _BoundedLine()
     thread = threading.Thread(target=_pass_on, args=(line, handlers), name="log", daemon=True)
     thread.start()
@@ -91,7 +91,7 @@ def handle_in_background(handlers: list[logging.Handler]) -> logging.Handler:
 
     atexit.register(end)
     handler = logging.handlers.QueueHandler(line)
-    # Not that of `logging.basicConfig`, which would put a prefix before the prefix.
+    # The formatter of `logging.basicConfig` would add a second prefix.
     handler.setFormatter(logging.Formatter())
     return handler
 

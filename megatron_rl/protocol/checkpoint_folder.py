@@ -1,4 +1,4 @@
-"""What a folder of checkpoints looks like, and which of them are complete.
+"""The layout of checkpoint folders, and which checkpoints are complete.
 
 Imported by trainer ranks, which write it, and by the queue and the launcher, which read it.
 
@@ -6,11 +6,11 @@ Imported by trainer ranks, which write it, and by the queue and the launcher, wh
         COMPLETE                      written last
         queue.json                    the queue's state after the same batch
         common.pt, metadata.json, .metadata, __0_0.distcp, ...   Megatron's format "torch_dist"
-    checkpoints/step_000018.partial/  being written, or what a killed run left
-    checkpoints/sft/step_000040/      of the cold start: the same, with sft.json for queue.json
+    checkpoints/step_000018.partial/  being written, or left by a killed run
+    checkpoints/sft/step_000040/      of the cold start, with sft.json instead of queue.json
 
-A folder gets its name by a rename after COMPLETE is on the disk, and counts only while every file
-has the size in COMPLETE: a folder that was cut off is skipped.
+A folder is renamed to its final name after COMPLETE is on the disk. It counts only while every file
+has the size in COMPLETE.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from megatron_rl.protocol.queue_state import QueueState
 CHECKPOINTS = "checkpoints"
 """Folder in the run folder."""
 SFT_CHECKPOINTS = "checkpoints/sft"
-"""Folder in the run folder: those of the cold start, at which no reinforcement learning begins."""
+"""Folder in the run folder with checkpoints of the cold start; RL cannot start from them."""
 COMPLETE = "COMPLETE"
 QUEUE_STATE = "queue.json"
 SFT_STATE = "sft.json"
@@ -54,7 +54,7 @@ class CompleteMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of COMPLETE."""
 
     step: int
-    """Batches that were trained on: the policy version; of a cold start, its optimizer steps."""
+    """Number of trained batches (the policy version); for a cold start, of optimizer steps."""
     files: dict[str, FileRecord]
     """All other files by name."""
 
@@ -65,14 +65,14 @@ def folder_name(step: int) -> str:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Size and digest of a file as it is now."""
+    """Size and digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
     return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
 def read_complete_mark(folder: Path) -> CompleteMark | None:
-    """The COMPLETE file of a checkpoint; None when the checkpoint is not complete."""
+    """The COMPLETE file of a checkpoint; None if the checkpoint is not complete."""
     try:
         mark = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=CompleteMark)
         sizes = {name: (folder / name).stat().st_size for name in mark.files}
@@ -94,7 +94,7 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def steps_by_name(folder: Path) -> list[int]:
-    """Steps of checkpoints that are complete, or being written, by the names of their folders."""
+    """Steps of checkpoints that are complete or being written, from the folder names."""
     names = [path.name.removesuffix(PARTIAL) for path in folder.glob("step_*")]
     return [int(match[1]) for match in map(_NAME.fullmatch, names) if match]
 
@@ -102,7 +102,7 @@ def steps_by_name(folder: Path) -> list[int]:
 def find_resume(
     cfg: CheckpointConfig, run_dir: Path, folder_in_run: str = CHECKPOINTS
 ) -> Path | None:
-    """The checkpoint that a run begins at; None to begin at the start. Raises InputError."""
+    """The checkpoint from which a run resumes; None to begin at the start. Raises InputError."""
     if cfg.resume == "never":
         return None
     if cfg.resume == "auto":
@@ -133,7 +133,7 @@ def read_queue_state(folder: Path) -> QueueState:
 
 
 def find_damage(folder: Path, names: Iterable[str]) -> str:
-    """The first of the files whose content is not what COMPLETE says; empty when all are."""
+    """The first file whose content differs from COMPLETE; empty if none does."""
     mark = read_complete_mark(folder)
     if mark is None:
         return COMPLETE
@@ -144,9 +144,9 @@ def find_damage(folder: Path, names: Iterable[str]) -> str:
 
 
 def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
-    """Declare a written checkpoint complete and give it its name; returns the folder.
+    """Mark a written checkpoint as complete and rename it; returns the folder.
 
-    files: records of those files of `partial` that others have synced to the disk; the rest is
+    files: records of the files of `partial` that are already synced to the disk; the others are
     synced and recorded here.
     """
     files = dict(files)
@@ -164,7 +164,7 @@ def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; a kill midway leaves a folder that does not count as one."""
+    """Remove a checkpoint; a kill midway leaves no folder that counts as a checkpoint."""
     if not folder.exists():
         return
     doomed = folder.with_name(folder.name + _DISCARDED)
@@ -174,10 +174,10 @@ def discard(folder: Path) -> None:
 
 
 def clear_after(folder: Path, step: int) -> None:
-    """Make room for a run that resumes after `step`.
+    """Clean up for a run that resumes after `step`.
 
-    Removes what a killed run was writing or removing. Complete checkpoints of later steps, which
-    this run does not know, are kept under another name.
+    Removes folders that a killed run was writing or removing. Renames complete checkpoints of later
+    steps, which this run does not know.
     """
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if path.name.endswith((PARTIAL, _DISCARDED)):
@@ -188,7 +188,7 @@ def clear_after(folder: Path, step: int) -> None:
 
 
 def superfluous(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Steps whose checkpoints may go: not among the last ones, and no multiple of keep_every."""
+    """Steps whose checkpoints may be removed: not the last ones or multiples of keep_every."""
     ordered = sorted(steps)
     return [step for step in ordered[:-keep_last] if not keep_every or step % keep_every]
 

@@ -1,4 +1,4 @@
-"""Messages of the rollout queue and verifiers about which answers are the same.
+"""Messages between the rollout queue and verifiers about classes of equal answers.
 
 Imported by every process. On the verify endpoint; they share the ids of score requests.
 """
@@ -10,18 +10,18 @@ NO_ANSWER = -1
 
 
 class ClassRequest(msgspec.Struct, frozen=True, tag="ClassRequest"):
-    """Say which of these completions of one prompt give the same answer; none of them is right."""
+    """Find the completions of one prompt with equal answers; none of the answers is right."""
 
     request_id: int
     """From the same counter as the ids of score requests; a ScoreFailed may answer it."""
     task: str
     texts: list[str]
     prompt_tails: list[str]
-    """Of each text, as in Rollout."""
+    """For each text, as in Rollout."""
     problem: str = ""
     """The question."""
     entry: str = ""
-    """The prompt's `entry`, for a comparison of the user's own; others get none."""
+    """The prompt's `entry`, only for a user-defined comparison."""
 
 
 class ClassDone(msgspec.Struct, frozen=True, tag="ClassDone"):
@@ -29,4 +29,4 @@ class ClassDone(msgspec.Struct, frozen=True, tag="ClassDone"):
 
     request_id: int
     classes: list[int]
-    """Of each text: 0, 1, ... in the order in which classes come first, or NO_ANSWER."""
+    """For each text: 0, 1, ... in order of first appearance, or NO_ANSWER."""

@@ -1,22 +1,16 @@
-"""A base for what is closed when its `with` block ends. Imported by every process."""
+"""A base class for objects that close at the end of a `with` block. Imported by every process."""
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 
 class Closing(AbstractContextManager[Any]):
-    """A context manager that yields itself and closes itself, whatever ended the block."""
+    """A context manager that yields itself and closes itself at the end of the block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held; harmless when it was done before."""
+        """Release all resources; a second call is harmless."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,7 +1,7 @@
-"""The endpoints of a run, and the kinds of messages that go over each.
+"""The endpoints of a run and the messages of each.
 
-Imported by every process. One ROUTER serves an endpoint, and DEALERs connect to it. A message of
-another kind is a decode error on either side.
+Imported by every process. One ROUTER serves an endpoint, and DEALERs connect to it. Any other kind
+of message is a decode error on either side.
 """
 
 import functools
@@ -12,13 +12,11 @@ from megatron_rl.protocol.node_messages import NodeState, RunPhase
 
 
 class Endpoint(NamedTuple):
-    """What the two sides of an endpoint may receive, as unions of message types."""
+    """The message types that each side of an endpoint may receive, as unions."""
 
     name: str
     router_hears: Any
-    """Sent by DEALERs."""
     dealer_hears: Any
-    """Sent by the ROUTER."""
 
 
 PROMPTS = Endpoint("prompts", types.FromGenerator, types.ToGenerator)
@@ -35,7 +33,7 @@ SCORER = Endpoint("scorer", types.FromScored, types.ToScored)
 """Scorer <-> the first rank of each data-parallel replica of the trainer."""
 ENDPOINTS = (PROMPTS, VERIFY, BATCHES, WEIGHTS, NODES, SCORER)
 ANY = Endpoint("any", types.AnyMessage, types.AnyMessage)
-"""For tools and tests that play several endpoints."""
+"""For tools and tests."""
 
 
 @functools.cache

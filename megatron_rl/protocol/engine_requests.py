@@ -1,8 +1,8 @@
-"""Requests for completions, as a generator and its engine's process exchange them.
+"""Requests for completions between a generator and its engine's process.
 
-Shared by `generation/sglang_direct.py` and, inside SGLang's scheduler, `direct_requests.py` of
-`backend/cpu/sglang`; vLLM's process uses them too. They travel over a Unix socket in a folder that
-only this user can enter, in length-prefixed msgpack: typed, nothing is pickled.
+Used by `generation/sglang_direct.py`, `direct_requests.py` of `backend/cpu/sglang` inside SGLang's
+scheduler, and vLLM's process. They travel as length-prefixed msgpack (nothing is pickled) over a
+Unix socket in a folder that only this user can enter.
 """
 
 import struct
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 SOCKET_VARIABLE = "MEGATRON_RL_REQUESTS"
-"""Variable of the server's environment: path of the generator's socket; none: HTTP alone."""
+"""Environment variable of the server: path of the generator's socket; if unset, only HTTP."""
 NAME_PREFIX = "mrl-"
-"""Begins every name of ours, and no name of SGLang's own."""
+"""Prefix of our request names; SGLang's own names lack it."""
 FIRST_SUFFIX = "-0."
-"""Ends the name of the first completion of a request, and no other's."""
+"""Suffix of the name of the first completion of a request."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -23,7 +23,7 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     """Generator -> scheduler: generate a completion for each name."""
 
     names: list[str]
-    """None of them is the beginning of another: SGLang aborts by beginnings."""
+    """No name is a prefix of another, because SGLang aborts by prefix."""
     prompt_ids: list[int]
     max_new_tokens: int
     temperature: float
@@ -35,7 +35,7 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     """Strings that end a completion."""
     stop_ids: list[int]
     extra_key: str
-    """Requests with different ones share no prefix."""
+    """Requests with different keys share no cached prefix."""
     returns_expert_choices: bool
 
 
@@ -46,7 +46,7 @@ class Abort(msgspec.Struct, frozen=True, tag="Abort"):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """Scheduler -> generator, many at once: a completion has ended."""
+    """Scheduler -> generator, in lists: a completion has ended."""
 
     name: str
     token_ids: list[int]
@@ -56,13 +56,13 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     finish: str
     """"stop", "length", or "abort"."""
     message: str
-    """Why it was aborted."""
+    """The reason of an abort."""
     cached_tokens: int
-    """Tokens of the prompt whose keys and values were there before."""
+    """Prompt tokens whose keys and values were cached."""
     expert_choices: bytes = b""
     """As in Completion."""
     first_token_at: float = -1.0
-    """As in Completion: both processes run on one node."""
+    """As in Completion; both processes run on one node."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,16 +76,13 @@ def names_of(number: int, count: int) -> list[str]:
 
 
 def pack(message: msgspec.Struct | list[Ended]) -> bytes:
-    """Frame of a message, with its length in front."""
+    """A message with its length as prefix."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any]:
-    """All complete messages at the front of a buffer, which loses them.
-
-    Raises msgspec.DecodeError for what is none.
-    """
+    """Remove and return all complete messages of a buffer. Raises msgspec.DecodeError."""
     messages = []
     start = 0
     while len(buffer) - start >= _LENGTH.size:

@@ -1,17 +1,17 @@
-"""Experts' numbers in as few bytes as hold them exactly. Used by generators, before they send.
+"""Compresses expert numbers (train.router_replay). Used by generators before they send.
 
-A rollout of a mixture of experts carries a number for each layer and expert of every token: many
-times the bytes of everything else in it.
+A rollout has a number for each layer and chosen expert of every token: many times the bytes of all
+its other data.
 """
 
 import numpy as np
 
 NARROW = (np.uint8, np.int16)
-"""Hold the numbers of up to 256 and 32,768 experts; the second one -1 too."""
+"""For up to 256 experts, or 32,768 and -1."""
 
 
 def narrow_choices(choices: np.ndarray) -> np.ndarray:
-    """The same numbers in the first of NARROW that holds all, or as they came (int32)."""
+    """The numbers in the first dtype of NARROW that holds all, else unchanged (int32)."""
     least, most = (int(choices.min()), int(choices.max())) if choices.size else (0, 0)
     for dtype in NARROW:
         if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:

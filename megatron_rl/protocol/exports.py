@@ -1,7 +1,4 @@
-"""Names of the models that a run exports: folders in RUN/hf.
-
-Imported by trainer ranks, which write them, and by the launcher.
-"""
+"""Folder names of exported models in RUN/hf. Imported by trainer ranks and the launcher."""
 
 from pathlib import Path
 
@@ -11,15 +8,12 @@ _CANDIDATE = "cold_start_step_"
 
 
 def candidate_name(step: int) -> str:
-    """Name of the model after `step` steps of the cold start, and label of its evaluation.
-
-    The run chooses one of these models.
-    """
+    """Name of the model after `step` steps of the cold start, and label of its evaluation."""
     return f"{_CANDIDATE}{step}"
 
 
 def candidate_step(name: str) -> int | None:
-    """Step of the candidate of that name; None for other names."""
+    """Step of a candidate; None for other names."""
     step = name.removeprefix(_CANDIDATE)
     return int(step) if step != name and step.isdecimal() else None
 
@@ -30,6 +24,6 @@ def step_name(step: int) -> str:
 
 
 def step_exports(folder: Path) -> dict[int, Path]:
-    """Step and folder of each such model in RUN/hf."""
+    """Step -> folder of the models named by `step_name` in RUN/hf."""
     found = {path.name.removeprefix("step_"): path for path in folder.glob("step_*")}
     return {int(step): path for step, path in found.items() if step.isdecimal()}

@@ -1,8 +1,8 @@
-"""What ended a process, noted for the launcher: of several notes the earliest is the cause.
+"""Failure notes of processes for the launcher: the earliest note is the cause.
 
-Imported by every process. A rank that fails closes its connections, on which the other ranks fail
-in turn, sometimes sooner than the first one has ended. So the note is written when the error leaves
-the main loop, before anything is closed.
+Imported by every process. When a rank fails, its closed connections make other ranks fail, which
+may even end before it. So a process writes the note when the error leaves its main loop, before it
+closes anything.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 FAILURE_VARIABLE = "MEGATRON_RL_FAILURE_NOTE"
-"""Environment variable: path of the note, without its ending; set by the launcher."""
+"""Environment variable, set by the launcher: path of the note, without suffix."""
 _ENDING = ".json"
 _RANK = ".rank-"
 
@@ -24,17 +24,17 @@ class Failure(msgspec.Struct, frozen=True):
     """The error that ended a process."""
 
     time_s: float
-    """time.time() when it was noted."""
+    """time.time() of the note."""
     who: str
-    """Role, and rank where it has several."""
+    """Role, and rank if the role has several."""
     exit_code: int
     text: str
-    """The message of an error that a person can mend, else the traceback."""
+    """The message of an error that a person can fix, else the traceback."""
     pid: int
 
 
 def write_failure(exit_code: int, text: str) -> None:
-    """Note the error that ends this process, if the launcher asked for it and there is no note."""
+    """Note the error that ends this process, unless it has written a note."""
     target = os.environ.get(FAILURE_VARIABLE)
     if not target:
         return
@@ -55,14 +55,14 @@ def write_failure(exit_code: int, text: str) -> None:
 
 
 def first_failure(folder: Path, since_s: float) -> Failure | None:
-    """The earliest note in `folder` that is not older than time.time() `since_s`."""
+    """The earliest note in `folder` since time.time() `since_s`."""
     notes = (_read(path) for path in sorted(folder.glob(f"*{_ENDING}")))
     recent = [note for note in notes if note is not None and note.time_s >= since_s]
     return min(recent, key=lambda note: note.time_s, default=None)
 
 
 def clear_failures(folder: Path, role: str) -> None:
-    """Remove the notes of a role, which is to be started."""
+    """Remove the notes of a role before it starts."""
     for path in (folder / f"{role}{_ENDING}", *folder.glob(f"{role}{_RANK}*{_ENDING}")):
         path.unlink(missing_ok=True)
 

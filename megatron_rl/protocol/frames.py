@@ -1,8 +1,8 @@
-"""Messages as frames of bytes: msgpack, and long arrays in separate frames; and back.
+"""Encodes messages as frames: one of msgpack, and one for each long array.
 
-Imported by every process, mostly by way of `wire.py`. The first frame is the message. An array of
-at least `APART_BYTES` has a separate frame, so that a process can pass a rollout on without a copy:
-received arrays are views of the network's buffers, and are sent from there. Nothing is pickled.
+Imported by every process, mostly through `wire.py`. An array of at least `APART_BYTES` has a
+separate frame, so that a process forwards a rollout without a copy: received arrays are views of
+the network's buffers. Nothing is pickled.
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.protocol.types import AnyMessage
 
 APART_BYTES = 32 << 10
-"""A separate frame for a smaller array costs more than a copy."""
+"""Minimum size of an array with a separate frame; for smaller ones a copy is cheaper."""
 _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "i": np.dtype("<i4"),
     "h": np.dtype("<i2"),
@@ -26,20 +26,20 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
 _SHORT_CODES = {np.dtype(np.int16): "h", np.dtype(np.uint8): "B"}
 """Codes of integers that keep their size."""
 _ALIGN = 8
-"""Bytes between the beginnings of joined frames are a multiple of that."""
+"""Alignment of joined frames in bytes."""
 
 Frame = bytes | memoryview
 
 
 class WireError(RuntimeError):
-    """A peer sent what is no message, or a socket could not be used."""
+    """A peer sent an invalid message, or a socket could not be used."""
 
     peer = ""
-    """The sender, if it is known."""
+    """The sender, if known."""
 
 
 def _code_of(array: np.ndarray) -> str | None:
-    """The code of how its numbers are sent; None for an array that cannot be sent."""
+    """The code of an array's dtype on the wire; None if it cannot be sent."""
     if array.ndim != 1:
         return None
     kind = str(array.dtype.kind)
@@ -47,14 +47,14 @@ def _code_of(array: np.ndarray) -> str | None:
 
 
 class _Encoding:
-    """Encodes one message, and collects the arrays that go in separate frames."""
+    """Encodes one message, and collects its separate array frames."""
 
     def __init__(self, least_bytes: float) -> None:
         self._least_bytes = least_bytes
         self.apart: list[memoryview] = []
 
     def encode_array(self, obj: Any) -> tuple[str, bytes | int]:
-        """(code, its bytes or the number of its frame)."""
+        """(code, bytes or number of the array frame)."""
         code = _code_of(obj) if isinstance(obj, np.ndarray) else None
         if code is None:
             raise NotImplementedError(f"cannot send {type(obj).__name__}: {obj!r:.80}")
@@ -66,13 +66,12 @@ class _Encoding:
 
 
 def encode(message: Any) -> bytes:
-    """A message in one frame. int16 and uint8 stay so, other signed integers become int32, floats
-    float32."""
+    """A message in one frame. int16 and uint8 stay; other integers become int32, floats float32."""
     return msgspec.msgpack.encode(message, enc_hook=_Encoding(float("inf")).encode_array)
 
 
 def encode_frames(message: Any) -> list[Frame]:
-    """Frames of a message: long arrays as they lie, which must not be written to any more."""
+    """Frames of a message. Long arrays are not copied, so they must not change any more."""
     encoding = _Encoding(APART_BYTES)
     head = msgspec.msgpack.encode(message, enc_hook=encoding.encode_array)
     return [head, *encoding.apart]
@@ -93,7 +92,7 @@ def _decode_array(kind: type, obj: Any) -> Any:
         raise NotImplementedError(f"cannot receive {kind.__name__}")
     code, data = obj
     if isinstance(data, int):
-        # In order, so that each belongs to one array.
+        # In order, so that each frame belongs to one array.
         if data != _apart.used + 1 or data > len(_apart.frames):
             raise ValueError(f"an array names frame {data}, of {len(_apart.frames)} array frames")
         _apart.used, data = data, _apart.frames[data - 1]
@@ -102,17 +101,17 @@ def _decode_array(kind: type, obj: Any) -> Any:
 
 @functools.cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    # Making one costs more than decoding a small message.
+    # Creating a decoder costs more than decoding a small message.
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
 
 def decode(frame: Frame, kind: Any = AnyMessage) -> Any:
-    """Message of one frame; WireError when it is none."""
+    """The message of one frame. Raises WireError."""
     return decode_frames([frame], kind)
 
 
 def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
-    """Message of its frames; its long arrays are views of them. WireError when it is none."""
+    """The message of these frames; long arrays are views. Raises WireError."""
     head, *_apart.frames = frames
     _apart.used = 0
     try:
@@ -131,7 +130,7 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
 
 
 def join_frames(frames: Sequence[Frame]) -> bytearray:
-    """All frames in one piece of memory, for a broadcast of a single buffer."""
+    """All frames in one buffer, for a broadcast."""
     sizes = np.array([len(frames), *map(len, frames)], np.int64)
     parts: list[Frame] = [sizes.tobytes()]
     for frame in frames:
@@ -140,7 +139,7 @@ def join_frames(frames: Sequence[Frame]) -> bytearray:
 
 
 def split_frames(joined: bytearray) -> list[Frame]:
-    """The frames that were joined, as views."""
+    """The frames of `join_frames`, as views."""
     sizes = np.frombuffer(joined, np.int64, 1 + int(np.frombuffer(joined, np.int64, 1)[0]))
     frames: list[Frame] = []
     begin = sizes.nbytes

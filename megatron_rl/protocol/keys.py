@@ -1,6 +1,6 @@
-"""CURVE keys of a run: who has them may speak with its sockets, and nobody else can read along.
+"""CURVE keys, which authenticate and encrypt the sockets of a run.
 
-Used by every process of a run on several nodes. The launcher makes them; all read the same file.
+Used by every process of a multi-node run. The launcher makes them; all processes read one file.
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ _NAME = "run"
 class Keys(NamedTuple):
     """The key pair of all sockets that a run binds.
 
-    The public key is as secret as the other: CurveZMQ (rfc.zeromq.org/spec/26) never sends it, and
-    a client that does not know it cannot open a connection.
+    The public key is secret too: CurveZMQ (rfc.zeromq.org/spec/26) never sends it, and a client
+    without it cannot connect.
     """
 
     public: bytes
@@ -23,13 +23,13 @@ class Keys(NamedTuple):
 
 
 def make_keys(folder: Path) -> None:
-    """Write new keys into a folder that only this user can read. Raises OSError if it exists."""
+    """Write new keys to a new folder that only this user can read. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True)
     zmq.auth.create_certificates(folder, _NAME)
 
 
 def load_keys(folder: Path | None) -> Keys | None:
-    """The keys of a folder; None for none. Raises OSError or ValueError when it holds no keys."""
+    """The keys of a folder; None for no folder. Raises OSError or ValueError if there are none."""
     if folder is None:
         return None
     public, secret = zmq.auth.load_certificate(folder / f"{_NAME}.key_secret")

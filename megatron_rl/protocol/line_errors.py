@@ -1,4 +1,4 @@
-"""Lines of a file that grows to more than fits into memory, and one wording for a bad one.
+"""Reads JSONL files that may not fit into memory, with one wording for errors.
 
 Imported by every process.
 """
@@ -20,19 +20,19 @@ def line_error(path: Path, number: int, error: Exception, *, expected: str) -> I
 
 
 def complete_lines(path: Path, *, end: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each complete line but empty ones; none where there is no file.
+    """Number and bytes of each complete line that is not empty; nothing if the file is missing.
 
-    end: bytes to read, None for all. Raises InputError for a file that may not be read.
+    end: bytes to read, None for all. Raises InputError for an unreadable file.
     """
     try:
-        # By newlines alone: JSON strings may hold other separators, such as U+2028.
+        # Only newlines separate: JSON strings may have other separators, such as U+2028.
         with path.open("rb") as file:
             position = 0
             for number, line in enumerate(file, 1):
                 position += len(line)
                 if end is not None and position > end:
                     return
-                # Somebody may be writing: what comes after half a line is its other half.
+                # A process may be writing this line.
                 if not line.endswith(b"\n"):
                     return
                 if line != b"\n":

@@ -1,7 +1,6 @@
-"""Metrics are data: sums and counts that writers format.
+"""Metrics as data: sums and counts, which only a writer formats.
 
-Imported by every process. Code returns `Metric`s; only a writer turns them into text. A metric is
-reduced from its sum and count, never as a mean of means.
+Imported by every process. A metric is reduced from its sum and count, never as a mean of means.
 """
 
 import json
@@ -17,17 +16,17 @@ from megatron_rl.protocol.line_errors import complete_lines, line_error
 log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
-"""Metric of the launcher: the run resumes after the step of the row."""
+"""The run resumes after the step of the row (by the launcher)."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
-"""Metric of the launcher: generators that died and were started again."""
+"""Number of restarted generators (by the launcher)."""
 GROUPS_DROPPED = "queue/groups_dropped_"
-"""Metrics of the queue, with the reason at the end: groups not trained on."""
+"""Prefix: groups not trained on, by reason."""
 COMPLETIONS_DROPPED = "queue/completions_dropped_"
-"""The same for single completions, which could not be graded."""
+"""Prefix: completions that could not be graded, by reason."""
 PASS_AT = "eval/pass_at_"
-"""Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
+"""Prefix, with k or k_se; for evaluations with several samples per prompt."""
 MAJ_AT = "eval/maj_at_"
-"""The same for votes."""
+"""Prefix, with k or k_se: majority votes."""
 EVALUATION_RUNNING = "eval/running"
 """Label of the running evaluation, in a row with the next two."""
 COMPLETIONS_DONE = "eval/completions_done"
@@ -35,7 +34,7 @@ COMPLETIONS_WANTED = "eval/completions_wanted"
 _SHOWN_BYTES = 80
 _BLOCK_BYTES = 1 << 16
 _TAKEN_AGAIN = ("trainer", "queue")
-"""Sources whose rows a resumed run writes anew."""
+"""Sources whose rows a resumed run writes again."""
 
 _ROW = "a JSON object; take a line out that a crash has damaged"
 Reduce = Literal["mean", "sum", "max"]
@@ -58,7 +57,7 @@ class MetricSet:
         self._entries: dict[str, tuple[float, float, Reduce]] = {}
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Fold further contributions in."""
+        """Add contributions."""
         for metric in metrics:
             entry = self._entries.get(metric.name)
             if entry is None:
@@ -69,7 +68,7 @@ class MetricSet:
             self._entries[metric.name] = (value, count + metric.count, reduce)
 
     def add_entries(self, entries: dict[str, tuple[float, float, Reduce]]) -> None:
-        """Fold in the entries of another process' set."""
+        """Add the entries of another process's set."""
         self.add(
             Metric(name, value, reduce, count) for name, (value, count, reduce) in entries.items()
         )
@@ -79,7 +78,7 @@ class MetricSet:
         return dict(self._entries)
 
     def values(self) -> dict[str, float]:
-        """name -> reduced value; a mean over nothing is left out."""
+        """name -> reduced value, without means over nothing."""
         return {
             name: value / count if reduce == "mean" else value
             for name, (value, count, reduce) in self._entries.items()
@@ -100,7 +99,7 @@ class JsonlWriter:
         self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Write the values of a step; one write call, so that processes may share the file."""
+        """Write the values of a step in one write call, so that processes may share the file."""
         row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
         self._append(json.dumps(row) + "\n")
 
@@ -113,10 +112,7 @@ class JsonlWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a crash of the host tore: the next row would end up in it.
-
-    Only while nobody writes.
-    """
+    """Cut off a torn last line, which the next row would continue. Call while nobody writes."""
     if not path.exists():
         return
     complete = end_of_lines(path)
@@ -140,15 +136,14 @@ def end_of_lines(path: Path) -> int:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file that is known to be small; otherwise as `iter_jsonl`."""
+    """All rows of a small file, as `iter_jsonl`."""
     return list(iter_jsonl(path))
 
 
 def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
-    """The complete lines of a file, one at a time; nothing if the file does not exist.
+    """The rows of a file, without a torn last line; nothing if the file does not exist.
 
-    A torn last line is left out. holding: only rows with this text. Raises InputError for a file
-    that may not be read, and for a line that is damaged.
+    holding: only rows with this text. Raises InputError for an unreadable file or a damaged line.
     """
     wanted = holding.encode()
     for number, line in complete_lines(path):
@@ -159,11 +154,10 @@ def iter_jsonl(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
 def stream_rows(
     path: Path, *, holding: str = "", end: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a run as if it had never been interrupted, one at a time; raises as `iter_jsonl`.
+    """Rows of a run as if it had never been interrupted; raises as `iter_jsonl`.
 
-    A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
-    wrote of them earlier is left out. A run of weeks leaves more rows than fit into memory.
-    holding: only rows with this text. end: bytes to read, None for all.
+    A run that was resumed after step k repeats the later steps: earlier rows of trainer and queue
+    about these steps are left out. holding: only rows with this text. end: bytes to read.
     """
     mark, wanted = RESUMED.encode(), holding.encode()
     resumptions = [
@@ -183,7 +177,7 @@ def stream_rows(
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        # What a damaged line holds is no text, perhaps.
+        # A damaged line may not be valid UTF-8.
         row = json.loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
         raise line_error(path, number, error, expected=_ROW) from error

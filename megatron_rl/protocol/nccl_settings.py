@@ -1,7 +1,7 @@
-"""NCCL's variables that all ranks of a communicator must agree on.
+"""NCCL variables that all ranks of a communicator must share.
 
-Generators say theirs in their Hello, and the trainer compares; the launcher sets them. They decide
-how peers map each other's memory: ranks that differ break each other or wait for ever.
+The launcher sets them; generators send theirs in Hello, and the trainer compares. They decide how
+ranks map each other's memory: ranks that differ fail or hang.
 """
 
 import os
@@ -9,20 +9,20 @@ import os
 from megatron_rl.config.errors import InputError
 
 CHOSEN = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2"}
-"""NCCL's own choices, aloud: SGLang sets each to 0 for its ranks where it is not set. With the
-first at 0, repeated sends of several ranks to one over a network were seen to hang (NCCL issue
-1721). The second at 2: where the hardware can."""
+"""NCCL's defaults, explicitly, because SGLang sets each unset one to 0 for its ranks. With
+CUMEM=0, repeated sends of several ranks to one over a network hang (NCCL issue 1721). NVLS=2: if
+the hardware can."""
 
 
 def own_settings() -> dict[str, str]:
-    """This process's values; "" for one that is not set."""
+    """This process's values; "" if unset."""
     return {name: os.environ.get(name, "") for name in CHOSEN}
 
 
 def check_settings(own: dict[str, str], theirs: dict[str, str]) -> None:
-    """Raise InputError for a trainer and a generator that may not share a communicator.
+    """Raise InputError for a trainer and a generator that cannot share a communicator.
 
-    A variable must be set on both sides, because an engine may choose one that is not.
+    A variable must be set on both sides, because an engine may choose a value for an unset one.
     """
     faulty = [name for name in CHOSEN if not own.get(name) or own[name] != theirs.get(name)]
     if faulty:

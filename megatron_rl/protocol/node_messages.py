@@ -1,6 +1,6 @@
-"""What the launchers of a run's nodes say to each other.
+"""Messages between the launchers of a run's nodes: first node (ROUTER) <-> others (DEALER).
 
-Imported by every process by way of `types.py`. First node (ROUTER) <-> the others (DEALER).
+Imported by every process through `types.py`.
 """
 
 import enum
@@ -9,7 +9,7 @@ import msgspec
 
 
 class PhaseKind(enum.StrEnum):
-    """What the nodes of a run do together; `launcher/phases.py` says what each means."""
+    """Phases of a run; see `launcher/phases.py`."""
 
     COLD_START = "cold start"
     EVALUATION = "evaluation"
@@ -19,27 +19,27 @@ class PhaseKind(enum.StrEnum):
 
 
 class RoleRestart(msgspec.Struct, frozen=True):
-    """A role of a node that was started again."""
+    """A restarted role of a node."""
 
     role: str
     kind: str
     """Replicas of one kind do the same work: "generator", "verifier"."""
     exit_code: int
-    """Of the role's predecessor; minus the signal's number when a signal ended it."""
+    """Exit code of the process that died; minus the number of a signal that killed it."""
     count: int
     """Restarts of the replica within the window of its rule, this one included."""
     limit: int
     number: int = 0
-    """From 1, over all restarts of a node that tells the first one; 0: not told."""
+    """Counts the restarts of a node from 1; 0: on the first node."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
-    """How a node stands: sent about once a second, after every change, and when it ends early."""
+    """State of a node: sent about once a second, after every change, and when it ends early."""
 
     node: int
-    """Its place, from 1: the first node, 0, tells itself nothing."""
+    """Its number, from 1; the first node, 0, sends no state."""
     nodes: int
-    """How many it was told that there are."""
+    """Number of nodes that it was started with."""
     address: str
     """Where the other nodes reach it."""
     session: int
@@ -49,25 +49,25 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     error: str = ""
     """Why it leaves the run."""
     restarts: tuple[RoleRestart, ...] = ()
-    """The latest ones: each is said several times, and counts once by its number."""
+    """The latest restarts; each is sent several times, and counts once by its number."""
     given_up: dict[str, int] = {}
-    """Kind of role -> replicas that used up their restarts there."""
+    """Kind of role -> replicas that used up their restarts."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
-    """What all nodes are to do now: the answer to every NodeState."""
+    """The current phase for all nodes: the answer to every NodeState."""
 
     number: int
     """From 1."""
     kind: PhaseKind
     label: str = ""
-    """Of an evaluation."""
+    """Label of an evaluation."""
     model: str = ""
-    """Folder of the model that the phase begins with."""
+    """Folder of the initial model of the phase."""
     has_cold_start: bool = False
-    """Training alone: the cold start comes first, in the same phase."""
+    """The cold start comes first in this training phase."""
     is_ending: bool = False
-    """Its queue has ended: what it told to stop closes."""
+    """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
     """Why the first node leaves the run."""
     given_up: dict[str, int] = {}
@@ -75,4 +75,4 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     addresses: dict[int, str] = {}
     """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []
-    """Replicas that the queue has heard before and does not hear now."""
+    """Replicas that the queue heard before and no longer hears."""

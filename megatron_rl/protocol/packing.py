@@ -1,7 +1,7 @@
-"""Packs sequences into microbatches and deals these to data-parallel ranks. Pure.
+"""Packs sequences into microbatches and deals them to data-parallel ranks. Pure.
 
-Used by the rollout queue and by supervised fine-tuning. Works on lengths (prompt + completion
-tokens) and returns indices, so that it serves any kind of sequence.
+Used by the rollout queue and by supervised fine-tuning. Takes lengths (prompt + completion tokens)
+and returns indices.
 """
 
 import math
@@ -13,18 +13,16 @@ from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 
 LOOKAHEAD = 256
 EXCHANGES = 64
-"""Of microbatches between ranks, at most."""
+"""Maximum number of exchanges of microbatches between ranks."""
 Microbatch = list[int]
 """Indices of the sequences packed together."""
 
 
 def pack(lengths: list[int], budget_tokens: int) -> list[Microbatch]:
-    """Few microbatches within the budget, from long sequences to short ones.
+    """Pack into few microbatches within the budget; a longer sequence gets its own microbatch.
 
-    A sequence longer than the budget gets a microbatch of its own. First-fit decreasing is within
-    a percent of the least count that can be; where it misses that, filling one microbatch after
-    the other is tried as well, and the fewer are taken: on eight ranks one microbatch too many
-    can cost eight.
+    First-fit decreasing is within a percent of the minimum. If it misses the minimum, filling one
+    microbatch after the other is tried too: on eight ranks one extra microbatch can cost eight.
     """
     microbatches = first_fit_decreasing(lengths, budget_tokens)
     least = math.ceil(sum(min(length, budget_tokens) for length in lengths) / budget_tokens)
@@ -34,12 +32,12 @@ def pack(lengths: list[int], budget_tokens: int) -> list[Microbatch]:
 
 
 def first_fit_decreasing(lengths: list[int], budget_tokens: int) -> list[Microbatch]:
-    """Longest sequence first, into the first microbatch with room; equal ones keep their order.
+    """Put the longest sequence first into the first microbatch with room; a stable order.
 
     Source: Magistral (arXiv 2506.10910), "greedy collation".
     """
     microbatches: list[Microbatch] = []
-    # [microbatches] room of each, then of those that are not begun yet.
+    # [sequences] room of each microbatch; the rest are empty microbatches.
     room = np.full(len(lengths), budget_tokens, np.int64)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length, begun = lengths[index], len(microbatches)
@@ -54,9 +52,9 @@ def first_fit_decreasing(lengths: list[int], budget_tokens: int) -> list[Microba
 
 
 def _fill_one_by_one(lengths: list[int], budget_tokens: int) -> list[Microbatch]:
-    """Start with the longest sequence left; add the one that alone or with another fills best.
+    """Start with the longest sequence; add the one that alone or with a partner fills best.
 
-    Only the LOOKAHEAD longest that fit are tried as that one.
+    Tries only the LOOKAHEAD longest sequences that fit.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     # [sequences left] ascending.
@@ -74,10 +72,10 @@ def _fill_one_by_one(lengths: list[int], budget_tokens: int) -> list[Microbatch]
 
 
 def _best_of_pair(fitting: np.ndarray, room: int) -> int:
-    """Place of the longer of the two that fill `room` best; fitting: [sequences] ascending."""
+    """Index of the longer of two sequences that fill `room` best; fitting: ascending lengths."""
     places = np.arange(len(fitting) - 1, max(-1, len(fitting) - 1 - LOOKAHEAD), -1)
     longer = fitting[places]
-    # The longest partner that still fits, and that is not longer.
+    # The longest partner that still fits and is not longer.
     partners = np.minimum(np.searchsorted(fitting, room - longer, side="right"), places) - 1
     filled = longer + np.where(partners >= 0, fitting[partners], 0)
     return int(places[filled.argmax()])
@@ -88,10 +86,10 @@ def deal(
 ) -> list[list[Microbatch]]:
     """Microbatches of each data-parallel rank: [dp_size][same count on every rank].
 
-    Every rank runs as many microbatches as the others, so those missing to a multiple of dp_size
-    are won by halving the dearest; where nothing is left to halve they are empty. Each microbatch,
-    dearest first, goes to the rank that has the least to do among those with room: then also those
-    of one number are alike on all ranks, which exchange tokens of experts.
+    All ranks run the same number of microbatches, so the costliest are halved until the count is a
+    multiple of dp_size; if none can be halved, empty ones are added. Each microbatch, costliest
+    first, goes to the rank with room and the least cost. So microbatches with the same number have
+    similar costs on all ranks, which exchange expert tokens.
     """
     microbatches = pack(lengths, budget_tokens)
     costs = [cost.of(length) for length in lengths]
@@ -110,30 +108,27 @@ def deal(
         ranks[rank].append(microbatch)
         rank_costs[rank] += cost_of(microbatch)
     if cost == TOKENS:
-        # Packed microbatches are nearly full, so their tokens are even as they are.
+        # Packed microbatches are nearly full, so their tokens are already even.
         return ranks
     _even_out(ranks, cost_of)
     return [sorted(rank, key=cost_of, reverse=True) for rank in ranks]
 
 
 def _even_out(ranks: list[list[Microbatch]], cost_of: Callable[[Microbatch], int]) -> None:
-    """Exchange microbatches of the dearest rank for cheaper ones, as long as that helps.
-
-    As every rank has equally many, dealing them one by one ends with ranks that have no room.
-    """
+    """Exchange microbatches of the costliest rank for cheaper ones while that helps."""
     # [ranks, microbatches of each]
     costs = np.array([[cost_of(microbatch) for microbatch in rank] for rank in ranks], np.int64)
     for _ in range(EXCHANGES):
         totals = costs.sum(axis=1)
         dearest = int(totals.argmax())
-        # [microbatches of the dearest, ranks, microbatches]: what an exchange takes from it.
+        # [microbatches of the costliest rank, ranks, microbatches]: savings of an exchange.
         less = costs[dearest][:, None, None] - costs[None]
         gap = (totals[dearest] - totals)[None, :, None]
         after = np.maximum(totals[dearest] - less, totals[None, :, None] + less)
         after = np.where((less > 0) & (less < gap), after, totals[dearest])
         if int(after.min(initial=totals[dearest])) == totals[dearest]:
             return
-        # The least of all; of equals that of the first rank, then of the first places.
+        # The minimum; ties go to the first rank, then to the first microbatches.
         by_rank = after.swapaxes(0, 1)
         other, place, at = (int(i) for i in np.unravel_index(by_rank.argmin(), by_rank.shape))
         ranks[dearest][place], ranks[other][at] = ranks[other][at], ranks[dearest][place]
@@ -141,7 +136,7 @@ def _even_out(ranks: list[list[Microbatch]], cost_of: Callable[[Microbatch], int
 
 
 def _halve_dearest(microbatches: list[Microbatch], costs: list[int]) -> list[Microbatch]:
-    """Remove half of the dearest divisible microbatch and return it as one; else an empty one."""
+    """Split off half of the costliest divisible microbatch; if none, return an empty one."""
     divisible = [microbatch for microbatch in microbatches if len(microbatch) > 1]
     if not divisible:
         return [[]]

@@ -1,6 +1,6 @@
-"""How every process starts and ends: logging, signals, exit code.
+"""Start and end of every process: logging, signals, exit code.
 
-Used by the entry of every process. An error that a person can mend is a line, not a traceback; a
+Used by the entry of every process. An error that a person can fix is one line, not a traceback. A
 process whose launcher died ends itself.
 """
 
@@ -26,11 +26,11 @@ from megatron_rl.protocol.wire import DeadlineExceeded, TurnedAway
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
-"""Environment variable: the file by which a restartable role tells the launcher it was ready."""
+"""Environment variable: a file that a restartable role creates when it is ready."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that end a process in good order. SIGHUP: the terminal is gone, but for `nohup`."""
+"""Signals that end a process in good order. SIGHUP: the terminal is gone, without `nohup`."""
 ORPHAN_END_S = 12.0
-"""What a process has to end itself once its launcher has died. The next launcher waits longer."""
+"""Limit for a process to end after its launcher died. The next launcher waits longer."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,36 +43,34 @@ class Interrupted(SystemExit):
 
 
 def verifier_name(index: int) -> str:
-    """Name of a verifier in its log, to the queue, and to the launcher; index: of its host."""
+    """Name of the verifier of a node; index: of the node."""
     return f"verifier-{index}" if index else "verifier"
 
 
 def die_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when the process that started it dies."""
+    """Make Linux send SIGTERM to this process when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class _Progress:
-    """How far this process is."""
-
     has_started = False
 
 
 def note_started() -> None:
-    """From here on an error is a failure of the run, exit code 1: no input is refused any more."""
+    """All input is accepted: later errors are failures of the run, exit code 1."""
     _Progress.has_started = True
 
 
 def _code_of(error: Exception) -> int:
-    # Who is turned away has done nothing for this run.
+    # A process that is turned away has done nothing for this run.
     if _Progress.has_started and not isinstance(error, TurnedAway):
         return EXIT_FAILED
     return EXIT_BAD_INPUT
 
 
 def note_ready() -> None:
-    """Tell the launcher, if there is one, that this process is ready to work."""
+    """Tell the launcher, if any, that this process is ready to work."""
     note_started()
     path = os.environ.get(READY_FILE_VARIABLE)
     if path:
@@ -80,9 +78,9 @@ def note_ready() -> None:
 
 
 def raise_file_limit(needed: int, what: str) -> None:
-    """Let this process open as many files and sockets as the system allows it.
+    """Raise this process's limit of open files and sockets to the hard limit.
 
-    needed: how many it opens at least; what: the reason, for the message. Raises InputError.
+    needed: minimum number; what: the reason, for the message. Raises InputError.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,11 +92,10 @@ def raise_file_limit(needed: int, what: str) -> None:
 
 
 def set_up_logging(role: str, log_dir: Path | None = None, *, in_background: bool = False) -> None:
-    """Log to stderr, and to `log_dir/<role>.log` when a folder is given.
+    """Log to stderr, and to `log_dir/<role>.log` if a folder is given.
 
-    in_background: a thread writes, so that the caller never waits for the disk.
-
-    On SIGUSR1 the process writes the stacks of its threads to stderr, and continues.
+    in_background: a thread writes, so that the caller never waits for the disk. SIGUSR1 prints the
+    stacks of all threads to stderr.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_dir is not None:
@@ -116,17 +113,17 @@ def set_up_logging(role: str, log_dir: Path | None = None, *, in_background: boo
 
 def _interrupt(launcher: int | None, number: int, frame: object) -> None:
     if launcher is not None and os.getppid() != launcher:
-        # Nobody is left who would kill it: at the end of its time it writes where it is, and exits.
+        # No launcher is left to kill it: after ORPHAN_END_S it prints its stacks and exits.
         faulthandler.dump_traceback_later(ORPHAN_END_S, exit=True)
     raise Interrupted(128 + number)
 
 
 @contextmanager
 def failures_noted() -> Iterator[None]:
-    """Note for the launcher an error that leaves the block; see `failure.py`.
+    """Note an error that leaves the block for the launcher; see `failure.py`.
 
-    Put it around work whose surroundings close connections to other processes: the first note of a
-    process stays.
+    Use it inside blocks that close connections to other processes. The first note of a process
+    stays.
     """
     try:
         yield
@@ -146,10 +143,9 @@ def failures_noted() -> Iterator[None]:
 def run_main(role: str, main: Callable[[], None]) -> int:
     """Run `main` and return the exit code: 0, 1 (our failure), 2 (bad input), 128 + signal.
 
-    Bad input is an error before `note_started`; a full disk in the middle of a run is a failure.
-
-    ENDING_SIGNALS raise Interrupted inside `main`, so that context managers close what they
-    opened; a second signal is not awaited. Once its launcher has died it has ORPHAN_END_S for that.
+    An error is bad input only before `note_started`. ENDING_SIGNALS raise Interrupted inside
+    `main`, so that context managers close what they opened, within ORPHAN_END_S if the launcher
+    died.
     """
     launcher = None
     if os.environ.get("MEGATRON_RL_LAUNCHED"):
@@ -177,9 +173,9 @@ def run_main(role: str, main: Callable[[], None]) -> int:
 
 
 def run_rank(role: str, main: Callable[[], None]) -> int:
-    """`run_main` for a process of a group; after an error the process ends before this returns.
+    """`run_main` for a rank; after an error it ends the process at once.
 
-    The interpreter would wait for threads, and for process groups whose peers wait in turn.
+    A normal exit would wait for threads, and for process groups whose peers wait in turn.
     """
     code = EXIT_FAILED
     try:

@@ -1,4 +1,4 @@
-"""A prompt, and how the length of its completions is judged. Imported by every process."""
+"""A prompt and its length penalty. Imported by every process."""
 
 import msgspec
 
@@ -23,7 +23,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class _Tests(msgspec.Struct, frozen=True):
-    """The part of a program's tests that says how they run it."""
+    """The fields of a program's tests that say how to run it."""
 
     cases: list[msgspec.Raw] = []
     entry_point: str = ""
@@ -34,37 +34,37 @@ class Prompt(msgspec.Struct, frozen=True):
 
     id: str
     task: str
-    """How it is judged: "math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
+    """"math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
     messages: list[ChatMessage]
     answer: str
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""
     entry: str = ""
-    """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
+    """JSON that the task's grader needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""
-    """Language that the response must be in, as "fr"; empty: that of the question."""
+    """Language of the response, such as "fr"; empty: that of the question."""
     pass_rate: float | None = None
-    """Share of completions that were right when the prompts were graded before; None: unknown."""
+    """Share of right completions in an earlier grading; None: unknown."""
     place: str = ""
-    """Where it was read, as file:line, for messages to the user."""
+    """Source as file:line, for messages to the user."""
     is_spare: bool = False
-    """Held out by a hash alone: it is trained on if no evaluation looks at it."""
+    """Held out only by a hash: it is trained on if no evaluation uses it."""
 
     @property
     def question(self) -> str:
-        """What the user wrote last."""
+        """The last user message."""
         return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
 
     @property
     def is_program(self) -> bool:
-        """Whether its tests run the answer as a program, rather than call a function of it."""
+        """Whether its tests run the answer as a program instead of calling a function of it."""
         try:
             tests = msgspec.json.decode(self.entry or "{}", type=_Tests)
         except msgspec.DecodeError:
-            return False  # an entry of another judge
+            return False  # an entry of another task
         return bool(tests.cases) and not tests.entry_point
 
     @property
     def normalized_question(self) -> str:
-        """Text that prompts with the same question share: case and spacing do not count."""
+        """Equal for prompts that differ only in case and spacing."""
         return normalized(" ".join(m.content for m in self.messages))

@@ -1,6 +1,6 @@
-"""When two questions are the same. Imported by every process."""
+"""Comparison of questions. Imported by every process."""
 
 
 def normalized(text: str) -> str:
-    """The same for texts that differ in case and spacing alone."""
+    """Equal for texts that differ only in case and spacing."""
     return " ".join(text.casefold().split())

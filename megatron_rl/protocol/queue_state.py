@@ -1,4 +1,4 @@
-"""The state that the queue saves with a checkpoint: a message to the trainer, which writes JSON.
+"""The queue's state in a checkpoint, which the trainer receives and writes as JSON.
 
 Imported by every process.
 """
@@ -7,48 +7,48 @@ import msgspec
 
 
 class PromptCursor(msgspec.Struct, frozen=True):
-    """Where the stream of train prompts stands."""
+    """Position in the stream of train prompts."""
 
     draws: int
-    """Prompts given out."""
+    """Number of drawn prompts."""
     taken: list[int]
-    """Of these, by source."""
+    """Number of drawn prompts by source."""
     sizes: list[int]
-    """Train prompts of each source."""
+    """Number of train prompts by source."""
     seed: int
-    """`run.seed`, which orders them."""
+    """`run.seed`, which orders the prompts."""
 
 
 class UnfinishedGroup(msgspec.Struct, frozen=True):
-    """A training group whose completions are not trained on."""
+    """A training group that is not trained on."""
 
     number: int
     prompt_id: str
     stage: int = 0
-    """The stage whose rules sampled it, and generate it again."""
+    """The stage whose rules sample it."""
 
 
 class StageState(msgspec.Struct, frozen=True):
-    """Where the stages of the run stand."""
+    """State of the stages."""
 
     first_steps: list[int]
-    """The first batch of each stage, as far as it is known."""
+    """The first batch of each stage, as far as known."""
     values: list[float]
-    """Of the metric that the next stage waits for, by batch."""
+    """Plateau metric of the current stage, by batch."""
 
 
 class PromptVisits(msgspec.Struct, frozen=True):
-    """What the curriculum knows of a prompt."""
+    """Statistics of a prompt in the curriculum."""
 
     visits: int
-    """Groups of it that were counted."""
+    """Number of counted groups."""
     solved: int
-    """Of these, the latest ones in a row in which all completions were right."""
+    """Number of latest groups in a row whose completions were all right."""
     is_retired: bool
 
 
 class CurriculumState(msgspec.Struct, frozen=True):
-    """Where the curriculum stands."""
+    """State of the curriculum."""
 
     admitted_bands: int
     window: list[tuple[int, int]]
@@ -56,33 +56,32 @@ class CurriculumState(msgspec.Struct, frozen=True):
     prompts: dict[str, PromptVisits]
     """By id."""
     readmitted: int
-    """Prompts that were retired and are drawn again, so far."""
+    """Number of retired prompts that were drawn again."""
 
 
 class UnfinishedEvaluation(msgspec.Struct, frozen=True):
     """An evaluation that was running or due."""
 
     label: str
-    """Its whole name, with that of its set."""
+    """With the name of its set."""
     version: int
-    """The policy version that it measures."""
+    """The measured policy version."""
     has_begun: bool
-    """Whether the file of its label holds what was done of it."""
+    """Whether the file of its label has its results so far."""
 
 
 class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
-    """What the queue needs to resume after batch number `step`; a checkpoint has it as JSON."""
+    """State of the queue from which it resumes after `step` batches; JSON in a checkpoint."""
 
     step: int
     cursor: PromptCursor
     groups_opened: int
-    """Groups get numbers from here on."""
+    """Number of the next group."""
     unfinished: list[UnfinishedGroup]
-    """Opened, but neither trained on nor counted as dropped: they are generated again."""
+    """Groups that are neither trained on nor counted as dropped: they are generated again."""
     evaluated: list[str]
-    """Labels of the evaluations that are done."""
+    """Labels of the ended evaluations."""
     stages: StageState = StageState([0], [])
     curriculum: CurriculumState | None = None
-    """None without one."""
     unfinished_evaluations: list[UnfinishedEvaluation] = []
-    """Running first, then due; checkpoints of earlier releases name none."""
+    """The running one first; checkpoints of earlier releases have none."""

@@ -1,8 +1,7 @@
-"""Messages and answers to token ids, and back to text.
+"""Renders messages and answers to token ids, and decodes them.
 
-Used by generators and by supervised fine-tuning, which must agree on it, and by a child of the
-launcher that looks for prompts which cannot be rendered. Reads only local files. transformers is
-imported when a Renderer is made, so that importing this module stays light.
+Used by generators, by supervised fine-tuning, and by a child of the launcher that finds prompts
+that cannot be rendered. Reads only local files. Imports transformers only for a Renderer.
 """
 
 import json
@@ -19,22 +18,22 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import ChatMessage
 
 _TAIL_TOKENS = 16
-"""Tokens at a prompt's end that hold what a chat template writes behind the last message."""
+"""Tokens at a prompt's end that a chat template writes after the last message."""
 _BATCH_PROMPTS = 512
 _CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
 
 
 class Conversation(NamedTuple):
-    """What a prompt is rendered from."""
+    """The input to render a prompt."""
 
     task: str
     messages: list[ChatMessage]
     is_program: bool = False
-    """Whether tests run the answer as a program, rather than call a function of it."""
+    """As `Prompt.is_program`."""
 
 
 class RenderError(ValueError):
-    """A prompt that cannot be rendered; the text says why and what to do."""
+    """A prompt cannot be rendered; the text says why and what to do."""
 
 
 class Renderer:
@@ -48,9 +47,9 @@ class Renderer:
         *,
         format_checks: Mapping[str, str],
     ) -> None:
-        """format_checks: that of each task, by which its system prompt is chosen.
+        """format_checks: by task; selects the system prompt.
 
-        Raises InputError when the folder has no tokenizer, or there is no chat template.
+        Raises InputError if there is no tokenizer or chat template.
         """
         from transformers import AutoTokenizer
 
@@ -76,9 +75,9 @@ class Renderer:
             for is_cpp in (False, True)
         }
         self.context_tokens = context_tokens
-        """Longest prompt plus completion."""
+        """Limit of prompt plus completion."""
         self.eos_id: int = self._tokenizer.eos_token_id
-        """What the tokenizer ends a sequence with."""
+        """The tokenizer's end-of-sequence token."""
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
@@ -90,11 +89,10 @@ class Renderer:
         task: str,
         is_program: bool = False,
     ) -> list[int]:
-        """Prompt token ids, up to where the completion starts.
+        """Prompt token ids, up to the start of the completion.
 
-        is_program: whether tests run the answer as a program, which is then what is demonstrated.
-        Raises RenderError for a template that fails and for a prompt that leaves no room for
-        max_new_tokens in the context.
+        is_program: selects the demonstration. Raises RenderError if the template fails, or if the
+        prompt leaves no room for max_new_tokens in the context.
         """
         text = self._text(Conversation(task, messages, is_program))
         # Templates write special tokens such as <s> themselves.
@@ -107,11 +105,11 @@ class Renderer:
     def find_refusals(
         self, conversations: Sequence[Conversation], max_new_tokens: int
     ) -> dict[int, str]:
-        """Why `render` would refuse conversations, by their index; made for many short ones.
+        """By index: why `render` would refuse a conversation; fast for many short ones.
 
-        A template is expected to add as much to all conversations with the same roles. A token
-        stands for at least one byte, so that few prompts have to be tokenised. What escapes this
-        (a normalisation that makes a text longer) is refused by `render`.
+        Assumes that a template adds the same text to all conversations with the same roles, and
+        that a token has at least one byte, so that few prompts are tokenized. `render` refuses the
+        rest (such as a normalization that makes a text longer).
         """
         room_bytes = self.context_tokens - max_new_tokens
         added_bytes: dict[tuple[object, ...], int] = {}
@@ -140,7 +138,7 @@ class Renderer:
         return refusals
 
     def _text(self, conversation: Conversation) -> str:
-        """The rendered conversation. Raises RenderError for a template that fails."""
+        """The rendered conversation. Raises RenderError if the template fails."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
         key = _opening_key(conversation)
         if key not in self._openings:
@@ -149,7 +147,7 @@ class Renderer:
                 f"unknown task {conversation.task!r}: known are {known}, "
                 "others are defined in [reward.tasks.NAME]"
             )
-        # Many templates take one system message, and only as the first.
+        # Many templates accept a system message only as the first message.
         if all(turn["role"] != "system" for turn in turns):
             turns = [*self._openings[key], *turns]
         try:
@@ -176,20 +174,20 @@ class Renderer:
         )
 
     def tail(self, prompt_ids: list[int]) -> str:
-        """Text of the end of a prompt, special tokens included."""
+        """Text of the end of a prompt, with special tokens."""
         return self.decode(prompt_ids[-_TAIL_TOKENS:])
 
     def render_response(self, text: str) -> list[int]:
-        """Token ids of an answer, the end of sequence included."""
+        """Token ids of an answer, with the end-of-sequence token."""
         return [*self.encode(text), self.eos_id]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Token ids of a text, without special tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without the token that ended it; other special tokens stay."""
+        """Text of a completion, without its stop token; other special tokens stay."""
         if token_ids and token_ids[-1] in self.stop_ids:
             token_ids = token_ids[:-1]
         text = self._tokenizer.decode(
@@ -200,7 +198,7 @@ class Renderer:
 
 
 def open_renderer(config: Config) -> Renderer:
-    """Of the model that the run begins with. Raises InputError."""
+    """The renderer of the run's initial model. Raises InputError."""
     return Renderer(
         config.render,
         config.model.path,
@@ -210,7 +208,7 @@ def open_renderer(config: Config) -> Renderer:
 
 
 def count_parameters(model: Path) -> int:
-    """About how many parameters the model of a folder has, by its config.json; a guess is 0."""
+    """Approximate number of parameters, from a model folder's config.json; 0 if unknown."""
     path = model / "config.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     hidden, layers = found.get("hidden_size", 0), found.get("num_hidden_layers", 0)
@@ -224,9 +222,9 @@ def count_parameters(model: Path) -> int:
 
 
 def names_cpp(messages: Sequence[ChatMessage]) -> bool:
-    """Whether a message names C++, so that a program in Python would be a misleading example.
+    """Whether a message names C++, so that a Python example would mislead.
 
-    The text decides: most data sets name the language of a program only there.
+    Most data sets name the language of a program only in the text.
     """
     return any(_CPP.search(message.content) for message in messages)
 
@@ -238,7 +236,7 @@ def _opening_key(conversation: Conversation) -> tuple[str, bool, bool]:
 def _opening(
     config: RenderConfig, format_check: str, *, is_program: bool, is_cpp: bool
 ) -> list[dict[str, str]]:
-    """The messages that come before a prompt that has no system message."""
+    """The messages before a prompt without a system message."""
     turns = []
     if system_prompt := config.system_prompt_of(format_check):
         turns.append({"role": "system", "content": system_prompt})
@@ -250,9 +248,9 @@ def _opening(
 
 
 def describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]]) -> list[str]:
-    """One line for each system prompt and its demonstration, with the tasks that get it.
+    """One line for each system prompt and its demonstration, with its tasks.
 
-    kinds: (task, whether tests run the answer as a program, whether the prompt names C++).
+    kinds: (task, is_program, whether the prompt names C++).
     """
     tasks_of: dict[str, list[str]] = {}
     render = config.render.for_model(count_parameters(config.model.path))
@@ -271,7 +269,7 @@ def describe_system_prompts(config: Config, kinds: list[tuple[str, bool, bool]])
 
 
 def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """End-of-sequence ids of the tokenizer, config.json and generation_config.json together."""
+    """All end-of-sequence ids of the tokenizer, config.json and generation_config.json."""
     found = {tokenizer_eos} if tokenizer_eos is not None else set()
     for name in ("config.json", "generation_config.json"):
         path = model / name

@@ -1,15 +1,15 @@
-"""The files of recorded rollouts, RUN/rollouts: their format, and how they are read back.
+"""Format and reader of recorded rollouts in RUN/rollouts.
 
-Written by the rollout queue (`rollout_queue/record.py` says what and when); read by whoever
-replays, shows or analyses rollouts, in any process. Two files belong together:
+Written by the rollout queue (`rollout_queue/record.py` lists the files); read by any process that
+replays, shows or analyses rollouts. Two files belong together:
 
-- NAME.jsonl, for people: one `RolloutRecord` a line;
-- NAME.int32, for machines: little-endian words of four bytes and nothing else. A group's prompt ids
-  (int32) stand there once; each rollout's token ids (int32) are followed by its logprobs (float32).
-  `RolloutRecord.words` says where. `numpy.fromfile(path, "<i4")` reads it.
+- NAME.jsonl: one `RolloutRecord` per line;
+- NAME.int32: little-endian words of four bytes (`numpy.fromfile(path, "<i4")`). It has a group's
+  prompt ids (int32) once, and each rollout's token ids (int32), followed by its logprobs (float32).
+  `RolloutRecord.words` has the positions.
 
-A line is written after its words, so one that is whole has them, until queue.keep_tokens_of_steps
-removes the words of old steps. tokens_thinned.json says then before which step files may be gone.
+A line is written after its words, so the words of a complete line exist, until
+queue.keep_tokens_of_steps removes old ones. tokens_thinned.json has the first step that keeps them.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class RecordedSpan(NamedTuple):
 
 
 class RolloutTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """When what happened to a rollout: unix seconds, all by the queue's clock but for one."""
+    """Times of a rollout: unix seconds of the queue's clock."""
 
     leased: float
     """Its lease was issued."""
@@ -60,14 +60,13 @@ class RolloutTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     scored: float | None = None
     """Its score arrived. None: it could not be graded."""
     trained: float | None = None
-    """The batch that holds it was formed. None: it is in none."""
+    """Its batch was formed. None: it is in no batch."""
     first_token_s: float = -1.0
-    """Seconds from when its generator got the lease to its first token, by the generator's clock;
-    -1: the engine does not know."""
+    """Seconds between lease and first token, by the generator's clock; -1: unknown."""
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a rollouts file. Fields with defaults were not written before they existed."""
+    """One line of a rollouts file. Records of earlier releases lack some fields with defaults."""
 
     prompt_id: str
     group: int
@@ -82,54 +81,52 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: it could not be graded."""
     parts: dict[str, float]
     reason: str
-    """Of the score; why there is none."""
+    """Reason of the score, or why there is no score."""
     tokens: int
     """Completion tokens."""
     versions: list[int]
     """Policy versions of the tokens, in order."""
     finish_reason: str
     seed: int
-    """The group's, by which tests were drawn."""
+    """Seed of the group, which drew its tests."""
     prompt_tail: str
     """The end of the rendered prompt, which may open <think>."""
     dropped: str = ""
-    """Why its group was not trained on, "zero_variance" for equal rewards; or why it alone was
-    dropped. Left out of other records."""
+    """Reason to drop its group ("zero_variance": equal rewards) or the completion; else empty."""
     detail: str = ""
-    """What verifiers said last of a completion that they could not grade; or the test that a
-    program failed first, and what it printed."""
+    """The verifier's last error; or the first test that a program failed, and its output."""
     generator: str = ""
     prompt_tokens: int = 0
     spans: list[RecordedSpan] = []
     times: RolloutTimes | None = None
     answer_class: int | None = None
-    """In an evaluation of several samples: answers of the prompt that are the same have the same
-    number, right ones 0; -1: no answer. None: not asked, or not known."""
+    """In an evaluation with several samples: class of equal answers of the prompt, 0 for right
+    answers, -1 for no answer. None: unknown."""
     words: tuple[int, int] | None = None
-    """Words of the .int32 file before its prompt ids, and before its token ids; None without
+    """Positions of its prompt ids and token ids in the .int32 file, in words; None without
     queue.record_tokens."""
     stage: int = 0
-    """Stage of the run by whose rules it was sampled and judged; 0: the configuration itself."""
+    """The stage whose rules sampled and judged it; 0: the configuration itself."""
 
 
 class RolloutFile(NamedTuple):
-    """One file of lines, and what it holds."""
+    """One file of lines."""
 
     path: Path
     step: int | None
-    """Of the batch, or of the next one after a drop; None: of an evaluation."""
+    """Step of the batch, or of the next batch after a drop; None: an evaluation."""
     label: str = ""
-    """Of the evaluation."""
+    """Label of the evaluation."""
     is_dropped: bool = False
-    """Of groups that were not trained on, and completions that could not be graded."""
+    """Whether it has dropped groups and completions."""
 
 
 class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
-    """A record with its arrays: views of what was read of a file, to be copied if kept long."""
+    """A record with its arrays, which are views of the whole file; copy them to keep them."""
 
     source: RolloutFile
     line: int
-    """In the source, from 1."""
+    """Line number in the source, from 1."""
     prompt_ids: np.ndarray
     """[prompt tokens] int32."""
     token_ids: np.ndarray
@@ -139,7 +136,7 @@ class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
 
 
 class TokensThinned(InputError):
-    """Tokens were removed on purpose: queue.keep_tokens_of_steps."""
+    """queue.keep_tokens_of_steps removed the tokens."""
 
 
 class _Thinned(msgspec.Struct, frozen=True):
@@ -150,19 +147,19 @@ class _Thinned(msgspec.Struct, frozen=True):
 
 
 class WordBuffer:
-    """Arrays of rollouts, to be appended to a file."""
+    """Arrays of rollouts to append to a file."""
 
     def __init__(self, begins_at: int) -> None:
-        """begins_at: words that the file holds already."""
+        """begins_at: number of words in the file."""
         self._parts: list[np.ndarray] = []
         self._end = begins_at
         self._prompt_ids: np.ndarray | None = None
         self._prompt_at = 0
 
     def add(self, rollout: Rollout) -> tuple[int, int]:
-        """Append a rollout's arrays; `RolloutRecord.words` of it.
+        """Append a rollout's arrays; returns `RolloutRecord.words`.
 
-        A prompt that equals the one before is not stored again: those of a group come in a row.
+        A prompt equal to the previous one, as in a group, is stored only once.
         """
         if self._prompt_ids is None or not np.array_equal(self._prompt_ids, rollout.prompt_ids):
             self._prompt_ids = rollout.prompt_ids
@@ -179,13 +176,13 @@ class WordBuffer:
 
     def write_to(self, file: BinaryIO) -> None:
         """Append all to the file."""
-        # Without a copy of all in between, which would stop every other thread for its time.
+        # One by one: a joined copy would block all other threads meanwhile.
         for part in self._parts:
             file.write(part.data)
 
 
 def write_thinned(folder: Path, before_step: int) -> None:
-    """Say that token files of earlier steps are removed. Raises OSError, InputError."""
+    """Record that token files of earlier steps are removed. Raises OSError, InputError."""
     mark = _Thinned(max(before_step, _thinned_before(folder)))
     partial = folder / f"{_THINNED}.partial"
     partial.write_bytes(msgspec.json.encode(mark))
@@ -196,9 +193,9 @@ def write_thinned(folder: Path, before_step: int) -> None:
 
 
 def rollout_files(run_dir: Path) -> list[RolloutFile]:
-    """Files of a run by step, what was dropped before a batch ahead of it; then evaluations.
+    """Files of a run by step, dropped groups before the batch; then files of evaluations.
 
-    Raises InputError where there is no folder of rollouts, or it may not be read.
+    Raises InputError if the folder of rollouts is missing or unreadable.
     """
     folder = run_dir / FOLDER
     if not folder.is_dir():
@@ -215,7 +212,7 @@ def rollout_files(run_dir: Path) -> list[RolloutFile]:
 
 
 def parse_name(path: Path) -> RolloutFile | None:
-    """The file of lines that has this name; None for another file."""
+    """The meaning of a file name; None if it is not a file of lines."""
     if (match := _NAME.fullmatch(path.name)) is None:
         return None
     is_dropped = match["kind"] == "dropped" or match["lost"] is not None
@@ -224,9 +221,9 @@ def parse_name(path: Path) -> RolloutFile | None:
 
 
 def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[RolloutRecord]:
-    """Lines of one file, without arrays. Raises InputError for one that is no record.
+    """Lines of one file, without arrays. Raises InputError for a line that is not a record.
 
-    A last line that a crash cut short is left out, and counted in `torn` under the file's path.
+    A torn last line is left out, and counted in `torn` under the file's path.
     """
     decoder = msgspec.json.Decoder(RolloutRecord)
     yield from decode_lines(path, decoder, expected="a recorded rollout")
@@ -237,7 +234,7 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
 
 
 def without_texts(record: RolloutRecord) -> RolloutRecord:
-    """A record to keep many of: the texts, which are most of it, are empty."""
+    """A record without texts, to keep many in memory."""
     return msgspec.structs.replace(
         record, text="", problem="", answer="", prompt_tail="", detail=""
     )
@@ -246,8 +243,8 @@ def without_texts(record: RolloutRecord) -> RolloutRecord:
 def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
     """All recorded rollouts of a run with their arrays, in the order of `rollout_files`.
 
-    Raises InputError, naming file and line, where arrays are missing or contradict the line.
-    torn: see `read_records`.
+    Raises InputError, with file and line, if arrays are missing or contradict the line. torn: see
+    `read_records`.
     """
     files = rollout_files(run_dir)
     return itertools.chain.from_iterable(read_file(file, torn) for file in files)
@@ -255,13 +252,13 @@ def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[R
 
 def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
     """The rollouts of one file with their arrays; as `read_rollouts`."""
-    # Whole, before the words: a run may be writing, and puts the words of a line first.
+    # All lines before the words: a running queue writes the words of a line first.
     records = list(read_records(file.path, torn))
     words_path = file.path.with_suffix(WORDS)
     words = None
-    # Somebody may remove it at any time.
+    # The queue may remove the file at any time.
     with contextlib.suppress(FileNotFoundError):
-        # Not mapped into memory: to read a map of a file that is cut kills the process.
+        # Not a memory map: reading a map of a truncated file kills the process.
         words = np.fromfile(words_path, _INT)
     for line, record in enumerate(records, 1):
         place = f"{file.path}:{line}"
@@ -282,7 +279,7 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
 
 
 def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(prompt ids, token ids, logprobs) of one record of a file of lines. Raises InputError."""
+    """(prompt ids, token ids, logprobs) of one record, read alone. Raises InputError."""
     assert record.words is not None
     path, place = lines.with_suffix(WORDS), f"{lines}: group {record.group}, index {record.index}"
     prompt_at, tokens_at = record.words
@@ -301,7 +298,7 @@ def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndar
 
 
 def missing_words(lines: Path, place: str) -> InputError:
-    """The error for a file of lines without its file of words. place: where it was needed."""
+    """The error for a file of lines without words. place: the line, for the message."""
     before, file = _thinned_before(lines.parent), parse_name(lines)
     if file is not None and file.step is not None and file.step < before:
         return TokensThinned(
@@ -337,7 +334,7 @@ def _slice(
 
 
 def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
-    """Raise InputError unless that number of words can hold the record."""
+    """Raise InputError if the record exceeds that number of words."""
     assert record.words is not None
     prompt_at, tokens_at = record.words
     prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens
@@ -355,7 +352,7 @@ def _check_fault(
     logprobs: np.ndarray,
     place: str,
 ) -> None:
-    """Raise InputError for what contradicts the line, or shows that the words are another's."""
+    """Raise InputError if arrays contradict the line or are not its arrays."""
     if fault := _find_fault(record, prompt_ids, token_ids, logprobs):
         raise InputError(f"{place}: {fault}")
 
@@ -363,13 +360,12 @@ def _check_fault(
 def _find_fault(
     record: RolloutRecord, prompt_ids: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> str:
-    """What contradicts the line, or shows that the words are another's; empty: nothing."""
     edges = [0, *(span.end for span in record.spans)]
     if [span.start for span in record.spans] != edges[:-1] or edges[-1] != record.tokens:
         return f"version spans {record.spans} do not cover its {record.tokens} tokens"
     if not len(prompt_ids) or not len(token_ids):
         return f"{len(prompt_ids)} prompt tokens and {len(token_ids)} completion tokens"
-    # Logprobs that are taken for token ids are negative, as their sign bit is set.
+    # Logprobs misread as token ids are negative, because their sign bit is set.
     is_sound = np.isfinite(logprobs).all() and logprobs.max() <= ROUNDING_NATS
     if min(prompt_ids.min(), token_ids.min()) < 0 or not is_sound:
         return f"the words in its {WORDS} file are not its token ids and logprobs"

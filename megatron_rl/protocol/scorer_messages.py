@@ -1,7 +1,7 @@
-"""What trainer ranks and the scorer say to each other.
+"""Messages of the scorer's endpoint. Imported by every process.
 
-Imported by every process. On the scorer's endpoint: scorer (ROUTER) <-> the first rank of each
-data-parallel replica of the trainer (DEALER). A Stop of the first of them ends the scorer.
+Scorer (ROUTER) <-> the first rank of each data-parallel replica of the trainer (DEALER). A Stop of
+the first replica ends the scorer.
 """
 
 import msgspec
@@ -9,20 +9,20 @@ import numpy as np
 
 
 class LogprobRequest(msgspec.Struct, frozen=True, tag="LogprobRequest"):
-    """Say how likely the reference makes these tokens. May be sent again while it is unanswered."""
+    """Compute the reference's logprobs of tokens. May be repeated until the answer comes."""
 
     request_id: int
-    """Of this trainer rank."""
+    """Unique for this trainer rank."""
     token_ids: np.ndarray  # [tokens] int32
     start: int
-    """The first token whose logprob is wanted; at least 1, as the first of all has none."""
+    """Index of the first token with a wanted logprob; at least 1, as token 0 has none."""
 
 
 class LogprobsDone(msgspec.Struct, frozen=True, tag="LogprobsDone"):
     """The answer."""
 
     request_id: int
-    logprobs: np.ndarray  # [tokens - start] float32; of each token given those before it
+    logprobs: np.ndarray  # [tokens - start] float32; of each token given earlier tokens
 
 
 class LogprobsFailed(msgspec.Struct, frozen=True, tag="LogprobsFailed"):

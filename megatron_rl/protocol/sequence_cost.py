@@ -1,11 +1,9 @@
-"""What a sequence costs to train on, in FLOPs: products grow with its length, attention with its
-square.
+"""Training cost of a sequence in FLOPs: linear for matrix products, quadratic for attention.
 
 Used by the rollout queue and by supervised fine-tuning, which deal sequences to data-parallel
-ranks. A model's folder is read here for the few numbers that this takes; what a model may be at
-all, `weights/layout/shape.py` decides before a run. A product of [m, k] and [k, n] is 2 m k n FLOPs
-(Narayanan et al., arXiv 2104.04473, eq. 3); a backward pass is twice a forward pass for all of
-them, so forward passes are compared.
+ranks. Reads sizes from a model's folder; `weights/layout/shape.py` checks models before a run. A
+product of [m, k] and [k, n] is 2 m k n FLOPs (Narayanan et al., arXiv 2104.04473, eq. 3). Backward
+passes always cost twice a forward pass, so only forward passes are compared.
 """
 
 import json
@@ -24,12 +22,12 @@ class SequenceCost:
 
     per_token: int
     per_pair: int
-    """Of a query and a key that it sees."""
+    """Cost of a query and a key that it sees."""
     window: int | None = None
-    """Tokens that a query sees at most, itself included."""
+    """Maximum number of tokens that a query sees, itself included."""
 
     def of(self, length: int) -> int:
-        """Cost of a sequence of that number of tokens."""
+        """Cost of a sequence of `length` tokens."""
         seen = min(length, self.window or length)
         pairs = seen * (seen + 1) // 2 + (length - seen) * seen
         return self.per_token * length + self.per_pair * pairs
@@ -40,7 +38,7 @@ TOKENS = SequenceCost(per_token=1, per_pair=0)
 
 
 def find_cost(packing: Packing, model: Path) -> SequenceCost:
-    """By `train.packing`; model: the policy's folder. Raises InputError for one without sizes."""
+    """The cost for `train.packing`. Raises InputError if the model folder gives no sizes."""
     return TOKENS if packing == "tokens" else read_cost(model)
 
 
@@ -65,7 +63,7 @@ def read_cost(model: Path) -> SequenceCost:
 
 
 def _mlp_elements(values: dict[str, Any], hidden: int) -> int:
-    """Of the matrices that one token passes through in a layer's MLP, or router and experts."""
+    """Matrix elements that one token uses in a layer's MLP, or in router and experts."""
     experts = values.get("num_local_experts") or values.get("num_experts")
     if not experts:
         return 3 * hidden * values["intermediate_size"]
@@ -74,7 +72,7 @@ def _mlp_elements(values: dict[str, Any], hidden: int) -> int:
 
 
 def _window(values: dict[str, Any]) -> int | None:
-    """Qwen's folders name a window that is used only if they say so."""
+    """Qwen's folders give a window that counts only with use_sliding_window."""
     if not values.get("use_sliding_window", True):
         return None
     return values.get("sliding_window")

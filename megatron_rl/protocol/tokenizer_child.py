@@ -1,7 +1,7 @@
-"""Calls what needs a tokenizer in a child process.
+"""Calls functions that need a tokenizer in a child process.
 
-Used by the launcher: transformers and the threads of its tokenizers have no place in a process
-that lives as long as the run.
+Used by the launcher, which keeps transformers and its threads out of a process that runs as long as
+the run.
 """
 
 import os
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 def call_in_child(
     function: Callable[..., Result], *arguments: Any, what: str, limit_s: float
 ) -> Result:
-    """What the function returns; it, its arguments and its result are sent by pickle.
+    """Call a function in a child process; function, arguments and result are pickled.
 
-    what: for messages. Raises the function's InputError; DeadlineExceeded; RuntimeError when the
-    child dies.
+    what: describes the call in errors. Raises the function's InputError; DeadlineExceeded;
+    RuntimeError if the child dies.
     """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(sender, function, arguments))
     child.start()
-    # Only the child holds the sending end now, so that its death ends the wait.
+    # Only the child has the sending end now, so its death ends the wait.
     sender.close()
     try:
         if not receiver.poll(limit_s):
@@ -48,8 +48,8 @@ def call_in_child(
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """In the child: send the result, or the InputError."""
-    # A tokenizer needs no torch, which transformers 5 would load all the same, for seconds.
+    """In the child: send the result or the InputError."""
+    # Without this, transformers 5 loads torch for seconds, which tokenizers do not need.
     sys.modules["torch"] = None  # type: ignore[assignment]  # forbids the import
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:

@@ -1,16 +1,16 @@
-"""What the trainer found of each token it trained on: RUN/rollouts/trained_NNNNNN.RANK.npz.
+"""Values of trained tokens: RUN/rollouts/trained_NNNNNN.RANK.npz.
 
-Written by the trainer, one file a step and data-parallel rank; read by the viewer. Arrays of a file
-for S sequences of T completion tokens in all, end to end:
+Written by the trainer, one file per step and data-parallel rank; read by the viewer. A file has
+concatenated arrays for S sequences with T completion tokens in total:
 
 | array        |                                                                                 |
 |--------------|---------------------------------------------------------------------------------|
 | `rollouts`   | [S, 2] int64: group and index, as in the lines of step_NNNNNN.jsonl             |
-| `ends`       | [S] int64: one after the last token of each                                     |
-| `logprobs`   | [T] float32: of the policy before the batch's first update where the objective  |
-|              | recomputes them, else before the update of its minibatch; in nats               |
-| `entropies`  | [T] float32: of the policy's next-token distribution there; in nats             |
-| `advantages` | [T] float32: as the policy loss was given them                                    |
+| `ends`       | [S] int64: index after the last token of each sequence                          |
+| `logprobs`   | [T] float32, nats: under the policy before the batch's first update if the      |
+|              | objective recomputes them, else before the update of the minibatch              |
+| `entropies`  | [T] float32, nats: of the policy's next-token distribution                      |
+| `advantages` | [T] float32: as in the policy loss                                              |
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _VALUES = ("logprobs", "entropies", "advantages")
 
 
 class TrainedTokens(NamedTuple):
-    """Of one sequence, or of several end to end: [completion tokens] float32 each."""
+    """Values of one or more concatenated sequences: [completion tokens] float32 each."""
 
     logprobs: np.ndarray
     entropies: np.ndarray
@@ -44,9 +44,9 @@ def write_trained(
     ends: np.ndarray,
     found: TrainedTokens,
 ) -> None:
-    """Write the file of a step and data-parallel rank, whole or not at all.
+    """Write the file of a step and data-parallel rank atomically.
 
-    rollouts: [S, 2], ends: [S]. Raises InputError where it cannot be written.
+    rollouts: [S, 2], ends: [S]. Raises InputError if it cannot be written.
     """
     path = run_dir / FOLDER / f"trained_{step:06d}.{rank}.npz"
     unfinished = path.with_name(f".{path.name}")
@@ -62,15 +62,15 @@ def write_trained(
 
 
 def trained_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all such files of a run."""
+    """(step, path) of all files of `write_trained` in a run."""
     found = ((_NAME.fullmatch(path.name), path) for path in (run_dir / FOLDER).glob("trained_*"))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def read_trained(run_dir: Path, step: int, group: int, index: int) -> TrainedTokens | None:
-    """Of the rollout that step_NNNNNN.jsonl of this step holds; None where nothing is recorded."""
+    """The values of a rollout in step_NNNNNN.jsonl; None if not recorded."""
     for path in sorted((run_dir / FOLDER).glob(f"trained_{step:06d}.*.npz")):
-        # queue.keep_tokens_of_steps may remove it meanwhile.
+        # queue.keep_tokens_of_steps may remove the file meanwhile.
         with contextlib.suppress(FileNotFoundError), np.load(path, allow_pickle=False) as arrays:
             rollouts, ends = arrays["rollouts"], arrays["ends"]
             places = np.flatnonzero((rollouts == (group, index)).all(axis=1))

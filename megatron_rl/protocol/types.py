@@ -1,8 +1,8 @@
 """Messages and records that flow between the processes.
 
-Imported by every process. One frozen struct a stage:
+Imported by every process. One frozen struct per stage:
 Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel as raw buffers
-(see `frames.py`), never as lists of numbers.
+(see `frames.py`).
 """
 
 import msgspec
@@ -55,8 +55,8 @@ class Sampling(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end a completion; all its tokens are kept."""
     seed: int = 0
-    """Of the group, for what is drawn to grade it, such as a program's test cases: all its
-    completions are graded by the same ones. Engines draw from streams of their own."""
+    """Seed of the group's grading, such as the draw of a program's test cases: all completions of
+    the group get the same. Engines sample with other seeds."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -72,18 +72,18 @@ def _no_choices() -> np.ndarray:
 
 
 ROUNDING_NATS = 1e-3
-"""A logprob of a certain token may be above 0 by this much: engines round."""
+"""The logprob of a certain token may exceed 0 by this much, because engines round."""
 
 
 class GoldAnswer(msgspec.Struct, frozen=True):
-    """The reference answer in the place where a completion gave its own."""
+    """The reference answer that may replace the answer of a completion."""
 
     thought_tokens: int
     """Completion tokens before the answer."""
     token_ids: np.ndarray
-    """[answer tokens] int32; empty where there is no such place."""
+    """[answer tokens] int32; empty if the completion has no place for it."""
     fault: str = ""
-    """Why there is none: a reason to count."""
+    """Reason to count, if the completion has no place for it."""
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -109,10 +109,9 @@ class Rollout(msgspec.Struct, frozen=True):
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open <think> for the model."""
     first_token_s: float = -1.0
-    """Seconds from when the generator got the lease to the first token; -1: the engine does not
-    know."""
+    """Seconds between lease and first token, by the generator's clock; -1: unknown."""
     gold: GoldAnswer | None = None
-    """With algorithm.gold alone."""
+    """Only with algorithm.gold."""
 
     @property
     def oldest_version(self) -> int:
@@ -130,13 +129,13 @@ class Score(msgspec.Struct, frozen=True):
 
     reward: float
     parts: dict[str, float]
-    """Addends of the reward: "format", "correct", "length", "language", extra rewards' names."""
+    """Parts that sum to the reward: "format", "correct", "length", "language", extra rewards."""
     reason: str
     """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
     tests: tuple[int, int] = (0, 0)
-    """Tests that a program passed, and all, where reward.code_credit counts them."""
+    """(passed, all) tests of a program, if reward.code_credit counts them."""
     detail: str = ""
-    """For readers: the test that a program failed first, and what it printed."""
+    """The first test that a program failed, and its output."""
 
     @property
     def is_correct(self) -> bool:
@@ -157,7 +156,7 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
-    """What the trainer needs of one rollout or one SFT examples."""
+    """One rollout or SFT example for the trainer."""
 
     token_ids: np.ndarray
     """[prompt + completion tokens] int32."""
@@ -175,27 +174,26 @@ class TrainSequence(msgspec.Struct, frozen=True):
     member: int = 0
     """Place in its group."""
     gold_tokens: int = 0
-    """So many tokens at the end are of the reference answer, which nobody sampled."""
+    """Number of tokens at the end that are a reference answer, which no policy sampled."""
     rollout: tuple[int, int] = (-1, 0)
-    """Group and index of the rollout that it is of, as they are recorded; (-1, 0): of none that
-    this run sampled."""
+    """Recorded group and index of its rollout; (-1, 0): this run did not sample it."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """As in Rollout."""
 
 
 class MinibatchShare(msgspec.Struct, frozen=True):
-    """One data-parallel rank's part of a minibatch: the same count of microbatches on every rank.
+    """One data-parallel rank's part of a minibatch: the same number of microbatches on every rank.
 
-    A microbatch may be empty; the trainer still runs it, because its collectives must match.
+    The trainer runs empty microbatches too, because its collectives must match.
     """
 
     microbatches: list[list[TrainSequence]]
     groups: int = 0
-    """Of the whole minibatch, over all ranks."""
+    """Groups of the whole minibatch, over all ranks."""
     members: int = 0
-    """Places of the largest group."""
+    """Size of the largest group."""
     temperature: float = 1.0
-    """The policy in training is softmax(logits / temperature): the batch's sampling temperature."""
+    """Sampling temperature of the batch: the trained policy is softmax(logits / temperature)."""
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
@@ -212,7 +210,7 @@ class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
-    """Generate `indices` of a group of completions of one prompt: all of them, or as few as one."""
+    """Generate some or all completions (`indices`) of a group."""
 
     lease_id: int
     prompt: Prompt
@@ -238,7 +236,7 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     session: int
     """Differs after a restart: requests of the earlier session are lost."""
     requests: list[int] | None = None
-    """Ids of the requests that it still owes an answer; None: it does not say."""
+    """Ids of its unanswered requests; None: not reported."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
@@ -253,16 +251,15 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     is_finished: bool
     """False when the completion was cut at the length limit."""
     problem: str = ""
-    """The question, for its language, and because copying it is no answer."""
+    """The question, for its language and to detect a copied question."""
     language: str = ""
     """The prompt's `language`."""
     seed: int = 0
-    """The same for all completions of a group: what is drawn for grading is drawn by it."""
+    """As `Sampling.seed`."""
     prompt_tail: str = ""
     """As in Rollout."""
     length_rule: LengthRule | None = None
-    """That of the stage by whose rules it was sampled; None: that of the stage with the longest
-    completions, by which evaluations are judged."""
+    """Rule of the stage; None (evaluations): of the stage with the longest completions."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
@@ -273,26 +270,26 @@ class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
 
 
 UNGRADABLE = "ungradable"
-"""Grading failed by our own fault, or ended without a verdict that can be trusted."""
+"""Grading failed by our own fault, or ended without a reliable verdict."""
 NOT_GRADED = "not_graded"
-"""The host had no time to grade; the completion is not to blame."""
+"""The node had no time to grade; the completion is not at fault."""
 _REASON_CHARS = 2000
 
 
 def sendable(reason: str) -> str:
-    """A reason that can be sent: a completion may have a hand in it, and write a lone surrogate."""
+    """A reason that can be encoded: it may quote a completion with a lone surrogate."""
     text = reason[:_REASON_CHARS].encode(errors="backslashreplace").decode()
     return text[:_REASON_CHARS]
 
 
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
-    """No verdict, and never a reward of 0; the queue asks again."""
+    """No verdict, and never a reward of 0; the queue repeats the request."""
 
     request_id: int
     reason: str
-    """What happened, for people."""
+    """The error, for people."""
     kind: str = UNGRADABLE
-    """UNGRADABLE or NOT_GRADED: what the completion is counted as once its tries are used up."""
+    """UNGRADABLE or NOT_GRADED: the reason to drop the completion after the last attempt."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "reason", sendable(self.reason))
@@ -304,14 +301,14 @@ class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
 class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
     """A leader asks for its share of the batch of `step`; answered by RankBatch or Stop.
 
-    It asks again every few seconds until an answer comes, so that no lost message ends the run.
+    It repeats this every few seconds until an answer comes, so that a lost message does no harm.
     """
 
     step: int
     dp_rank: int
     dp_size: int
     held_version: int = -1
-    """The last version that was synced, in case that WeightsSynced was lost; -1: not said."""
+    """The last synced version, in case WeightsSynced was lost; -1: not reported."""
     is_final: bool = False
     """As in WeightsSynced, of held_version."""
 
@@ -324,7 +321,7 @@ class WeightsSynced(msgspec.Struct, frozen=True, tag="WeightsSynced"):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag="SaveState"):
-    """The trainer saves a checkpoint after batch number `step`; answered by QueueState."""
+    """The trainer saves a checkpoint after `step` batches; answered by QueueState."""
 
     step: int
 

@@ -1,6 +1,6 @@
 """Messages of the weights endpoint: trainer rank 0 (ROUTER) <-> generators (DEALER).
 
-Imported by every process, mostly by way of `types.py`. docs/weights.md says who sends which when.
+Imported by every process, mostly through `types.py`. docs/weights.md describes their order.
 """
 
 import msgspec
@@ -15,26 +15,26 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     session: int = 0
     """Grows when the generator restarts."""
     ffn_multiple: int = 1
-    """To what the engine pads the MLP units of a rank."""
+    """The engine pads the MLP units of a rank to a multiple of this."""
     expert_parallel: int = 1
-    """Number of the engine's ranks that share the experts, each expert whole on one rank."""
+    """Number of engine ranks that share the experts, with each expert whole on one rank."""
     version: int = -1
-    """Policy version that it serves; -1: none, it needs a whole weight sync."""
+    """Its policy version; -1: none, so it needs a whole weight sync."""
     is_held: bool = False
     """It keeps that version for now: skip it."""
     nccl: dict[str, str] = {}
-    """Its values of the variables that ranks of one communicator must agree on."""
+    """Its NCCL variables that must equal the trainer's."""
 
 
 class StartRequest(msgspec.Struct, frozen=True, tag="StartRequest"):
-    """A generator asks whether there is room on the trainer's GPU for its engine."""
+    """A colocated generator asks whether the GPU has room for its engine."""
 
     session: int
-    """That of its Hello, later."""
+    """The session of its later Hello."""
 
 
 class MayStart(msgspec.Struct, frozen=True, tag="MayStart"):
-    """There is, until the engine is told to give its memory back."""
+    """The GPU has room, until Release."""
 
 
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):
@@ -42,36 +42,36 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
 
     address: str
     port: int
-    """Of the exchange's store, which holds the plan."""
+    """Port of the exchange's store, which has the plan."""
     group_name: str
     backend: str
     rank_offset: int
     world_size: int
     attempt: int
-    """Counts the transfers of a group."""
+    """Number of the transfer in its group."""
     version: int
     deadline_s: float
 
 
 class PassOn(msgspec.Struct, frozen=True, tag="PassOn"):
-    """Send the version that was just received to another engine; see `weights/relay.py`.
+    """Send the version just received to another engine; see `weights/relay.py`.
 
-    Answered when rank 0 has said in the exchange's store that it is over.
+    Answered when rank 0 has reported the end in the exchange's store.
     """
 
     address: str
     port: int
-    """Of the exchange's store with the other engine, which says what each rank gives."""
+    """Port of the exchange's store with the other engine, which has the plan."""
     group_name: str
     version: int
     deadline_s: float
-    """Of a transfer."""
+    """Deadline of a transfer."""
     kept: list[str] = []
-    """Groups with other engines that are still in use; all further ones are left."""
+    """Groups with other engines to keep; the engine leaves all others."""
 
     @property
     def limit_s(self) -> float:
-        """It is over by then: the other engine makes ready and takes two transfers at most."""
+        """Limit of the order: the other engine prepares, and takes at most two transfers."""
         return 3 * self.deadline_s + 10.0
 
 
@@ -83,13 +83,13 @@ class Load(msgspec.Struct, frozen=True, tag="Load"):
 
 
 class Fence(msgspec.Struct, frozen=True, tag="Fence"):
-    """Serve nothing until a later weight sync succeeds: the weights are incomplete or damaged."""
+    """Serve nothing until a weight sync succeeds: the weights are incomplete or damaged."""
 
     reason: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag="Ping"):
-    """No order and no answer: sending it fails if the generator is gone."""
+    """No order, no answer: sending it fails if the generator is gone."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
@@ -109,11 +109,11 @@ class Pause(msgspec.Struct, frozen=True, tag="Pause"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="Release"):
-    """Stop, put requests back, and give the memory of weights and KV cache back until Reclaim."""
+    """Stop, requeue requests, and free the memory of weights and KV cache until Reclaim."""
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag="Reclaim"):
-    """Take that memory again, if it was given back; the next weight sync brings weights."""
+    """Allocate the memory again, if freed; the next weight sync brings weights."""
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):

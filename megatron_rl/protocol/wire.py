@@ -1,12 +1,11 @@
-"""ROUTER and DEALER sockets that carry the messages of an endpoint (`endpoints.py`).
+"""ROUTER and DEALER sockets for the messages of an endpoint (`endpoints.py`).
 
-Used by every process. `frames.py` says what a message is made of. Sockets bind to loopback unless
-CURVE keys are configured. Every receive has a deadline; every send fails at a full queue instead of
-blocking.
+Used by every process. `frames.py` encodes messages. Sockets bind to loopback unless CURVE keys are
+configured. Every receive has a deadline; a send to a full queue fails instead of blocking.
 
-Both ends belong to a phase of one start of a run, which has a label (`expert.ports.label`). It is
-part of the DEALER's identity: a ROUTER of another label never hands its messages on, but turns it
-away, and its identity is not that of the peer whose name it shares.
+The label (`expert.ports.label`) names a phase of one start of a run, and is part of the DEALER's
+identity. A ROUTER rejects DEALERs with another label, so a process left over from another phase
+cannot take the place of a peer with the same name.
 """
 
 import logging
@@ -35,15 +34,15 @@ HIGH_WATER_MESSAGES = 20_000
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
-"""The first of two frames; the second is empty, as a stranger must not learn the label. No message
-begins with this byte: msgpack never uses it."""
+"""The first of two frames; the second is empty, so that a stranger does not learn the label.
+msgpack never uses this byte, so no message begins with it."""
 _TURNED_AWAY_NAMES = 1_000
-"""Strangers are counted by name up to this number of names; further ones as OTHERS."""
+"""Maximum number of strangers that are counted by name; others count as OTHERS."""
 OTHERS = "(others)"
 _HEARTBEAT_MS = 15_000
 _SILENCE_MS = 120_000
-"""After this long without a byte of the other end, ZeroMQ's heartbeats included, ZeroMQ closes a
-connection and opens it again. A process that is merely stopped for a minute keeps it."""
+"""After this long without any byte or heartbeat of the other end, ZeroMQ reconnects. A process that
+is stopped for a minute keeps its connection."""
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 60,
@@ -53,7 +52,7 @@ _KEEPALIVE = {
     zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
     zmq.HEARTBEAT_TTL: _SILENCE_MS,
 }
-"""Options by which half-open connections are noticed."""
+"""Options that detect half-open connections."""
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +62,14 @@ class DeadlineExceeded(TimeoutError):
 
 
 class TurnedAway(WireError):
-    """The peer at the other end belongs to another phase, or to another start of the run."""
+    """The peer belongs to another phase or start of the run."""
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """A context that closes its one socket when both are garbage.
+    """A context that closes its only socket when both are garbage.
 
-    pyzmq's weak references to sockets are gone by then, and its `destroy` would wait for ever for a
-    socket that nobody closes.
+    pyzmq's weak references to sockets are dead by then, so its `destroy` would hang on the open
+    socket.
     """
 
     _own: zmq.Socket[bytes] | None = None
@@ -92,7 +91,7 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 
 def _decode(frames: list[Frame], endpoint: Endpoint, kinds: Any) -> Any:
-    """The message of these frames. Raises WireError, which names the endpoint and its kinds."""
+    """The message of these frames. Raises WireError, with the endpoint and its message types."""
     try:
         return decode_frames(frames, kinds)
     except WireError as error:
@@ -104,12 +103,12 @@ def _decode(frames: list[Frame], endpoint: Endpoint, kinds: Any) -> Any:
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """Frames of the message that is there, as views of where they arrived."""
+    """Frames of the next message, as views of the receive buffers."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
 
 
 def check_welcome(frames: list[Frame], address: str, label: str) -> None:
-    """Raise TurnedAway where a ROUTER of another label has answered."""
+    """Raise TurnedAway if a ROUTER with another label answered."""
     if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
         raise TurnedAway(
             f"{address} does not serve {label or 'no label'!r}, of which this process is "
@@ -133,22 +132,22 @@ def labelled(name: str, label: str) -> bytes:
 
 
 class Router(Closing):
-    """A bound ROUTER: many peers, each known by the identity that its DEALER chose."""
+    """A bound ROUTER with many peers, known by the identities of their DEALERs."""
 
     def __init__(
         self, host: str, port: int, keys: Keys | None = None, *,
         endpoint: Endpoint = ANY, label: str = "",
     ) -> None:  # fmt: skip
-        """endpoint: whose messages it receives. label: of its peers; others are turned away."""
+        """label: peers with another label are turned away."""
         if keys is None:
             check_loopback(host)
         self._endpoint, self._label = endpoint, label
         self.turned_away: Counter[str] = Counter()
-        """Messages that were not heard, by the identity of their sender."""
+        """Number of rejected messages by sender."""
         self._context = _Context()
         self.socket = self._context.open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A restarted peer takes over the identity of its dead predecessor.
+        # A restarted peer takes over the identity of the dead process.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -163,7 +162,7 @@ class Router(Closing):
             ) from error
 
     def send(self, peer: str, message: AnyMessage) -> bool:
-        """Queue a message for a peer; False when that peer is gone or its queue is full."""
+        """Queue a message for a peer; False if the peer is gone or its queue is full."""
         try:
             self._send_now([labelled(peer, self._label), *encode_frames(message)])
         except zmq.ZMQError as error:
@@ -184,12 +183,12 @@ class Router(Closing):
                 return None
             if (heard := self._hear(receive_frames(self.socket))) is not None:
                 return heard
-            # A peer that never ends to send must not keep the caller here.
+            # Strangers that send all the time must not keep the caller here.
             if (timeout_s := until - time.monotonic()) <= 0:
                 return None
 
     def _hear(self, arrived: list[Frame]) -> tuple[str, AnyMessage] | None:
-        """(peer, message) of what arrived; None for what is turned away."""
+        """(peer, message) of a received message; None if it is turned away."""
         identity, *frames = arrived
         peer, _, label = bytes(identity).decode(errors="replace").partition(_LABEL_MARK)
         if label == self._label:
@@ -233,7 +232,7 @@ class Dealer(Closing):
         self, address: str, identity: str, keys: Keys | None = None, *,
         endpoint: Endpoint = ANY, label: str = "",
     ) -> None:  # fmt: skip
-        """endpoint: whose messages it receives. label: of the ROUTER, or `receive` raises."""
+        """label: with another label than the ROUTER's, `receive` raises TurnedAway."""
         self._endpoint, self.address = endpoint, address
         self.label = label
         self._context = _Context()
@@ -249,7 +248,7 @@ class Dealer(Closing):
         self.socket.connect(f"tcp://{address}")
 
     def send(self, message: AnyMessage) -> None:
-        """Queue a message; DeadlineExceeded when the queue to the peer is full."""
+        """Queue a message. Raises DeadlineExceeded if the queue to the peer is full."""
         try:
             frames = encode_frames(message)
             self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
@@ -259,20 +258,17 @@ class Dealer(Closing):
             ) from error
 
     def receive(self, timeout_s: float) -> AnyMessage | None:
-        """Next message, or None when nothing came in time. Raises TurnedAway."""
+        """Next message, or None if none came in time. Raises TurnedAway."""
         frames = self.receive_frames(timeout_s)
         return None if frames is None else self.decode(frames)
 
     def decode(self, frames: list[Frame]) -> AnyMessage:
-        """The message of frames that it received. Raises WireError."""
+        """The message of received frames. Raises WireError."""
         message: AnyMessage = _decode(frames, self._endpoint, self._endpoint.dealer_hears)
         return message
 
     def receive_frames(self, timeout_s: float) -> list[Frame] | None:
-        """Next message as it came, for who passes it on; None when nothing came in time.
-
-        Raises TurnedAway.
-        """
+        """Frames of the next message, or None if none came in time. Raises TurnedAway."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
         frames = receive_frames(self.socket)
@@ -280,7 +276,7 @@ class Dealer(Closing):
         return frames
 
     def request(self, message: AnyMessage, timeout_s: float) -> AnyMessage:
-        """Send a message and return the next one that arrives; DeadlineExceeded after timeout_s."""
+        """Send a message and return the next one. Raises DeadlineExceeded after timeout_s."""
         self.send(message)
         deadline = time.monotonic() + timeout_s
         answer = self.receive(deadline - time.monotonic())

@@ -1,53 +1,35 @@
-"""Rows of the metrics about rollouts and groups between steps. The caller has the clock.
+"""Metrics rows about rollouts and groups between steps.
 
 Used by the rollout queue. Steps may be minutes apart; these rows show progress between steps, and
-name the likely fault when no group has different rewards.
+name the likely fault when no group has different rewards. The caller has the clock.
 
-A row counts what happened since the row before:
-
-| value                              | counts                                                     |
-|------------------------------------|------------------------------------------------------------|
-| `activity/seconds`                 | time; 0 when the begin of the work is not known            |
-| `activity/rollouts_generated`      | completions that generators returned                       |
-| `activity/tokens`                  | their tokens                                               |
-| `activity/rollouts_scored`         | scores, those of evaluations too                           |
-| `activity/rollouts_for_evaluation` | scores of evaluations                                      |
-| `activity/reason/REASON`           | scores by verdict                                          |
-| `activity/format_failures/REASON`  | scores by what a format check found wrong                  |
-| `activity/completions_dropped/REASON` | completions that could not be graded                    |
-| `activity/groups_complete`         | training groups whose rollouts are all scored              |
-| `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
-| `activity/completions_in_flight`   | at the moment of the row                                   |
-| `activity/diagnosis`               | likely fault and fix ("": none any more); not in each row |
-
-While an evaluation runs, a row also has its progress (`eval/completions_done`, ...).
+A row (`activity/*` in docs/metrics.md) counts what happened since the previous row. It has
+`activity/diagnosis` when the diagnosis changes ("": the fault is over), and the progress of the
+running evaluation (`eval/completions_done`, ...).
 """
 
 import collections
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
-from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Finding, Setting, diagnose
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
 
 PREFIX = "activity/"
 ACTIVITY_S = "activity/seconds"
-"""In each row of an activity."""
+"""Every activity row has it."""
 DIAGNOSIS = "activity/diagnosis"
 ROW_S = 5.0
-"""Least time between two rows."""
+"""Minimum time between two rows."""
 _LATE_S = 15.0
-"""After this time from the first score, fewer format failures name the likely fault."""
+"""This long after the first score, fewer format failures are enough for a diagnosis."""
 _REPEAT_FACTOR = 4
-"""A fault is named again when the number of scores has grown by this factor."""
+"""A diagnosis is repeated when the number of scores has grown by this factor."""
 _EXAMPLE_CHARS = 80
 _DROPPED = ("groups_dropped/", "completions_dropped/")
 
@@ -55,14 +37,15 @@ Values = dict[str, float | int | str]
 
 
 class Activity:
-    """Counts events; gives a row when one is due. Pure."""
+    """Counts events, and gives a row when one is due. Logs diagnoses."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, config: Config, prompts: PromptSets) -> None:
+        sources = (*prompts.train, prompts.held_out)
+        self._setting = Setting.of(config, (prompt for source in sources for prompt in source))
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
         self.trouble: Finding | None = None
-        """A fault of the grading itself, if there is one: it is named before others."""
+        """A fault of grading itself, if any; it goes before other diagnoses."""
         self._ungraded = 0
         self._finding: Finding | None = None
         self._found_at = 0
@@ -76,7 +59,7 @@ class Activity:
         self._counts["tokens"] += len(rollout.token_ids)
 
     def add_score(self, group: Group, scored: ScoredRollout) -> None:
-        """A completion of the group was scored, and is in the group."""
+        """A completion of the group was scored and added to the group."""
         reason = scored.score.reason
         self._counts["rollouts_scored"] += 1
         self._evidence.reasons[reason] += 1
@@ -115,7 +98,7 @@ class Activity:
     def take_row(
         self, now: float, in_flight: int, *, records: Path | None, is_last: bool = False
     ) -> Values | None:
-        """The row of events since the last row; None when no row is due, or nothing happened.
+        """Counts since the last row; None when no row is due or nothing happened.
 
         records: file with the rollouts of dropped groups. Call it about once a second.
         """
@@ -136,6 +119,8 @@ class Activity:
         row["completions_in_flight"] = in_flight
         if diagnosis is not None:
             row["diagnosis"] = diagnosis
+        if diagnosis:
+            log.warning("%s", diagnosis)
         self._counts.clear()
         self._last_row = now
         return {PREFIX + name: value for name, value in row.items()}
@@ -145,7 +130,7 @@ class Activity:
         return any(name.startswith(_DROPPED) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
-        """The diagnosis if it is new: of another kind, or on many more scores."""
+        """The diagnosis, if its kind changed or scores grew by _REPEAT_FACTOR; else None."""
         found = self.trouble
         if found is None and self._first_score is not None:
             found = diagnose(
@@ -161,32 +146,3 @@ class Activity:
             return None
         self._finding, self._found_at = found, scores
         return found.text if found else ""
-
-
-class ActivityLog(Activity):
-    """Writes the rows to the metrics, and what is likely wrong to the log."""
-
-    def __init__(
-        self,
-        config: Config,
-        prompts: PromptSets,
-        *,
-        metrics: JsonlWriter,
-        recorder: Recorder,
-        progress: Callable[[], Values],
-    ) -> None:
-        """progress: of the running evaluation, as metrics; {} when none runs."""
-        sources = (*prompts.train, prompts.held_out)
-        super().__init__(Setting.of(config, (prompt for source in sources for prompt in source)))
-        self._metrics = metrics
-        self._recorder = recorder
-        self._progress = progress
-
-    def write(self, version: int, now: float, *, in_flight: int, is_last: bool = False) -> None:
-        """Write a row if one is due; is_last: in any case. Other arguments as in `take_row`."""
-        row = self.take_row(now, in_flight, records=self._recorder.dropped_file, is_last=is_last)
-        if row is None:
-            return
-        self._metrics.write(version, row | self._progress())
-        if row.get(DIAGNOSIS):
-            log.warning("%s", row[DIAGNOSIS])

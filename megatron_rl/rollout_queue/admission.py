@@ -1,12 +1,16 @@
 """When a group may be opened, leased and trained on. Pure; used by the rollout queue.
 
-Words: `synced` is the policy version of the last WeightsSynced message; step k trains on batch k
-and ends with version k + 1. A group's `opened_version` is the version known when it was opened. In
-strict mode no token of it is older, however late its completions are leased, because only
-generators that hold that version get leases; otherwise a generator may lag, and a token be older by
-up to `max_staleness`. A group's deadline is `opened_version + max_staleness`: in batch k with k at
-most the deadline its staleness is within the bound. A group is *untrained* from its opening until
-the version made from it is synced, or until it is dropped.
+Terms:
+
+- `synced` is the policy version of the last WeightsSynced message. Step k trains on batch k and
+  ends with version k + 1.
+- `opened_version` of a group is the synced version when it was opened. In strict mode only
+  generators with that version get leases, so no token is older. Otherwise a generator may lag, and
+  a token may be older by up to `max_staleness`.
+- The deadline of a group is `opened_version + max_staleness`: the last batch in which its staleness
+  is within the bound.
+- A group is *untrained* from its opening until the version made from it is synced, or until it is
+  dropped.
 
 Why the strict mode guarantees staleness <= max_staleness (G groups a batch, s = max_staleness):
 call a set of untrained groups *timely* at step k when no deadline is before k and, for every
@@ -20,16 +24,15 @@ j >= k, those with deadline <= j number at most (j - k + 1) * G: they fit into t
 4. It never waits forever: when all are complete, taking those with the earliest deadlines leaves a
    timely set timely (the exchange argument of earliest-deadline-first with unit jobs).
 
-A set timely at k + 1 holds no group with deadline <= k, so every group is trained in time.
-Waiting only for groups that are due in batch k itself would not do: with two batches' worth of slow
-groups due in the batches k and k + 1, newer groups could fill k and leave too many for k + 1.
+A set timely at k + 1 holds no group with deadline <= k, so every group is trained in time. It is
+not enough to wait for the groups due in batch k: if two batches' worth of slow groups are due in
+the batches k and k + 1, newer groups could fill k and leave too many for k + 1.
 
-With stages (`schedule.py`) a batch holds groups of its stage alone, and all this is true of each
-stage by itself: only its own batches count, with its own G and s. Groups of a stage that begins
-with batch f may be opened under an earlier version v, but only for the batches f .. v + s; and no
-more groups of a stage are opened than its remaining batches take (`TrainingGroups.due_stage`). So
-in 1. new groups still have the latest deadline of their stage, and their room is counted in its
-batches. A stage that a plateau ends keeps as many batches as its open groups fill.
+With stages (`schedule.py`) a batch holds groups of one stage, and the argument holds for each stage
+with its own batches, G and s. A stage that begins with batch f may open groups under an earlier
+version v, but only for the batches f .. v + s, and no more than its remaining batches take
+(`TrainingGroups.due_stage`). So in 1. new groups still have the latest deadline of their stage. A
+stage that a plateau ends keeps as many batches as its open groups fill.
 """
 
 from collections.abc import Iterable
@@ -37,32 +40,22 @@ from typing import NamedTuple
 
 
 class UntrainedGroup(NamedTuple):
-    """What decides when a group is trained; the field order is the order of training."""
+    """Sorts groups in the order of training, so the order of the fields matters."""
 
     opened_version: int
     number: int
-    """Counts the groups in order of opening."""
+    """Grows in the order of opening."""
     is_complete: bool
 
 
 def may_open_group(untrained: int, *, max_staleness: int, prompts_per_batch: int) -> bool:
-    """Whether one more group keeps the untrained ones within (max_staleness + 1) batches."""
+    """Whether there is room for one more untrained group in (max_staleness + 1) batches."""
     return untrained < (max_staleness + 1) * prompts_per_batch
 
 
 def is_group_needed(waiting: int, *, next_step: int, steps: int, prompts_per_batch: int) -> bool:
-    """Whether the batches from `next_step` on can use more than the `waiting` untaken groups."""
+    """Whether the batches from `next_step` on need more groups than the `waiting` ones."""
     return waiting < (steps - next_step) * prompts_per_batch
-
-
-def oldest_leasable_version(synced: int, *, max_staleness: int, is_strict: bool) -> int:
-    """Policy version that a generator needs to get training leases.
-
-    A generator announces its version after the weight sync, so a healthy one lags for moments only.
-    """
-    if synced < 0 or is_strict:
-        return max(synced, 0)
-    return max(synced - max_staleness, 0)
 
 
 class LeaseRules(NamedTuple):
@@ -72,24 +65,20 @@ class LeaseRules(NamedTuple):
     max_staleness: int
     is_strict: bool
     evaluators: frozenset[str] = frozenset()
-    """Generators that evaluate and do nothing else; none: all do both."""
+    """Generators that only evaluate; if empty, all generators train and evaluate."""
     evaluated: int = -1
     """Version that the evaluators hold."""
 
     def oldest_version(self, *, is_evaluation: bool) -> int:
-        """Policy version that a generator needs to get completions of a group.
+        """Lowest policy version with which a generator gets completions of a group.
 
-        The rule holds when the completion is leased. If that is long after its group was opened,
-        the version is newer, so the bound of the group's first tokens still holds. An evaluation
-        measures exactly the synced version, or the version that evaluators hold.
+        The rule applies when the completion is leased: later than the opening, so `synced` may only
+        be newer. An evaluation measures exactly the synced version, or that of the evaluators.
         """
         if is_evaluation and self.evaluators:
             return self.evaluated
-        return oldest_leasable_version(
-            self.synced,
-            max_staleness=self.max_staleness,
-            is_strict=self.is_strict or is_evaluation,
-        )
+        lag = 0 if self.is_strict or is_evaluation else self.max_staleness
+        return max(self.synced - lag, 0)
 
 
 def choose_batch(
@@ -102,7 +91,7 @@ def choose_batch(
 ) -> list[int] | None:
     """Numbers of the groups of batch `step`, oldest complete ones first; None to wait.
 
-    `groups`: the untrained ones that are in no batch yet.
+    groups: untrained groups that are in no batch yet.
     """
     groups = sorted(groups)
     chosen = [group for group in groups if group.is_complete][:prompts_per_batch]

@@ -2,15 +2,14 @@
 
 Used by the rollout queue's server. Two threads:
 
-| thread           | does                        | waits for, woken by    | ends                 |
-|------------------|-----------------------------|------------------------|----------------------|
-| the queue's loop | puts one order at a time,   | nothing; it looks each | after `close`        |
-|                  | takes the dealt batch       | `LOOK_S` for the batch |                      |
-| `batches`        | reads replayed groups,      | the next order         | at `close`, or at an |
-|                  | deals the order             |                        | error                |
+| thread           | does                          | waits for      | ends                       |
+|------------------|-------------------------------|----------------|----------------------------|
+| the queue's loop | puts one order at a time, and | nothing        | after `close`              |
+|                  | takes the dealt batch         |                |                            |
+| `batches`        | reads replayed groups, deals  | the next order | at `close`, or at an error |
 
-The loop never writes to the groups of an order. The threads meet at SimpleQueues alone:
-`record_files.py` says why.
+The loop never writes to the groups of an order. The threads share only SimpleQueues
+(`record_files.py` says why).
 """
 
 import logging
@@ -24,7 +23,7 @@ from megatron_rl.rollout_queue.batches import BatchOrder, Fill, deal_batch, fill
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.005
-"""While a batch is dealt, the loop sleeps for at most this long."""
+"""The loop sleeps for at most this long while a batch is dealt."""
 CLOSE_S = 30.0
 """Deadline for a batch that is being dealt when the run ends."""
 
@@ -33,14 +32,14 @@ class BatchMaker:
     """Deals one batch at a time, in the caller's thread."""
 
     def __init__(self, fill: Fill = fill_minibatch) -> None:
-        """fill: the shares of a planned minibatch."""
+        """fill: computes the shares of a planned minibatch."""
         self._fill = fill
         self._batch: list[RankBatch] | None = None
         self.is_busy = False
-        """A batch was put that `take` has not returned yet."""
+        """`take` has not yet returned the batch of the last order."""
 
     def put(self, order: BatchOrder) -> None:
-        """Deal a batch, or let it be dealt."""
+        """Start to deal a batch."""
         assert not self.is_busy
         self.is_busy = True
         self._deal(order)
@@ -49,7 +48,7 @@ class BatchMaker:
         self._batch = deal_batch(order, self._fill)
 
     def take(self) -> list[RankBatch] | None:
-        """The batch, once, as soon as it is dealt; else None. Raises what dealing raised."""
+        """The dealt batch, once; None before it is dealt. Raises the error of `deal_batch`."""
         batch, self._batch = self._batch, None
         self.is_busy = self.is_busy and batch is None
         return batch
@@ -78,7 +77,7 @@ class BatchThread(BatchMaker, Closing):
         self._orders.put(order)
 
     def take(self) -> list[RankBatch] | None:
-        """The batch, once, as soon as it is dealt; else None. Raises what dealing raised."""
+        """As `BatchMaker.take`."""
         if self._dealt.empty():
             return None
         dealt = self._dealt.get()
@@ -88,7 +87,7 @@ class BatchThread(BatchMaker, Closing):
         return dealt
 
     def close(self) -> None:
-        """End the thread; a batch that is not taken yet is forgotten."""
+        """End the thread; a batch that was not taken is lost."""
         self._orders.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

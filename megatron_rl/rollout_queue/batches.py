@@ -1,8 +1,7 @@
-"""A batch from complete groups: train sequences, advantages, weights, packing, metrics.
+"""Builds a batch from complete groups: train sequences, advantages, weights, packing, metrics.
 
-Used by the rollout queue. Pure, but for `deal_batch`, which reads replayed groups. A batch is
-planned by lengths (`plan_batch`), then filled with arrays: a simulation of the queue needs only the
-plan.
+Used by the rollout queue. Pure, except `deal_batch`, which reads replayed groups. `plan_batch`
+needs only lengths, so the simulator can plan batches without arrays.
 """
 
 import dataclasses
@@ -43,13 +42,13 @@ from megatron_rl.rollout_queue.replay import NOTHING, Drawn
 
 @dataclasses.dataclass(frozen=True)
 class MinibatchPlan:
-    """Which sequences of a minibatch go to which rank, from their lengths."""
+    """Which sequences of a minibatch go to which rank."""
 
     groups: list[Group]
     lengths: list[int]
     """Tokens of each sequence, group by group, prompt included."""
     ranks: list[list[Microbatch]]
-    """[data-parallel size][same count on every rank], of indices into the lengths."""
+    """[data-parallel size][same count on every rank], with indices into `lengths`."""
     temperature: float = 1.0
     """Sampling temperature of the batch's stage."""
 
@@ -57,7 +56,7 @@ class MinibatchPlan:
 def plan_batch(
     groups: list[Group], stage: Config, dp_size: int, cost: SequenceCost = TOKENS
 ) -> list[MinibatchPlan]:
-    """The plan of each minibatch of these groups, without arrays. cost: see `BatchOrder`."""
+    """Plan each minibatch of these groups, without arrays. cost: see `BatchOrder`."""
     plans = []
     train, temperature = stage.train, stage.sampling.temperature
     for number in range(train.minibatches):
@@ -70,13 +69,13 @@ def plan_batch(
 
 
 Fill = Callable[[MinibatchPlan, AdvantageFunctions], list[MinibatchShare]]
-"""The share of each data-parallel rank of a planned minibatch."""
+"""Computes the share of each data-parallel rank of a planned minibatch."""
 
 
 def fill_minibatch(
     plan: MinibatchPlan, advantage_functions: AdvantageFunctions
 ) -> list[MinibatchShare]:
-    """Each rank's share, with the arrays of its sequences, their advantages and weights."""
+    """Each rank's share, with token arrays, advantages and weights."""
     sequences = minibatch_sequences(plan.groups, advantage_functions)
     assert [len(sequence.token_ids) for sequence in sequences] == plan.lengths
     return [
@@ -92,17 +91,17 @@ def fill_minibatch(
 
 @dataclasses.dataclass(frozen=True)
 class BatchOrder:
-    """A batch before its sequences are dealt to ranks. Nothing changes its groups any more."""
+    """A batch before its sequences are dealt to ranks. Its groups no longer change."""
 
     step: int
     groups: list[Group]
-    """Sampled ones."""
+    """Groups sampled for this batch."""
     replayed: Drawn
     stage: Config
     advantage_functions: AdvantageFunctions
     dp_size: int
     cost: SequenceCost
-    """The cost that ranks get equal shares of."""
+    """Ranks get equal shares of this cost."""
     metrics: dict[str, tuple[float, float, Reduce]]
     """name -> (sum, count, reduce)."""
 
@@ -119,10 +118,10 @@ def order_batch(
     cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
 ) -> BatchOrder:
-    """The groups of a batch, and its metrics, which alone read `dropped` and `more`.
+    """Collect the groups and metrics of a batch; `dropped` and `more` only add metrics.
 
-    groups: sampled for it; replayed groups count in `queue/replayed_*` only. These may be sampled
-    at another temperature: importance ratios divide by their recorded logprobs.
+    groups: sampled for this batch. replayed: counts in `queue/replayed_*` only. Replayed groups may
+    have another sampling temperature, since importance ratios divide by their recorded logprobs.
     """
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
@@ -132,7 +131,7 @@ def order_batch(
 
 
 def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch. Raises InputError, as `Drawn.load`."""
+    """Each data-parallel rank's share of the batch. Raises InputError as `Drawn.load`."""
     groups = [*order.groups, *order.replayed.load()]
     plans = plan_batch(groups, order.stage, order.dp_size, order.cost)
     filled = [fill(plan, order.advantage_functions) for plan in plans]
@@ -175,12 +174,11 @@ def _view(group: Group, sequences: Sequence[TrainSequence]) -> GroupView:
 
 
 def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> list[Metric]:
-    """Metrics of a batch as it is consumed.
+    """Metrics of a batch.
 
-    rollout/*: over the groups of the batch and those dropped since the last batch, so that each
-    scored rollout counts once: the batch alone would hide that prompts become solved.
-    queue/*: over what is trained on and was sampled for it, and by reason dropped groups, and
-    completions that could not be graded, which are in no other number.
+    rollout/* covers the groups of the batch and the groups dropped since the last batch, so each
+    scored rollout counts once; the batch alone would hide that prompts become solved. queue/*
+    covers the groups sampled for the batch, and counts dropped groups and completions by reason.
     """
     trained = [scored for group in groups for scored in group.ordered]
     generated = RolloutTally(trained)
@@ -209,14 +207,14 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
 
 
 def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
-    """The sequence of a completion of a group, without its advantage, weight and place."""
+    """The train sequence of a completion, without advantage, weight and place in the batch."""
     sequence = _as_sampled(scored, _identity(group, scored))
     gold = _gold_of(group, scored)
     return sequence if gold is None else _with_gold(sequence, gold)
 
 
 def length_of(group: Group, scored: ScoredRollout) -> int:
-    """Tokens of that sequence, prompt included."""
+    """Tokens of the train sequence of a completion, prompt included."""
     gold = _gold_of(group, scored)
     completion = len(scored.rollout.token_ids)
     if gold is not None:
@@ -225,12 +223,12 @@ def length_of(group: Group, scored: ScoredRollout) -> int:
 
 
 def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
-    """The reference answer that takes the place of the sampled one."""
+    """The reference answer that replaces the sampled answer, if any."""
     return scored.rollout.gold if group.learns_gold and has_gold(scored) else None
 
 
 def _identity(group: Group, scored: ScoredRollout) -> tuple[int, int]:
-    """As the run records it."""
+    """(group, index) as recorded; (-1, 0) for a rollout of another run."""
     is_own = group.opened_version != NO_VERSION
     return (group.number, scored.rollout.index) if is_own else (-1, 0)
 
@@ -253,7 +251,7 @@ def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequen
 
 
 def _with_gold(sequence: TrainSequence, gold: GoldAnswer) -> TrainSequence:
-    """The sampled answer and what follows it make room for the reference answer."""
+    """Replace the sampled answer and all later tokens by the reference answer."""
     kept, count = gold.thought_tokens, len(gold.token_ids)
     nothing = np.zeros(count, np.float32)
     unsampled = np.full(count, NO_VERSION, np.int32)

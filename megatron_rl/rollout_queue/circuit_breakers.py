@@ -1,23 +1,22 @@
-"""Circuit breakers: of grading, of a single engine, and of groups that fail. Pure.
+"""Circuit breakers: for grading, for a single engine, and for failing groups. Pure.
 
 Used by the rollout queue.
 
-`CircuitBreaker` ends a run in which almost no completion of a kind can be graded. A single such
-completion is dropped and counted, and a model may learn to write some. The fault is our own when
-such completions come of many unrelated prompts, and hardly any other completion comes. So the
-breaker counts groups, each with the same weight, apart for each task and for the tasks that need
-the same worker pools: good grades elsewhere say nothing about a broken compiler. The last
-expert.queue.breaker_window_groups groups of each kind count. The run ends when
+`CircuitBreaker` ends a run in which almost no completion of a kind can be graded. One ungradable
+completion is only dropped and counted, because a model may learn to write some. If many unrelated
+prompts have them and almost no completion is graded, the fault is our own. A kind is a task, or the
+tasks that need the same worker pools: good grades of other tasks say nothing about a broken
+compiler. The breaker counts the last expert.queue.breaker_window_groups groups of each kind, each
+with the same weight. It ends the run when
 
 - on average expert.queue.breaker_share of the completions of a group cannot be graded, and
-- such groups are of expert.queue.breaker_min_prompts different prompts (if the run has fewer
-  prompts: all of them fail, in as many groups), and
-- there are twice as many completions as that: the first few decide nothing.
+- such groups have expert.queue.breaker_min_prompts different prompts (or all prompts of a smaller
+  run, in as many groups), and
+- at least twice that number of completions were judged.
 
-Completions that the node had no time for (NOT_GRADED) count neither way: an overloaded node is no
-broken verifier. `find_trouble` says what is wrong and what to do.
+NOT_GRADED completions do not count: an overloaded node is not a broken verifier.
 
-`EngineBreaker` gives an engine that only fails one completion at a time. An engine that dies fails
+`EngineBreaker` limits an engine that only fails to one completion at a time. A dying engine fails
 its leases at once, so it has most room, and would use up the attempts of every completion within
 milliseconds.
 """
@@ -46,17 +45,17 @@ from megatron_rl.rollout_queue.unleased_groups import PendingGroup
 log = logging.getLogger(__name__)
 
 _COMPLETIONS_A_PROMPT = 2
-"""Completions for each prompt of expert.queue.breaker_min_prompts that decide."""
+"""Minimum judged completions per prompt of expert.queue.breaker_min_prompts."""
 _TROUBLE_SHARE, _TROUBLE_MIN = 0.1, 8
-"""From this share and this number on, completions without a grade are reported."""
+"""Completions without a grade are reported from this share and this number on."""
 _SHOWN_CHARS = 300
 FAILURES = 3
-"""Completions that failed in a row, without a success, and trip an engine's breaker. A single one
-that fails again and again does not: it may be at fault itself."""
+"""Different completions that an engine must fail in a row to trip its breaker: a completion that
+fails repeatedly may itself be at fault."""
 PAUSE_S = 1.0
 """A tripped generator gets nothing for this long, then one completion: a probe."""
 MAX_PAUSE_S = 60.0
-"""Each failed probe doubles the pause, up to this."""
+"""Each failed probe doubles the pause, up to this limit."""
 HOPELESS_PROBES = 6
 """The run ends when every generator failed this number of probes, which takes at least a minute."""
 
@@ -72,19 +71,19 @@ class _Counts:
 
     @property
     def judged(self) -> int:
-        """Those that tell whether grading works."""
+        """Completions that show whether grading works."""
         return self.scored + self.ungradable
 
 
 class _Window:
-    """The last groups of a kind, by the time of their last completion."""
+    """The last groups of a kind, sorted by the time of their last completion."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._groups: collections.OrderedDict[int, _Counts] = collections.OrderedDict()
 
     def of(self, group: Group) -> _Counts:
-        """The counts of a group, which is now the newest."""
+        """The counts of a group, which becomes the newest."""
         counts = self._groups.setdefault(group.number, _Counts(group.prompt.id))
         self._groups.move_to_end(group.number)
         if len(self._groups) > self._size:
@@ -98,17 +97,17 @@ class _Window:
 
 
 class CircuitBreaker:
-    """Counts what is graded and what is not, by task and by worker pools."""
+    """Counts completions with and without a grade, by task and by worker pools."""
 
     def __init__(self, config: QueueConfig, reward: RewardConfig, *, prompts: int) -> None:
-        """prompts: how many the run has."""
+        """prompts: number of prompts of the run."""
         self._config = config
         self._prompts = prompts
         self._kinds = {task: _kinds_of(task, reward) for task in reward.all_tasks}
         self._pools = {task: reward.steps_of(task)[0].pool for task in reward.all_tasks}
         self._windows: dict[str, _Window] = {}
         self._last: dict[str, tuple[ScoreFailure, Path]] = {}
-        """By task: what failed last, and where it is recorded."""
+        """By task: the last failure, and the file that records it."""
 
     def note_scored(self, group: Group) -> None:
         """A completion of a group is scored."""
@@ -116,7 +115,7 @@ class CircuitBreaker:
             window.of(group).scored += 1
 
     def note_failed(self, failure: ScoreFailure, record: Path) -> None:
-        """A completion cannot be graded, as `record` tells. Raises TooManyFailures."""
+        """A completion cannot be graded; `record` is its file. Raises TooManyFailures."""
         group = failure.group
         self._last[group.prompt.task] = failure, record
         for window in self._windows_of(group.prompt):
@@ -159,7 +158,7 @@ class CircuitBreaker:
         )
 
     def find_trouble(self) -> Finding | None:
-        """What is wrong where much cannot be graded, and the fix; the worst task's."""
+        """The likely fault and fix of the task with the largest share of lost completions."""
         found = [
             (share, task, counts)
             for task in self._last
@@ -208,14 +207,14 @@ def _task_kind(task: str) -> str:
 
 
 def _share_lost(counts: _Counts) -> float:
-    """Share of completions without a grade; 0 where they are too few to be told of."""
+    """Share of completions without a grade; 0 if too few to report."""
     lost = counts.ungradable + counts.not_graded
     share = lost / (lost + counts.scored)
     return share if lost >= _TROUBLE_MIN and share >= _TROUBLE_SHARE else 0.0
 
 
 def _shown(failure: ScoreFailure) -> str:
-    """What was said, in printable characters: a completion may have a hand in it."""
+    """The error text in printable characters, since it may quote a completion."""
     return repr(failure.detail[:_SHOWN_CHARS])
 
 
@@ -235,19 +234,19 @@ class _Streak:
     tripped_at: float | None = None
     pause_s: float = PAUSE_S
     probes: int = 0
-    """Probes that failed."""
+    """Failed probes."""
     resumes_at: float = 0.0
-    """When the next probe may go out."""
+    """When the next probe may be leased."""
 
 
 class EngineBreaker:
-    """The generators that failed last, by name."""
+    """Failure streaks of generators, by name."""
 
     def __init__(self) -> None:
         self._streaks: dict[str, _Streak] = {}
 
     def note_success(self, name: str) -> bool:
-        """A completion came back; whether that ends a pause."""
+        """A completion came back; returns whether that ends a pause."""
         streak = self._streaks.pop(name, None)
         if streak is None or streak.tripped_at is None:
             return False
@@ -255,7 +254,7 @@ class EngineBreaker:
         return True
 
     def note_failure(self, name: str, failed: Failed, leased_at: float, now: float) -> list[Failed]:
-        """The engine failed a completion; returns the failures that are the engine's own fault."""
+        """The engine failed a completion; returns the failures that are the engine's fault."""
         streak = self._streaks.setdefault(name, _Streak())
         if streak.tripped_at is None:
             streak.failures.append(failed)
@@ -266,7 +265,7 @@ class EngineBreaker:
                 "generator %s failed %d completions in a row: it gets one at a time", name, FAILURES
             )
             return streak.failures
-        # What was leased before the breaker tripped fails in one burst: only probes tell more.
+        # Leases from before the breaker tripped fail in one burst: only probes count.
         if leased_at > streak.tripped_at:
             streak.probes += 1
             streak.pause_s = min(2 * streak.pause_s, MAX_PAUSE_S)
@@ -274,18 +273,18 @@ class EngineBreaker:
         return [failed]
 
     def forget(self, name: str) -> None:
-        """The generator is gone, or another one has its name."""
+        """Forget a generator that is gone or restarted."""
         self._streaks.pop(name, None)
 
     def are_hopeless(self, names: Iterable[str]) -> bool:
-        """Whether each of these generators fails whatever it gets."""
+        """Whether all of these generators fail every probe."""
         streaks = [self._streaks.get(name) for name in names]
         return bool(streaks) and all(
             streak is not None and streak.probes >= HOPELESS_PROBES for streak in streaks
         )
 
     def limits(self, now: float) -> dict[str, int]:
-        """Completions that each tripped generator may have now."""
+        """Maximum completions of each tripped generator now."""
         return {
             name: int(now >= streak.resumes_at)
             for name, streak in self._streaks.items()
@@ -294,7 +293,7 @@ class EngineBreaker:
 
 
 class FailureCount:
-    """Failed groups minus completed ones: a few hard prompts do not count, a fault does."""
+    """Failed groups minus completed groups, so that a few hard prompts do not end the run."""
 
     def __init__(self, max_failed_groups: int) -> None:
         self._limit = max_failed_groups
@@ -305,7 +304,7 @@ class FailureCount:
         self._excess = max(0, self._excess - 1)
 
     def note_failed(self, failure: GroupFailure) -> None:
-        """A group failed, other than for want of time to grade. Raises TooManyFailures."""
+        """Count a failed group, unless time to grade was missing. Raises TooManyFailures."""
         if failure.reason == CLASSES_NOT_GRADED:
             return
         self._excess += 1

@@ -1,7 +1,7 @@
-"""What the rollout queue does with each message, and what it sends when. No sockets, no clock.
+"""Decides what the rollout queue does with each message and what it sends. No sockets, no clock.
 
-Used by the rollout queue's server, which calls `handle` for every message, then sends all that
-`outgoing` yields, and calls `tick` about once a second. Times are monotonic seconds.
+The rollout queue's server calls `handle` for every message, sends all messages from `outgoing`, and
+calls `tick` about once a second. Times are monotonic seconds.
 """
 
 import logging
@@ -27,7 +27,7 @@ from megatron_rl.protocol.types import (
     WeightsSynced,
 )
 from megatron_rl.protocol.wire import WireError
-from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
@@ -49,14 +49,13 @@ from megatron_rl.rollout_queue.training_groups import GroupOpener, TrainingGroup
 log = logging.getLogger(__name__)
 
 PROMPTS, VERIFY, BATCHES = "prompts", "verify", "batches"
-"""The endpoints of the queue: of generators, of verifiers, of trainer leaders."""
+"""The queue's endpoints for generators, verifiers and trainer leaders."""
 _FENCE_WEIGHT_SYNCS = 1.5
-"""Weight syncs for which a generator without weights keeps its leases: the next one may serve it.
-"""
+"""Weight syncs during which a generator without weights keeps its leases."""
 
 
 class Outgoing(NamedTuple):
-    """A message for a peer of one of the endpoints."""
+    """A message for a peer of an endpoint."""
 
     endpoint: str
     peer: str
@@ -77,9 +76,9 @@ class Coordinator:
         maker: BatchMaker | None = None,
         now: float,
     ) -> None:
-        """evaluate_only: label of the one evaluation to run, or empty.
+        """evaluate_only: label of the only evaluation to run, or empty.
 
-        maker: deals batches; None: at once, in the caller's thread.
+        maker: deals batches; by default in the caller's thread.
         """
         self._config = config
         self._recorder = recorder
@@ -110,15 +109,9 @@ class Coordinator:
         """Training and all evaluations are done."""
 
     def _collect_groups(self, prompts: PromptSets) -> None:
-        """Create what opens groups, leases and grades their completions, and ends groups."""
+        """Create the objects that open groups, lease and grade completions, and end groups."""
         config = self._config
-        self._activity = ActivityLog(
-            config,
-            prompts,
-            metrics=self._metrics,
-            recorder=self._recorder,
-            progress=self._evaluations.progress,
-        )
+        self._activity = Activity(config, prompts)
         self._leases = Leases(config.queue)
         self._opener = GroupOpener(
             config.queue, self._leases, evaluations=self._evaluations, training=self._training
@@ -135,7 +128,7 @@ class Coordinator:
         )
 
     def resume(self, state: QueueState) -> None:
-        """Resume after a saved step; call before any message. Raises InputError."""
+        """Resume after a saved step; call before the first message. Raises InputError."""
         assert self._training is not None and self._builder is not None
         self._training.restore(state)
         self._requests.resume_at(state.step)
@@ -146,20 +139,20 @@ class Coordinator:
         self._first_version = state.step
 
     def await_cold_start(self) -> None:
-        """Supervised training comes before the trainer: wait for it without a limit.
+        """Wait without a limit for supervised training; call before the first message.
 
-        Until `expect_trainer`, or the trainer's first message. Call before any message.
+        The wait ends at `expect_trainer` or at the trainer's first message.
         """
         self._deadline.await_cold_start()
 
     def expect_trainer(self, now: float) -> None:
-        """Supervised training is over: from here on the trainer's silence counts."""
+        """Supervised training is over: the stall deadline counts from now on."""
         self._deadline.expect_trainer(now)
 
     # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
-        """Take in one message of the endpoint. Raises WireError where it contradicts the state."""
+        """Handle one message. Raises WireError if it contradicts the state."""
         # A trainer rank that sends anything has ended the cold start.
         if endpoint == BATCHES:
             self.expect_trainer(now)
@@ -182,7 +175,7 @@ class Coordinator:
                     self._deadline.note_progress(now)
                     self._ends.close(group)
             case ScoreFailed():
-                # Bounded by the attempts, so it is progress.
+                # The number of attempts is bounded, so a failure is progress.
                 if self._scoring.take_failure(peer, message, now):
                     self._deadline.note_progress(now)
             case NextBatch():
@@ -219,7 +212,7 @@ class Coordinator:
             self._ends.close(group)
 
     def _on_synced(self, synced: WeightsSynced, now: float) -> None:
-        # Each request repeats it, and messages of two sockets may overtake each other.
+        # Each request repeats the version, and messages of two sockets may overtake each other.
         if synced.version <= self._synced:
             return
         self._deadline.note_progress(now)
@@ -231,8 +224,8 @@ class Coordinator:
         grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
         self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
         self._synced, self._synced_at = synced.version, now
-        # Only now, not when the batch was built: until then its groups count against admission, as
-        # everything opened meanwhile will be one version older.
+        # Not when the batch was built: until the sync its groups count against admission, because
+        # groups opened meanwhile will be one version older.
         self._groups.finish_training(synced.version)
         if synced.is_final:
             self._finished_at = now
@@ -245,8 +238,8 @@ class Coordinator:
         if self._states.is_repeated(peer, asked.step, built_steps=built):
             return
         self._deadline.note_progress(now)
-        # With a later batch built, its groups would be neither trained on nor unfinished: a run
-        # that is resumed here would lose them.
+        # Groups of a later batch would be neither trained on nor unfinished, so a run resumed from
+        # this state would lose them.
         if self._training is None or built != asked.step:
             raise WireError(f"{peer} saves step {asked.step}, but {built} batches are built")
         state = self._training.state(asked.step, groups_opened=self._opener.count)
@@ -255,8 +248,8 @@ class Coordinator:
     # --- outgoing -------------------------------------------------------------------------------
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
-        """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
-        # First what frees room, then what takes it.
+        """All messages that can be sent now; the caller reports unreachable peers by `lose`."""
+        # First actions that free room, then actions that take room.
         self._ends.drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
@@ -265,7 +258,7 @@ class Coordinator:
         yield from self._batch_answers(now)
         for answer in self._states.answers():
             yield Outgoing(BATCHES, *answer)
-        # Before leases: their slots are leased again, and the engine should be rid of the old.
+        # Before leases: new leases take the slots of cancelled ones.
         for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
             yield Outgoing(PROMPTS, *order)
         while (lease := self._next_lease(now)) is not None:
@@ -281,9 +274,8 @@ class Coordinator:
             self._scoring.drop_verifier(peer)
 
     def farewell(self, now: float) -> Iterator[Outgoing]:
-        """Stop for every generator and verifier; call once, at the end."""
-        self._activity.write(self._synced, now, in_flight=0, is_last=True)
-        self._write_generators(now, is_last=True)
+        """A Stop for every generator and verifier; call once, at the end."""
+        self._write_rows(now, in_flight=0, is_last=True)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
         for verifier in self._scoring.verifiers:
@@ -304,7 +296,7 @@ class Coordinator:
             self._recorder.write_step(built.order.step, built.groups, now)
 
     def _build_batch(self) -> BuiltBatch | None:
-        """The batch that a rank waits for, if it is due."""
+        """The batch that a rank waits for, if it can be built."""
         asked = self._requests.next_to_build()
         if (
             asked is None
@@ -325,7 +317,7 @@ class Coordinator:
 
     @property
     def is_dealing(self) -> bool:
-        """Whether a batch is being dealt: `outgoing` has it once that is done."""
+        """Whether a batch is being dealt."""
         return self._maker.is_busy
 
     def _next_lease(self, now: float) -> Outgoing | None:
@@ -343,10 +335,10 @@ class Coordinator:
     # --- deadlines and end ----------------------------------------------------------------------
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
-        """Lease and ask again what is overdue; DeadlineExceeded when nothing moves any more.
+        """Repeat overdue leases and requests. Raises DeadlineExceeded when the run stalls.
 
-        has_heard_all: no message waits unread. Otherwise no peer counts as silent, for at most as
-        long as a peer may be silent.
+        has_heard_all: no message waits unread. If False, no peer counts as silent yet, for at most
+        the heartbeat timeout.
         """
         self._recorder.check()
         if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
@@ -355,10 +347,9 @@ class Coordinator:
             self._scoring.expire(now)
         self._ends.stop_grading_overdue(now)
         self._activity.trouble = self._breaker.find_trouble()
-        self._activity.write(self._synced, now, in_flight=self._leases.outstanding)
+        self._write_rows(now, in_flight=self._leases.outstanding)
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
             self._metrics.write(self._synced, row)
-        self._write_generators(now)
         state = self.describe(now)
         self._ends.end_overdue_evaluation(now, state)
         is_work_out = bool(
@@ -369,9 +360,11 @@ class Coordinator:
         )
         self._deadline.check(now, is_work_out=is_work_out, state=state)
 
-    def _write_generators(self, now: float, *, is_last: bool = False) -> None:
-        row = self._generator_rows.take_row(self._leases.generators, now, is_last=is_last)
-        if row is not None:
+    def _write_rows(self, now: float, *, in_flight: int, is_last: bool = False) -> None:
+        records = self._recorder.dropped_file
+        if row := self._activity.take_row(now, in_flight, records=records, is_last=is_last):
+            self._metrics.write(self._synced, row | self._evaluations.progress())
+        if row := self._generator_rows.take_row(self._leases.generators, now, is_last=is_last):
             self._metrics.write(self._synced, row)
 
     def _check_over(self, now: float) -> None:
@@ -381,7 +374,7 @@ class Coordinator:
         self.is_over = self._requests.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
-        """One line on what is open where."""
+        """One line about the state of the queue."""
         wanted = self._config.sampled_groups
         if self._training is not None:
             wanted = self._training.schedule.at(self._requests.built_steps).sampled_groups

@@ -1,8 +1,7 @@
-"""Which train prompts are drawn: solved ones are retired, harder bands admitted. Pure.
+"""Decides which train prompts are drawn: retires solved ones, admits harder bands. Pure.
 
-Used by the rollout queue. A checkpoint has the statistics as of the last batch, and the groups that
-were dropped since: a resumed run generates these groups again and counts them then. So no group
-counts twice, and the same state and verdicts lead to the same prompts.
+Used by the rollout queue. A checkpoint has the statistics as of the last batch. A resumed run
+generates the groups dropped since that batch again, and counts them then, so no group counts twice.
 """
 
 import collections
@@ -20,7 +19,7 @@ from megatron_rl.protocol.types import Prompt
 log = logging.getLogger(__name__)
 
 _ALWAYS, _NEVER = -1, -2
-"""Bands of prompts without a pass rate, and of those below the last band."""
+"""Band numbers of prompts without a pass rate, and of prompts below the last band."""
 _UNVISITED = PromptVisits(visits=0, solved=0, is_retired=False)
 
 
@@ -36,15 +35,15 @@ class Visit(NamedTuple):
 
     @property
     def is_solved(self) -> bool:
-        """Whether all completions were right; one without a score leaves it open."""
+        """Whether all completions were right; a completion without a score is not right."""
         return self.right == self.size
 
 
 class Curriculum:
-    """Statistics by prompt, and the prompts that follow from them."""
+    """Statistics of each prompt, which decide whether it is drawn."""
 
     def __init__(self, config: CurriculumConfig, sets: PromptSets) -> None:
-        """Raises InputError where bands name pass rates that no prompt has."""
+        """Raises InputError for bands when no prompt has a pass rate."""
         self._config = config
         self._sets = sets
         self._source_of = {p.id: n for n, prompts in enumerate(sets.train) for p in prompts}
@@ -71,17 +70,17 @@ class Curriculum:
     # --- drawing --------------------------------------------------------------------------------
 
     def __call__(self, prompt: Prompt) -> bool:
-        """Whether a prompt is drawn at present."""
+        """Whether a prompt may be drawn now."""
         return self._is_active(prompt.id)
 
     def count(self, source: int) -> int:
-        """How many prompts of a source are drawn at present."""
+        """Number of prompts of a source that may be drawn now."""
         return self._counts[source]
 
     def make_room(self, weights: Sequence[float]) -> None:
-        """Make sure that the sources with a weight have a prompt to draw.
+        """Ensure that the sources with a weight have a prompt to draw.
 
-        If there is none, admit the next band; after the last band, draw retired prompts again, with
+        If there is none, admit the next band. After the last band, draw retired prompts again with
         new statistics.
         """
         while not self._has_room(weights) and self._admitted < len(self._config.bands):
@@ -119,7 +118,7 @@ class Curriculum:
     # --- learning -------------------------------------------------------------------------------
 
     def note(self, visits: Iterable[Visit]) -> None:
-        """Take in groups that are trained on or dropped."""
+        """Count groups that are trained on or dropped."""
         for visit in visits:
             if visit.graded:
                 self._note(visit)
@@ -128,7 +127,7 @@ class Curriculum:
     def _note(self, visit: Visit) -> None:
         known = self._visits.get(visit.prompt_id, _UNVISITED)
         solved = known.solved + 1 if visit.is_solved else 0
-        # It stays retired: groups that were open at that time may come later.
+        # A prompt stays retired when groups that were open before end later.
         is_done = known.is_retired or 0 < self._config.retire_after <= solved
         if is_done and not known.is_retired and self._is_admitted(visit.prompt_id):
             self._counts[self._source_of[visit.prompt_id]] -= 1
@@ -152,7 +151,7 @@ class Curriculum:
     # --- state ----------------------------------------------------------------------------------
 
     def metrics(self) -> list[Metric]:
-        """For the row of a batch."""
+        """Metrics for the row of a batch."""
         retired = sum(known.is_retired for known in self._visits.values())
         counts = {
             "prompts_active": sum(self._counts),
@@ -165,7 +164,7 @@ class Curriculum:
         return [Metric(f"curriculum/{name}", count, "max") for name, count in counts.items()]
 
     def commit(self) -> None:
-        """A batch counts all that was noted: a checkpoint has it from now on."""
+        """A batch counts all noted groups: checkpoints have these statistics from now on."""
         self._committed = self._current()
 
     def state(self) -> CurriculumState:

@@ -1,18 +1,18 @@
-"""Why a run learns nothing: the likely cause and the fix, from what was scored so far. Pure.
+"""Finds why a run learns nothing: the likely cause and fix, from the scores so far. Pure.
 
 Used by the rollout queue. Learning needs groups whose rewards differ. As long as there is none,
 `diagnose` looks at the reasons of the scores.
 
-A fault is named only beyond chance. A run that could learn is accused in fewer than 1 of 100 runs
-(`_ERROR_RATE`), if at least this share of what is counted is fine:
+A run that can learn gets a wrong diagnosis with a probability below 1/100 (`_ERROR_RATE`), if its
+share of exceptions is at least:
 
-| claim                                | fine at least                                           |
-|--------------------------------------|---------------------------------------------------------|
-| no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4        |
-| every completion is wrong (or right) | 1 completion in 20, and 1 prompt in 4                   |
-| every group has equal rewards        | 1 group in 4                                            |
+| diagnosis                             | exceptions                                       |
+|---------------------------------------|--------------------------------------------------|
+| no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4 |
+| every completion is wrong (or right)  | 1 completion in 20, and 1 prompt in 4            |
+| every group has equal rewards         | 1 group in 4                                     |
 
-"None of the first n is fine" can only become false as n grows, so looking often adds no error.
+Repeated looks add no error: "none of the first n is an exception" can only become false.
 """
 
 import collections
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config.reward import RewardConfig, TaskConfig
+from megatron_rl.config.reward import TaskConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Prompt
 
@@ -37,8 +37,7 @@ _NO_CODE = frozenset(
     }
 )  # fmt: skip
 REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
-"""Reasons of scores that a format check gives: the completion fails the format check and earns
-nothing."""
+"""Score reasons that mean a failed format check, so a reward of 0."""
 
 _FORMS = {
     "think_box": "<think>...</think>, then an answer in \\boxed{}",
@@ -53,7 +52,7 @@ _MOSTLY = 0.9
 
 
 def least_evidence(share: float) -> int:
-    """Least n for which none of n independent trials that succeed at this rate is beyond chance."""
+    """Least n so that n trials with this success rate all fail with probability <= _ERROR_RATE."""
     return math.ceil(math.log(_ERROR_RATE) / math.log(1 - share))
 
 
@@ -72,22 +71,21 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Evidence:
-    """What was scored since the run began."""
+    """Counts of scores since the run began."""
 
     reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Of all scores, those of evaluations too."""
+    """Reasons of all scores, including evaluations."""
     training: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Of the scores of training completions."""
+    """Reasons of the scores of training completions."""
     prompts: set[str] = dataclasses.field(default_factory=set)
-    """Ids of prompts with a scored training completion, as many as `diagnose` asks for."""
+    """Ids of prompts with a scored training completion, at most _MIN_PROMPTS."""
     truncated: int = 0
     """Training completions that were cut at the length limit."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Text of the first completion that fails the format check of each reason, not blank."""
+    """By format failure: the beginning of its first completion that is not blank."""
     groups: int = 0
     """Complete training groups."""
     zero_variance_groups: int = 0
-    """Of these, groups of equal rewards."""
 
     def add_prompt(self, prompt_id: str) -> None:
         """A training completion of this prompt was scored."""
@@ -97,36 +95,27 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the configuration says about form and reward."""
+    """The configuration, for advice."""
 
+    config: Config
     tasks: dict[str, TaskConfig]
-    """Those that the prompts name."""
-    reward: RewardConfig
-    max_new_tokens: int
-    has_system_prompt: bool
-    has_cold_start: bool
+    """Tasks that the prompts name."""
 
     @classmethod
     def of(cls, config: Config, prompts: Iterable[Prompt]) -> "Setting":
         """The setting of a run with these prompts."""
         names = sorted({prompt.task for prompt in prompts})
         known = config.reward.all_tasks
-        return cls(
-            {name: known[name] for name in names if name in known},
-            config.reward,
-            config.sampling.max_new_tokens,
-            config.render.system_prompt != "",
-            bool(config.sft.steps),
-        )
+        return cls(config, {name: known[name] for name in names if name in known})
 
 
 def diagnose(
     evidence: Evidence, setting: Setting, *, is_late: bool = False, records: Path | None = None
 ) -> Finding | None:
-    """The likely fault; None when a group had different rewards, or too little is scored to tell.
+    """The likely fault; None when a group had different rewards, or too few scores are known.
 
-    is_late: the user has waited: fewer format failures are enough. records: file with the
-    rollouts of the dropped groups, if there is one.
+    is_late: the user has waited, so fewer format failures are enough. records: file with the
+    rollouts of dropped groups, if any.
     """
     if evidence.groups > evidence.zero_variance_groups:
         return None
@@ -139,7 +128,7 @@ def diagnose(
         return _format_failure(evidence, refused, setting)
     correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
     if not all_zero_variance:
-        # Completions of one class alone: the groups that they belong to will have zero variance.
+        # Groups whose completions are all right or all wrong will have zero variance.
         is_uniform = training in (correct, wrong)
         is_enough = training >= _MIN_COMPLETIONS and len(evidence.prompts) >= _MIN_PROMPTS
         if not (is_uniform and is_enough):
@@ -189,8 +178,8 @@ def _format_failure(
 
 def _longer(setting: Setting) -> str:
     return (
-        f"raise sampling.max_new_tokens = {setting.max_new_tokens} and, as it holds the prompt "
-        "too, generator.context_tokens"
+        f"raise sampling.max_new_tokens = {setting.config.sampling.max_new_tokens} and, as it "
+        "holds the prompt too, generator.context_tokens"
     )
 
 
@@ -200,10 +189,10 @@ def _wrong_form(setting: Setting) -> str:
         for name, task in setting.tasks.items()
     )
     asked = "say so in render.system_prompt"
-    if setting.has_system_prompt:
+    if setting.config.render.system_prompt != "":
         asked = "say it more plainly in render.system_prompt"
     taught = "teach it by a cold start (sft.dataset and sft.steps)"
-    if setting.has_cold_start:
+    if setting.config.sft.steps:
         taught = "give the cold start more steps (sft.steps) or SFT examples of that form"
     looser = [
         f"format_check = {' or '.join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))} with "
@@ -229,7 +218,7 @@ def _never_correct(evidence: Evidence, setting: Setting, records: Path | None) -
         text += f"compare 'text' and 'answer' in {records}; "
     if evidence.truncated >= training.total() / 2:
         text += f"{evidence.truncated} were cut at the length limit, {_longer(setting)}; "
-    if setting.reward.format == 0:
+    if setting.config.reward.format == 0:
         text += "let the form alone earn something by reward.format; "
     return Finding("never_correct", text + "give easier prompts.")
 
@@ -244,7 +233,7 @@ def _too_easy(evidence: Evidence) -> Finding:
 
 
 def _equal_though_mixed(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:
-    reward = setting.reward
+    reward = setting.config.reward
     text = (
         f"All {evidence.groups} complete groups have equal rewards inside, though completions "
         f"differ ({reasons_text(evidence.training)}). Cause: each prompt is solved always or "

@@ -1,7 +1,7 @@
-"""Why groups and completions are dropped: the one table of reasons, and the failures with them.
+"""The table of reasons to drop groups and completions, and the types of failures.
 
-Used by the rollout queue. A failed group is our own fault: the queue drops and counts it, and never
-trains on an invented reward. `group_end.py` drops.
+Used by the rollout queue. A failed group is our own fault: `group_end.py` drops and counts it, and
+never trains on an invented reward.
 """
 
 from typing import NamedTuple
@@ -33,8 +33,8 @@ GROUP_REASONS = {
     EVALUATOR_LOST: "the generators that held the version of the evaluation are gone",
     EVALUATION_LATE: "expert.eval.timeout_s was over before the group was complete",
 }
-"""Reason -> meaning, of groups. Completions are dropped alone as UNGRADABLE or NOT_GRADED, or for
-the reason that they have no place for the reference answer (`GoldAnswer.fault`)."""
+"""Reason to drop a group -> meaning. A single completion is dropped as UNGRADABLE or NOT_GRADED, or
+because it has no place for the reference answer (`GoldAnswer.fault`)."""
 
 
 class GroupFailure(NamedTuple):
@@ -56,8 +56,8 @@ class ScoreFailure(NamedTuple):
     detail: str
     """The number of tries, and the last error, which may quote the completion."""
     is_late: bool = False
-    """It took so long that nobody should wait for another completion."""
+    """Grading took so long that the completion is not replaced."""
 
 
 class TooManyFailures(DeadlineExceeded):
-    """So much failed that something is broken; the text names the last failure."""
+    """The number of failures shows that something is broken; the text names the last one."""

@@ -1,4 +1,4 @@
-"""What is evaluated on and how, and what an interrupted run left of its evaluations.
+"""Evaluation sets with their sampling, and the results that an interrupted run left.
 
 Used by the rollout queue, and by the launcher before a run.
 """
@@ -30,29 +30,29 @@ from megatron_rl.protocol.types import Prompt, Sampling
 
 FINAL_LABEL = "after"
 _FEW_PROMPTS = 30
-"""Of fewer, the standard error of an accuracy may exceed 0.09."""
+"""With fewer prompts the standard error of an accuracy may exceed 0.09."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What is evaluated on, and how."""
+    """Prompts to evaluate on, and their sampling."""
 
     name: str
-    """Empty: the held-out prompts."""
+    """Empty for the held-out prompts."""
     prompts: list[Prompt]
     samples: int
-    """Completions a prompt."""
+    """Completions per prompt."""
     sampling: Sampling
-    """Of all of them, but for the seed, which each prompt has for itself."""
+    """Without the seed, which differs by prompt."""
 
     @property
     def completions(self) -> int:
-        """Completions of all its prompts."""
+        """Completions of all prompts."""
         return len(self.prompts) * self.samples
 
     @property
     def described(self) -> str:
-        """How many prompts of which kind."""
+        """Number and kind of prompts."""
         count = len(self.prompts)
         return (
             f"{count} prompts of the set {self.name}" if self.name else f"{count} held-out prompts"
@@ -64,7 +64,7 @@ class EvaluationSet:
 
 
 def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
-    """All sets that are evaluated on, the held-out prompts first. Raises InputError."""
+    """All evaluation sets, the held-out prompts first. Raises InputError."""
     own = config.eval
     default = Sampling(
         _default_limit(config),
@@ -92,7 +92,7 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
 
 
 def describe_evaluation(sets: Sequence[EvaluationSet]) -> list[str]:
-    """Lines on what is evaluated on, and what is too small to tell anything."""
+    """Lines that describe the sets, with a warning for each set that is too small."""
     if not sets:
         return []
     parts = [
@@ -114,15 +114,15 @@ def describe_evaluation(sets: Sequence[EvaluationSet]) -> list[str]:
 
 
 def _default_limit(config: Config) -> int:
-    """Tokens of a completion: the same in all stages of a run, so that they can be compared."""
+    """Token limit of a completion, the same in all stages of a run for comparable results."""
     return config.eval.max_new_tokens or longest_stage(config).sampling.max_new_tokens
 
 
 def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
-    """Tokens that a completion of each prompt that may be evaluated on can have, by its id."""
+    """By prompt id: token limit of a completion of each prompt that may be evaluated on."""
     default = _default_limit(config)
     training = longest_stage(config).sampling.max_new_tokens
-    # A spare one may be trained on too.
+    # A spare prompt may be trained on too.
     limits = {p.id: max(default, training * p.is_spare) for p in prompts.held_out}
     for one in config.eval.sets:
         own = one.max_new_tokens or default
@@ -133,7 +133,7 @@ def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
 def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
     """The held-out prompts to evaluate on; InputError when there are too few."""
     is_auto = config.prompts == "auto"
-    # With sets of their own there may be none held out.
+    # A run with [[eval.sets]] needs no held-out prompts.
     wanted = (0 if config.sets else 1) if is_auto else config.prompts
     if len(held_out) < wanted:
         raise InputError(
@@ -146,7 +146,7 @@ def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
 
 
 def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
-    """Labels of the evaluations that a synced version asks for."""
+    """Labels of the evaluations that are due at a synced version."""
     labels = ["before"] if version == 0 else []
     if is_final:
         labels.append(FINAL_LABEL)
@@ -156,7 +156,7 @@ def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
 
 
 def read_ended(run_dir: Path, version: int) -> set[tuple[str, int]]:
-    """(label, version) of the evaluations, up to that version, whose results are written.
+    """(label, version) of the evaluations with results, up to a version.
 
     Raises InputError for a damaged metrics file.
     """
@@ -165,17 +165,17 @@ def read_ended(run_dir: Path, version: int) -> set[tuple[str, int]]:
 
 
 def read_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
-    """Problems of the set with all their completions graded, by id.
+    """By id: problems of the set whose completions are all graded.
 
-    Raises InputError for a file that is damaged elsewhere than at its end.
+    Raises InputError for a file that is damaged, except at its end.
     """
     return {problem.prompt_id: problem for problem in of_records(_whole(run_dir, label, what))}
 
 
 def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
-    """The same; all other lines are taken out of the file.
+    """As `read_evaluated`, and remove all other lines from the file.
 
-    So a problem that lost a completion, or was cut short with the file, is made again as a whole.
+    So a problem that lost a completion is generated again as a whole.
     """
     path = _path(run_dir, label)
     if not path.exists():
@@ -193,7 +193,7 @@ def _path(run_dir: Path, label: str) -> Path:
 
 
 def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord]:
-    """Records of the problems that have all their completions."""
+    """Records of the problems whose completions are all recorded."""
     path = _path(run_dir, label)
     records = list(read_records(path)) if path.exists() else []
     counts = Counter(record.prompt_id for record in records)
@@ -206,7 +206,7 @@ def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord
 
 
 def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
-    """Whether a record answers a prompt as it is now."""
+    """Whether a record belongs to an unchanged prompt of the set."""
     prompt = prompts.get(record.prompt_id)
     return prompt is not None and (prompt.question, prompt.answer) == (
         record.problem,
@@ -215,14 +215,14 @@ def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
 
 
 def _cut_to_words(path: Path) -> None:
-    """What is appended begins at a whole word, whatever a crash has left."""
+    """Cut off a torn word that a crash left, so that later words are aligned."""
     if path.exists() and (rest := path.stat().st_size % WORD_BYTES):
         with path.open("ab") as file:
             file.truncate(path.stat().st_size - rest)
 
 
 def first_free_number(run_dir: Path) -> int:
-    """A number above those of all groups that evaluations have recorded."""
+    """A number above all group numbers in recorded evaluations."""
     if not (run_dir / FOLDER).is_dir():
         return 0
     files = [file for file in rollout_files(run_dir) if file.label]

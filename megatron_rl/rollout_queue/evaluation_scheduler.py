@@ -1,9 +1,9 @@
-"""Which evaluations are due, which one runs, and its results.
+"""Decides which evaluation runs when, and writes its results.
 
 Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version.
-Evaluators (`running_evaluation.py`), if there are any, hold that version, and the other generators
-train. Without evaluators `allows_batch` delays the batch that would make a later version; training
-groups are leased meanwhile, to slots that the evaluation does not need.
+Evaluators (`running_evaluation.py`), if any, hold that version while the other generators train.
+Without evaluators `allows_batch` delays the batch that would make a later version. Training groups
+still get the slots that the evaluation does not need.
 """
 
 import collections
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class _Due(NamedTuple):
-    """An evaluation to come."""
+    """An evaluation that has not begun."""
 
     label: str
-    """Its whole name."""
+    """With the name of the set."""
     what: EvaluationSet
     version: int
     is_final: bool
@@ -66,7 +66,7 @@ class EvaluationScheduler:
         metrics: JsonlWriter,
         only: str,
     ) -> None:
-        """only: label of the one evaluation to run; empty for training. Raises InputError."""
+        """only: label of the only evaluation to run; empty for training. Raises InputError."""
         if only and not config.eval.is_wanted:
             raise InputError(
                 "there is nothing to evaluate on: eval.prompts = 0 and eval.sets is empty; raise "
@@ -78,24 +78,23 @@ class EvaluationScheduler:
         self._metrics = metrics
         self._only = only
         self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
-        """Number of the first group that an evaluation opens."""
+        """Number of the first group to open."""
         self._due: collections.deque[_Due] = collections.deque()
         if only:
             self._due.extend(_Due(one.label(only), one, 0, False) for one in self._sets)
         self.running: Evaluation | None = None
-        """Has begun and not ended."""
         self.evaluators = Evaluators(0 if only else config.evaluators)
         self._completions_before = 0
-        """Completions of the sets of the same version that have ended."""
+        """Completions of the ended sets of the same version."""
         self._has_later_version = False
-        """A later version than the measured one is synced, or will be."""
+        """A version after the measured one is synced, or will be."""
         self.done: list[str] = []
-        """Names of the evaluations that have ended."""
+        """Labels of the evaluations that have ended."""
         self._ended_earlier: set[tuple[str, int]] = set()
-        """(label, version) of those that ended before the run was resumed."""
+        """(label, version) of the evaluations that ended before the run was resumed."""
 
     def add_to(self, state: QueueState) -> QueueState:
-        """The state of the queue with the evaluations that are done, run or are due."""
+        """The state of the queue with its evaluations: done, running, due."""
         left = [UnfinishedEvaluation(due.label, due.version, has_begun=False) for due in self._due]
         if self.running is not None:
             label, version = self.running.label, self.running.version
@@ -105,11 +104,11 @@ class EvaluationScheduler:
         )
 
     def resume(self, state: QueueState) -> None:
-        """Resume after a saved step; call before any message. Raises InputError.
+        """Resume after a saved step; call before the first message. Raises InputError.
 
-        The trainer syncs the version of the state once more, which asks for its evaluations. An
-        evaluation that ended after the state was saved is not repeated. No generator will hold an
-        earlier version: its evaluation ends with the problems in its file.
+        The trainer syncs the version of the state again, which makes its evaluations due. An
+        evaluation that ended after the state was saved is not repeated. An evaluation of an earlier
+        version ends with the problems in its file, since no generator will hold that version.
         """
         self.done = list(state.evaluated)
         self._ended_earlier = read_ended(self._recorder.run_dir, state.step)
@@ -128,7 +127,7 @@ class EvaluationScheduler:
             return
         done = {}
         if left.has_begun:
-            # File and results must agree on the problems.
+            # The file and the results must have the same problems.
             done = keep_evaluated(self._recorder.run_dir, left.label, what)
         evaluation = Evaluation(left.label, what, version=left.version, now=0.0, done=done)
         evaluation.lose_unopened()
@@ -137,11 +136,11 @@ class EvaluationScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether none runs and none is due."""
+        """Whether no evaluation runs or is due."""
         return self.running is None and not self._due
 
     def progress(self) -> dict[str, float | str]:
-        """Metrics about how far the evaluation is, its further sets included; {} when none runs."""
+        """Progress of the running evaluation, all its sets included; {} when none runs."""
         running = self.running
         if running is None:
             return {}
@@ -154,7 +153,7 @@ class EvaluationScheduler:
         }
 
     def ask(self, version: int, *, is_final: bool) -> None:
-        """Note the evaluations that a synced version asks for."""
+        """Note the evaluations that are due at a synced version."""
         self._due.extend(self._due_at(version, is_final=is_final))
 
     def _due_at(self, version: int, *, is_final: bool) -> list[_Due]:
@@ -171,10 +170,10 @@ class EvaluationScheduler:
         ]
 
     def allows_batch(self, step: int, synced: int) -> bool:
-        """Whether the batch of a step may be built: also while version `step` is being synced.
+        """Whether the batch of a step may be built, perhaps while version `step` is being synced.
 
-        No batch is built before an evaluation, or while an evaluation runs without evaluators: the
-        next update would change what it measures.
+        Without evaluators no batch is built while an evaluation is due or runs: the next update
+        would change the measured version.
         """
         if step > synced + 1:
             return False
@@ -186,12 +185,12 @@ class EvaluationScheduler:
         return step <= synced or not self._due_at(step, is_final=False)
 
     def note_batch(self) -> None:
-        """A batch is built: a later version than the measured one will come."""
+        """A batch is built: a version after the measured one will follow."""
         self._has_later_version = not self.is_idle
 
     def note_evaluators(self, leases: Leases) -> None:
-        """Take in the state of the generators that evaluate, if not all do."""
-        # Called for every message: thousands of generators are looked at only where it matters.
+        """Update the state of the evaluators, if any."""
+        # Called for every message, so it skips the list of thousands of generators when it can.
         if self.evaluators.names:
             self.evaluators.note(leases.peers)
 
@@ -205,7 +204,7 @@ class EvaluationScheduler:
             self._completions_before = before if has_further else 0
             if not any(due.version == self.evaluators.version for due in self._due):
                 self.evaluators.release()
-        # Where evaluating is all there is to do, its clock starts with the first generator.
+        # In an evaluation-only run the clock starts with the first generator.
         if self.running is None and self._due and (not self._only or leases.has_room):
             self._begin(self._due.popleft(), leases.peers, now)
 
@@ -218,14 +217,14 @@ class EvaluationScheduler:
             log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
         self._recorder.begin_evaluation(label, keeps_lines=bool(done))
         self.running = Evaluation(label, what, version=due.version, now=now, done=done)
-        # The sets of a version share its evaluators. After the last step nobody else has work.
+        # All sets of a version share its evaluators. After the last step all generators evaluate.
         if due.version != self.evaluators.version and not due.is_final:
             self._has_later_version = False
             self.evaluators.choose(generators, due.version)
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the running evaluation measures a version that nobody holds any more."""
+        """Whether no generator holds the version of the running evaluation any more."""
         return self.running is not None and self._has_later_version and self.evaluators.are_lost
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
@@ -234,7 +233,7 @@ class EvaluationScheduler:
         if evaluation.complete:
             results = summarize(evaluation.complete, seconds)
         elif self._only or not (evaluation.lost_ungraded or evaluation.is_late or self.is_orphaned):
-            # Where evaluating is all there is to do, no result is a failure.
+            # In an evaluation-only run a missing result is a failure.
             raise TooManyFailures(
                 f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
                 f"{evaluation.lost_ungraded} because nothing of them could be graded: look into "
@@ -260,12 +259,12 @@ class EvaluationScheduler:
         )  # fmt: skip
 
     def running_of(self, group: Group) -> Evaluation:
-        """The running evaluation, to which the group belongs."""
+        """The running evaluation, which has the group."""
         assert self.running is not None and self.running.label == group.evaluation
         return self.running
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the running evaluation took too long and is not complete."""
+        """Whether the running evaluation exceeds its timeout."""
         running = self.running
         if running is None or running.is_complete:
             return False
@@ -277,9 +276,9 @@ class EvaluationScheduler:
         return f"expert.eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
     def note_late(self, state: str) -> None:
-        """The running evaluation is overdue, and ends without what is missing.
+        """Mark the overdue evaluation, which ends without its missing completions.
 
-        Raises DeadlineExceeded, with the state of the queue, where evaluating is all there is.
+        Raises DeadlineExceeded, with the state of the queue, in an evaluation-only run.
         """
         if self._only:
             raise DeadlineExceeded(f"{self.overdue_text}: {state}")

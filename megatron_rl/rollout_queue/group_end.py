@@ -1,19 +1,17 @@
-"""How a group leaves the rollout queue. Every way is here; other modules call this one.
+"""All ways in which a group leaves the rollout queue. Used by its coordinator.
 
-Used by the rollout queue's coordinator.
+| a group leaves                                | by                                     |
+|-----------------------------------------------|----------------------------------------|
+| into a batch                                  | `take_batch`                           |
+| dropped: zero variance or a failure           | `close`, `drop_failed`, under a reason |
+| not needed: training ended before its batch   | `abandon`                              |
+| into the results of its evaluation            | `close`                                |
+| lost to its evaluation: a failure or too late | `drop_failed`, `_give_up_evaluation`   |
 
-| a group leaves                                  | by                                       |
-|-------------------------------------------------|------------------------------------------|
-| into a batch                                    | `take_batch`                             |
-| dropped: zero variance, or a failure            | `close`, `drop_failed`, under a reason   |
-| not needed: training ended before its batch     | `abandon`                                |
-| into the results of its evaluation              | `close`                                  |
-| lost to its evaluation: a failure, too late     | `drop_failed`, `give_up_evaluation`      |
-
-`drop_reasons.py` has the table of reasons. A completion that cannot be graded is dropped alone:
-the queue generates another one in its place, up to expert.queue.max_replacements times, then its
-group lacks it, as long as enough members are left to compare. An evaluation replaces nothing, since
-the completions that can be graded are not a fair sample of all.
+`drop_reasons.py` has the table of reasons. A completion that cannot be graded is dropped alone. The
+queue generates a replacement up to expert.queue.max_replacements times; then the group lacks it, if
+enough members are left to compare. An evaluation replaces nothing, because gradable completions are
+not a fair sample of all.
 """
 
 import collections
@@ -23,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.tree import Config, QueueConfig
 from megatron_rl.protocol.types import ScoredRollout
-from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker, FailureCount
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
@@ -46,11 +44,11 @@ from megatron_rl.rollout_queue.training_groups import TrainingGroups
 log = logging.getLogger(__name__)
 
 _MIN_TO_COMPARE = 2
-"""A group of one has no other reward to differ from."""
+"""Advantages compare at least two rewards."""
 
 
 class Collecting(NamedTuple):
-    """Where open groups and their completions are."""
+    """The objects that have open groups and their completions."""
 
     leases: Leases
     scoring: Scoring
@@ -58,15 +56,15 @@ class Collecting(NamedTuple):
 
 
 class DropObservers(NamedTuple):
-    """Who is told of each group and completion that is dropped."""
+    """The objects that record each dropped group and completion."""
 
     recorder: Recorder
-    activity: ActivityLog
+    activity: Activity
     breaker: CircuitBreaker
 
 
 class GroupEnd:
-    """Ends groups, and tells everybody who keeps something of them."""
+    """Ends groups and updates all objects that keep something of them."""
 
     def __init__(
         self,
@@ -87,14 +85,14 @@ class GroupEnd:
     # --- complete groups ------------------------------------------------------------------------
 
     def close(self, group: Group) -> None:
-        """Every completion of a group is scored or dropped; its classes may be missing."""
+        """End a group whose completions are all scored or dropped, or ask for its classes."""
         reason = "" if group.evaluation else self.find_reason_to_drop(group)
         if not reason and not find_without_asking(group):
             self._scoring.submit_classes(group)
             return
         self._failed.note_completed()
         if group.evaluation:
-            # What is written is not lost.
+            # Record first, so that no counted result is missing from the file.
             self._recorder.write_evaluation(group.evaluation, [group])
             self._evaluations.running_of(group).close(group)
             return
@@ -105,7 +103,7 @@ class GroupEnd:
             self._book.note_ready(group)
 
     def find_reason_to_drop(self, group: Group) -> str:
-        """Why a scored group is not trained on; empty when it is, as `group.learns_gold` says.
+        """Why a scored group is not trained on; empty when it is. Sets `group.learns_gold`.
 
         A group that learns the reference answer loses its well-formed completions without a place
         for that answer. A second call for the same group returns the same reason.
@@ -136,13 +134,10 @@ class GroupEnd:
         del group.scored[scored.rollout.index]
 
     def take_batch(self, step: int) -> tuple[list[Group], DroppedGroups] | None:
-        """Groups of the batch of a step, and what was dropped since the batch before.
-
-        None while groups are missing.
-        """
+        """Groups of the batch of a step, and what was dropped; None if groups are missing."""
         training = self._training
         assert training is not None
-        # Asked after every message: most of the time a glance says that groups are missing.
+        # Called after every message, so the common case (groups are missing) is cheap.
         ready = self._book.ready_of(training.schedule.stage_at(step))
         if ready < training.schedule.at(step).sampled_groups:
             return None
@@ -156,7 +151,7 @@ class GroupEnd:
     # --- dropped groups -------------------------------------------------------------------------
 
     def drop(self, group: Group, reason: str) -> None:
-        """Release a training group that is not trained on; the reason appears in all metrics."""
+        """Release a training group that is not trained on, and count the reason."""
         assert reason in GROUP_REASONS, reason
         self._book.drop(group, reason)
         if self._training is not None:
@@ -165,7 +160,7 @@ class GroupEnd:
         self._activity.add_dropped(reason)
 
     def drop_failed(self) -> None:
-        """Drop what failed, each under its reason. Raises TooManyFailures."""
+        """Drop failed groups and completions, each under its reason. Raises TooManyFailures."""
         for failure in self._leases.pop_failures() + self._scoring.pop_class_failures():
             if failure.group.is_abandoned:
                 continue
@@ -218,7 +213,7 @@ class GroupEnd:
         self._scoring.cancel(group)
 
     def abandon(self) -> int:
-        """Training is over: give up the groups that are in no batch; returns how many."""
+        """Training is over: withdraw the groups in no batch; returns their number."""
         groups = self._book.abandon()
         for group in groups:
             self._withdraw(group)
@@ -235,23 +230,23 @@ class GroupEnd:
         self._evaluations.running_of(group).lose(group)
 
     def advance_evaluations(self, synced: int, now: float) -> None:
-        """End an evaluation that is complete or lost its evaluators; begin the one due next."""
+        """End an evaluation that is complete or lost its evaluators, and begin the next one."""
         self._evaluations.note_evaluators(self._leases)
         if self._evaluations.is_orphaned:
             self._give_up_evaluation(EVALUATOR_LOST)
         self._evaluations.advance(synced, now, leases=self._leases)
 
     def end_overdue_evaluation(self, now: float, state: str) -> None:
-        """End an evaluation that takes too long, without the missing groups: training goes on.
+        """End an overdue evaluation without its missing groups.
 
-        state: of the queue, for DeadlineExceeded, which is raised where evaluating is all there is.
+        Raises DeadlineExceeded, with the state of the queue, in an evaluation-only run.
         """
         if self._evaluations.is_overdue(now):
             self._evaluations.note_late(state)
             self._give_up_evaluation(EVALUATION_LATE)
 
     def stop_grading_overdue(self, now: float) -> None:
-        """Drop the completions of an overdue evaluation that wait for grades alone."""
+        """Drop the completions of an overdue evaluation that lack only grades."""
         if self._evaluations.is_overdue(now):
             self._scoring.give_up_evaluation(self._evaluations.overdue_text)
             self.drop_failed()
@@ -264,28 +259,28 @@ class GroupEnd:
 
 
 def may_replace(group: Group, index: int, config: QueueConfig) -> bool:
-    """Whether another completion is to be generated in the place of one that training lost."""
-    # A greedy one would be the same again.
+    """Whether to generate a replacement for a training completion that cannot be graded."""
+    # A greedy completion would be the same again.
     is_drawn = group.sampling.temperature > 0
     return is_drawn and group.replacements[index] < config.max_replacements
 
 
 def least_members(group: Group, config: QueueConfig) -> int:
-    """Scored completions that a group needs, to be of use."""
+    """Minimum scored completions of a group that is used."""
     if group.evaluation:
         return 1
     return max(_MIN_TO_COMPARE, math.ceil(config.min_group_share * group.size))
 
 
 def too_small(group: Group, detail: str) -> GroupFailure:
-    """The failure of a group of which too few completions can be graded."""
+    """The failure of a group with too few gradable completions."""
     reasons = collections.Counter(group.lost.values())
     text = f"{len(group.lost)} of {group.size} completions could not be graded; last: {detail}"
     return GroupFailure(group, reasons.most_common(1)[0][0], text)
 
 
 def _lacks_classes_alone(failure: GroupFailure) -> bool:
-    """Whether an evaluation can use the group: it needs classes for votes alone."""
+    """Whether an evaluation group lacks only classes: it is used without a vote."""
     if failure.reason not in (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED):
         return False
     group = failure.group

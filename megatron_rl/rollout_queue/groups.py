@@ -19,7 +19,7 @@ from megatron_rl.rollout_queue.admission import UntrainedGroup
 
 
 class RolloutTally:
-    """Counts and sums over scored rollouts: all that is kept of released rollouts."""
+    """Counts and sums over scored rollouts, kept after the rollouts are released."""
 
     def __init__(self, rollouts: Iterable[ScoredRollout] = ()) -> None:
         self.count = 0
@@ -51,7 +51,7 @@ class RolloutTally:
             self._parts[part] = self._parts.get(part, 0.0) + value
 
     def metrics(self) -> list[Metric]:
-        """Means over all rollouts (0 for a part of the reward that one lacks), and reasons."""
+        """Means over all rollouts (a missing part of the reward counts as 0), and reasons."""
         means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
         names = ("reward", "correct", "format", "length_tokens", "truncated")
         means |= {f"rollout/{name}": self._sums[name] for name in names}
@@ -65,19 +65,19 @@ class RolloutTally:
 
 
 NO_VERSION = -1
-"""Of tokens that no policy of the run sampled."""
+"""Version of tokens that no policy of the run sampled."""
 _EQUAL_REWARDS = 1e-9
 _FINISH_REASONS = ("stop", "length")
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Whether no reward differs from the others."""
+    """Whether all rewards are equal, up to rounding."""
     return max(rewards) - min(rewards) < _EQUAL_REWARDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a completion came from, and when, in monotonic seconds."""
+    """The generator and times of a completion, in monotonic seconds."""
 
     generator: str
     leased_at: float
@@ -86,7 +86,7 @@ class Origin:
 
 @dataclasses.dataclass
 class Group:
-    """The completions of one prompt, from opening until the group leaves the queue."""
+    """The completions of one prompt. Dictionaries are by index inside the group."""
 
     number: int
     prompt: Prompt
@@ -94,34 +94,33 @@ class Group:
     size: int
     opened_version: int
     stage: int = 0
-    """The stage whose rules sample and judge it, to its end."""
+    """The stage whose rules sample and judge the group."""
     length_rule: LengthRule | None = None
     """None: the rule of evaluations."""
     evaluation: str = ""
-    """Label of the evaluation that it belongs to; empty for training."""
+    """Label of its evaluation; empty for training."""
     needs_classes: bool = False
-    """It is complete only once it is known which of its answers are the same."""
+    """The group is complete only with classes of equal answers."""
     zero_variance_on: Literal["reward", "verdict"] = "reward"
-    """What is equal for all completions of a zero-variance group."""
+    """The quantity that is equal for all completions of a zero-variance group."""
     is_abandoned: bool = False
-    """It was dropped, or the run ended before its batch: later messages about it are ignored."""
+    """The group was dropped or is not needed: later messages about it are ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
-    """By index inside the group."""
     origins: dict[int, Origin] = dataclasses.field(default_factory=dict)
-    """By index: of the latest completion."""
+    """Origin of the latest completion."""
     scored_at: dict[int, float] = dataclasses.field(default_factory=dict)
-    """By index of a scored rollout: when its score arrived, in monotonic seconds."""
+    """When the score arrived, in monotonic seconds."""
     lost: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By index: why the group lacks a completion there: it could not be graded or trained on."""
+    """Reason of a completion that could not be graded or trained on."""
     learns_gold: bool = False
     """Training replaces the answers of well-formed completions by the reference answer."""
     replacements: Counter[int] = dataclasses.field(default_factory=Counter)
-    """By index: completions that replaced one that could not be graded."""
+    """Replacements of completions that could not be graded."""
     classes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By index of a scored rollout: number of its class of equal answers; -1: no answer."""
+    """Class of equal answers of a scored rollout; -1: no answer."""
 
     def add(self, scored: ScoredRollout, now: float) -> None:
-        """Add a rollout that is scored now; each index comes once."""
+        """Add a rollout that is scored now; each index is added once."""
         index = scored.rollout.index
         assert index not in self.scored and 0 <= index < self.size
         self.scored[index] = scored
@@ -134,12 +133,12 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is known that training or an evaluation needs."""
+        """Whether every rollout is scored or lost, and classes are known if needed."""
         return self.is_scored and (not self.needs_classes or len(self.classes) == len(self.scored))
 
     @property
     def has_zero_variance(self) -> bool:
-        """Whether all rewards (or all verdicts) are equal, so that no advantage differs from 0."""
+        """Whether all rewards (or all verdicts) are equal, so that all advantages are 0."""
         if self.zero_variance_on == "verdict":
             return len({scored.score.is_correct for scored in self.ordered}) == 1
         return are_equal(self.rewards)
@@ -160,13 +159,13 @@ class DroppedGroups:
     """Counts of the groups and completions dropped since the last batch, without rollouts."""
 
     tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
-    """Over the scored rollouts of the groups."""
+    """Tally of the scored rollouts of the groups."""
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Groups by the reason."""
+    """Groups by reason."""
     completions: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Completions that their groups lack, by the reason."""
+    """Completions by reason."""
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
-    """For a checkpoint: no metrics have counted these groups yet."""
+    """The groups, for a checkpoint: no metrics have counted them yet."""
 
     def add(self, group: Group, reason: str) -> None:
         """Count a group in."""
@@ -176,7 +175,7 @@ class DroppedGroups:
 
 
 class GroupBook:
-    """The training groups, from opening until the version made from them is synced."""
+    """The training groups, from opening until the version trained on them is synced."""
 
     def __init__(self) -> None:
         self._untaken: dict[int, Group] = {}
@@ -193,15 +192,15 @@ class GroupBook:
 
     @property
     def untaken(self) -> int:
-        """Groups that are open or complete and in no batch yet."""
+        """Number of groups that are in no batch yet."""
         return len(self._untaken)
 
     def untaken_of(self, stage: int) -> int:
-        """As above, of a stage."""
+        """Number of groups of a stage that are in no batch yet."""
         return self._untaken_of[stage]
 
     def ready_of(self, stage: int) -> int:
-        """Groups of a stage that wait only for a batch."""
+        """Number of groups of a stage that wait only for a batch."""
         return self._ready_of[stage]
 
     def note_ready(self, group: Group) -> None:
@@ -212,21 +211,21 @@ class GroupBook:
 
     @property
     def untrained(self) -> int:
-        """Groups that count against the admission bound."""
+        """Number of groups that count against the admission bound."""
         return len(self._untaken) + self._in_training.total()
 
     def untrained_of(self, stage: int) -> int:
-        """As above, of a stage."""
+        """Number of groups of a stage that count against the admission bound."""
         taken = sum(count for (_, of), count in self._in_training.items() if of == stage)
         return self.untaken_of(stage) + taken
 
     @property
     def complete(self) -> int:
-        """Groups waiting for a batch."""
+        """Number of complete groups in no batch."""
         return sum(group.is_complete for group in self._untaken.values())
 
     def open(self, group: Group) -> None:
-        """Start to collect a group."""
+        """Add a new group."""
         self._untaken[group.number] = group
         self._untaken_of[group.stage] += 1
 
@@ -245,11 +244,11 @@ class GroupBook:
         self._dropped.add(group, reason)
 
     def count_left_out(self, reason: str) -> None:
-        """Count a completion that its group lacks."""
+        """Count a dropped completion."""
         self._dropped.completions[reason] += 1
 
     def candidates(self, stage: int = 0) -> list[UntrainedGroup]:
-        """The groups of a stage in no batch, as admission needs them."""
+        """The groups of a stage in no batch, for `admission.choose_batch`."""
         return [
             UntrainedGroup(group.opened_version, group.number, group.is_complete)
             for group in self._untaken.values()
@@ -257,10 +256,7 @@ class GroupBook:
         ]
 
     def take(self, numbers: list[int], step: int) -> tuple[list[Group], DroppedGroups]:
-        """Move groups into the batch of a step.
-
-        Returns the groups, and counts of the groups dropped since the last call.
-        """
+        """Move groups into the batch of a step; returns them and what was dropped before it."""
         groups = [self._pop(number) for number in numbers]
         self._in_training.update((step, group.stage) for group in groups)
         dropped, self._dropped = self._dropped, DroppedGroups()
@@ -272,17 +268,17 @@ class GroupBook:
             del self._in_training[key]
 
     def unfinished(self) -> list[UnfinishedGroup]:
-        """Groups that are neither trained on nor counted as dropped, by number.
+        """Groups that are neither trained on nor counted as dropped, sorted by number.
 
-        Dropped groups count with the next batch only; abandoned groups count when a run that has
-        ended is resumed for more steps.
+        Dropped groups count with the next batch. Abandoned groups are generated again when an ended
+        run is resumed for more steps.
         """
         open_groups = [unfinished_of(group) for group in self._untaken.values()]
         groups = [*open_groups, *self._dropped.unfinished, *self._abandoned]
         return sorted(groups, key=lambda group: group.number)
 
     def abandon(self) -> list[Group]:
-        """Forget and return the groups in no batch: the run is over."""
+        """Remove and return the groups in no batch, at the end of training."""
         groups = [self._pop(number) for number in list(self._untaken)]
         for group in groups:
             group.is_abandoned = True
@@ -291,12 +287,12 @@ class GroupBook:
 
 
 def unfinished_of(group: Group) -> UnfinishedGroup:
-    """What a checkpoint saves of a group that is not trained on."""
+    """The record of a group in a checkpoint."""
     return UnfinishedGroup(group.number, group.prompt.id, group.stage)
 
 
 def find_fault(rollout: Rollout) -> str:
-    """Why a rollout is inconsistent or cannot be trained on; empty when it is sound."""
+    """Why a rollout is inconsistent or cannot be trained on; empty if it can."""
     tokens = len(rollout.token_ids)
     if not tokens or not len(rollout.prompt_ids):
         return f"{len(rollout.prompt_ids)} prompt tokens and {tokens} completion tokens"

@@ -1,14 +1,13 @@
 """Leases: which generator generates which completions, and which completions are leased again.
 
-Used by the rollout queue. A lease has completions of one group: as many as its generator has room
-for, down to a single one, so that no slot of an engine waits for the room of a whole group. The
-first generator that gets completions of a group is the group's home and gets the others as its
-slots come free: its prefix cache has the prompt's keys and values.
+Used by the rollout queue. A lease has completions of one group, as many as its generator has room
+for, so that no slot of an engine waits for a whole group. The first generator of a group is its
+home and gets the other completions as slots become free: its prefix cache has the prompt.
 
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
-for too long; after max_attempts tries its group fails. A loss by the generator is no attempt: it
-restarts (another session), is silent, has no weights for long, or its heartbeats do not name the
-lease. Losses have their own limit. The queue cancels what nobody waits for.
+for too long. After max_attempts tries its group fails. A loss is not an attempt and has a separate
+limit: the generator restarts (another session), is silent, has no weights for long, or its
+heartbeats do not name the lease. The queue cancels leases that it no longer needs.
 """
 
 import dataclasses
@@ -46,7 +45,7 @@ class _OpenLease:
 
 
 class Leases:
-    """All leases, the generators that hold them, and the completions that wait for one."""
+    """All leases, their generators, and the completions that wait for a lease."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
@@ -62,10 +61,10 @@ class Leases:
         self._cancels: list[tuple[str, Cancel]] = []
         self._failures: list[GroupFailure] = []
         self.late_rollouts = 0
-        """Rollouts that came after their lease was given up."""
+        """Rollouts that arrived after the queue gave up their lease."""
 
     def announce(self, name: str, ready: GeneratorReady, now: float) -> None:
-        """Take in a generator's state, and correct where it and the queue disagree on leases."""
+        """Update a generator's state; repair leases on which it and the queue disagree."""
         if name in self._generators and self._generators[name].session != ready.session:
             self._breaker.forget(name)
         lost = self._generators.announce(
@@ -93,7 +92,7 @@ class Leases:
         self._waiting.add(pending)
 
     def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
-        """Whether a generator that may take completions of such a group has room for one."""
+        """Whether an eligible generator has room for a completion."""
         return self._eligible(rules, is_evaluation=is_evaluation).has_room
 
     def _eligible(self, rules: LeaseRules, *, is_evaluation: bool) -> PeerSelection:
@@ -111,10 +110,10 @@ class Leases:
     ) -> tuple[str, Lease] | None:
         """Lease completions of one group to a generator with room; None when nothing can be leased.
 
-        A slot takes, in this order, completions of an urgent group or of a group whose home it is;
-        of a group that `open_group` opens; of any group. So a group stays with its home where that
-        costs nothing, and no slot idles while a completion waits. Admission bounds the number of
-        groups that overtake an older one, and they are of the same version.
+        A slot takes completions of the first of: an urgent group or a group with this home; a group
+        that `open_group` opens; any group. So a group stays with its home where that is free, and
+        no slot idles while a completion waits. Admission bounds the number of groups that overtake
+        an older one; they have the same version.
         """
         self._limit_engines(now)
         if not self._generators.select().has_room:
@@ -152,7 +151,7 @@ class Leases:
     # --- coming back ----------------------------------------------------------------------------
 
     def take_rollout(self, name: str, rollout: Rollout, now: float) -> Group | None:
-        """Group of a rollout that arrived; None when its lease was given up or it is faulty."""
+        """The group of a returned rollout; None if its lease was given up or it is faulty."""
         fault = find_fault(rollout)
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
@@ -176,7 +175,7 @@ class Leases:
         return pending.group
 
     def _is_mixed(self, rollout: Rollout) -> bool:
-        """Whether a rollout of an evaluation has tokens of another version than it measures."""
+        """Whether a rollout of an evaluation has tokens of a version that is not measured."""
         lease = self._open.get(rollout.lease_id)
         if lease is None or not lease.pending.group.evaluation:
             return False
@@ -185,9 +184,9 @@ class Leases:
     def take_failure(
         self, name: str, failure: RolloutFailed, now: float, *, is_engine_fault: bool = True
     ) -> None:
-        """Queue a failed completion to be leased again, unless its group is to be dropped.
+        """Lease a failed completion again, or drop its group as the failure asks.
 
-        Raises WireError for a reason to drop that is not in the table.
+        Raises WireError for a reason that is not in GROUP_REASONS.
         """
         if failure.drop_as and failure.drop_as not in GROUP_REASONS:
             raise WireError(
@@ -210,9 +209,9 @@ class Leases:
         self._repeat(pending, [failure.index], self._last_failure, is_lost=False)
 
     def expire(self, now: float) -> None:
-        """Give up the leases of silent generators, and those that returned nothing for long.
+        """Give up the leases of silent generators, and leases that returned nothing for long.
 
-        Raises TooManyFailures when every engine fails all that it gets.
+        Raises TooManyFailures when every engine fails all its leases.
         """
         if self._breaker.are_hopeless(self._generators.names):
             raise TooManyFailures(
@@ -220,7 +219,7 @@ class Leases:
                 "Look into the logs of generators and of their engines"
             )
         config, generators = self._config, self._generators
-        # A silent generator may live on behind a slow network: it is told to stop.
+        # A silent generator may still run behind a slow network, so its leases are cancelled.
         self._withdraw(
             generators.drop_silent(now, config.heartbeat_timeout_s), "its generator fell silent"
         )
@@ -265,9 +264,9 @@ class Leases:
         self._lose(lease_ids, why)
 
     def _lose(self, lease_ids: list[int], why: str, *, is_lost: bool = True) -> None:
-        """Lease completions again. is_lost: by no fault of the completions: it was no attempt."""
+        """Lease the completions of leases again. is_lost: as in `_repeat`."""
         for lease_id in lease_ids:
-            # A group that failed meanwhile lost its other leases, too.
+            # The group may have failed meanwhile, and lost its other leases.
             lease = self._open.get(lease_id)
             if lease is not None:
                 self._close(lease_id)
@@ -276,7 +275,7 @@ class Leases:
     def _repeat(
         self, pending: PendingGroup, indices: list[int], why: str, *, is_lost: bool
     ) -> None:
-        """Queue completions again, up to the limits of attempts and of losses."""
+        """Queue completions again, up to the limits. is_lost: count a loss, not an attempt."""
         if is_lost:
             _count_as_lost(pending, indices)
         attempts = max(pending.attempts[index] for index in indices)
@@ -299,7 +298,7 @@ class Leases:
         pending.unleased = sorted([*pending.unleased, *indices])
 
     def replace(self, group: Group, index: int) -> None:
-        """Queue one more completion in the place of one that came back but cannot be graded."""
+        """Queue a replacement of a returned completion that cannot be graded."""
         pending = self._groups.get(group.number)
         if pending is None:
             pending = self._groups[group.number] = PendingGroup(group, [], 0)
@@ -310,7 +309,7 @@ class Leases:
     # --- giving up ------------------------------------------------------------------------------
 
     def cancel(self, group: Group) -> None:
-        """Forget a group and cancel its leases, if it has any."""
+        """Forget a group and cancel its leases."""
         pending = self._groups.pop(group.number, None)
         if pending is None:
             return
@@ -322,7 +321,7 @@ class Leases:
             self._close(lease_id)
 
     def pop_evaluation(self) -> list[Group]:
-        """Forget the groups of an evaluation that ends early, and return them."""
+        """Remove and return the groups of an evaluation that ends early."""
         groups = [pending.group for pending in self._groups.values() if pending.group.evaluation]
         for group in groups:
             self.cancel(group)
@@ -334,7 +333,7 @@ class Leases:
         self._failures.append(GroupFailure(pending.group, reason, detail))
 
     def _take_back(self, lease_ids: list[int]) -> None:
-        """Tell generators to stop, and count their slots as free."""
+        """Cancel leases and free their slots."""
         for lease_id in lease_ids:
             lease = self._open[lease_id]
             self._generators.give_back(lease.generator, lease_id, len(lease.missing))
@@ -354,12 +353,12 @@ class Leases:
 
     @property
     def waiting(self) -> int:
-        """Completions of opened groups that no generator has."""
+        """Number of completions that wait for a lease."""
         return self._waiting.completions
 
     @property
     def outstanding(self) -> int:
-        """Completions leased or waiting for a lease."""
+        """Number of completions that are leased or wait for a lease."""
         return self._leased + self.waiting
 
     @property
@@ -378,7 +377,7 @@ class Leases:
 
     @property
     def has_room(self) -> bool:
-        """Whether a generator that has weights can take a completion."""
+        """Whether a generator with weights has room for a completion."""
         return self._generators.select(0).has_room
 
     def describe(self, now: float) -> str:
@@ -390,6 +389,6 @@ class Leases:
 
 
 def _count_as_lost(pending: PendingGroup, indices: list[int]) -> None:
-    """The latest attempts of these completions do not count as attempts."""
+    """Count the latest attempts of completions as losses."""
     pending.attempts.subtract(indices)
     pending.losses.update(indices)

@@ -1,25 +1,8 @@
-"""Rows of the metrics about generators and verifiers: who is alive, and what all generators do.
+"""Metrics rows about generators and verifiers: which are alive, and what all generators do.
 
-Used by the rollout queue, which hears their figures with each heartbeat. One row is about all
-generators, so the files of a run of weeks grow with time alone.
-
-| value                        | meaning                                                          |
-|------------------------------|------------------------------------------------------------------|
-| `generator/busy_s`, `idle_s` | seconds with and without a completion to work on, all together   |
-| `generator/tokens`           | tokens of the completions that were finished, all together       |
-| `generator/running`          | completions in flight, all together; `_max`: in one generator    |
-| `generator/reporting`        | generators that the row is about                                 |
-| `generator/idle_share_max`   | idle share of the most idle generator                            |
-| `generator/busy_tokens_per_s_min` | tokens a busy second of the slowest one; `generator/slowest` |
-| `generator/unfinished_s_max` | seconds for which one has had work and finished nothing;         |
-|                              | `generator/longest_unfinished` names it                          |
-| `peers/generators`           | live generators                                                  |
-| `peers/generators_wanted`    | generators that the run has                                      |
-| `peers/verifiers`            | live verifiers                                                   |
-| `peers/verifiers_wanted`     | the largest number of live verifiers so far                      |
-| `peers/missing`              | names of peers that were alive and are not, separated by spaces  |
-
-A row of peers is written when something changes; the launcher and `status` read it.
+Used by the rollout queue, which gets the figures with each heartbeat. docs/metrics.md explains the
+values (`generator/*`, `peers/*`). One row is about all generators, so the metrics file of a run
+grows only with time. A row of peers is written when it changes; the launcher and `status` read it.
 """
 
 from collections.abc import Iterable
@@ -43,14 +26,14 @@ Row = dict[str, float | int | str]
 class _Generator:
     session: int
     finished_at: float
-    """When it last finished a completion, or had none to work on."""
+    """When it last finished a completion or had no work."""
     last: EngineActivity = field(default_factory=EngineActivity)
     told: EngineActivity = field(default_factory=EngineActivity)
     """Its figures at the last row."""
 
 
 class GeneratorRows:
-    """Adds up the figures of all generators; gives a row when one is due. Pure."""
+    """Sums the figures of all generators and gives a row when one is due. Pure."""
 
     def __init__(self) -> None:
         self._generators: dict[str, _Generator] = {}
@@ -58,7 +41,7 @@ class GeneratorRows:
         self._row_at = 0.0
 
     def note(self, name: str, session: int, activity: EngineActivity, now: float) -> None:
-        """Take in a heartbeat: sums since the session began, so that a lost one loses nothing."""
+        """Note a heartbeat. Its figures are sums, so a lost heartbeat loses nothing."""
         if self._began_at is None:
             self._began_at, self._row_at = now, now
         known = self._generators.get(name)
@@ -69,8 +52,11 @@ class GeneratorRows:
         known.last = activity
 
     def take_row(self, alive: Iterable[str], now: float, *, is_last: bool = False) -> Row | None:
-        """What happened since the last row; None when none is due. alive: live generators."""
-        if self._began_at is None or not (is_last or now - self._row_at >= self._interval_s(now)):
+        """Figures since the last row; None when no row is due. alive: live generators."""
+        if self._began_at is None:
+            return None
+        interval_s = _ROW_S if now - self._began_at < _LATE_S else _LATE_ROW_S
+        if now - self._row_at < interval_s and not is_last:
             return None
         self._row_at = now
         row = _summed({name: _since_row(one) for name, one in self._generators.items()})
@@ -79,10 +65,6 @@ class GeneratorRows:
         for one in self._generators.values():
             one.told = one.last
         return row or None
-
-    def _interval_s(self, now: float) -> float:
-        assert self._began_at is not None
-        return _ROW_S if now - self._began_at < _LATE_S else _LATE_ROW_S
 
     def _longest_unfinished(self, alive: set[str], now: float) -> Row:
         working = [
@@ -105,7 +87,7 @@ def _since_row(one: _Generator) -> EngineActivity:
 
 
 def _summed(found: dict[str, EngineActivity]) -> Row:
-    """Sums and extremes over generators; {} where none had weights to generate with."""
+    """Sums and extremes over generators; {} if none had weights."""
     counted = {name: one for name, one in found.items() if one.idle_s + one.busy_s > 0}
     if not counted:
         return {}
@@ -129,7 +111,7 @@ def _summed(found: dict[str, EngineActivity]) -> Row:
 
 
 def generators_text(row: Row) -> str:
-    """One line about a row, for people; "" for another row."""
+    """One line for people about a row of generators; "" for another row."""
     if REPORTING not in row:
         return ""
     parts = [f"{row[REPORTING]} generators, {row['generator/running']} completions in flight"]
@@ -144,15 +126,15 @@ class RollCall:
     """Remembers which peers were alive. Pure."""
 
     def __init__(self, replicas: int) -> None:
-        """replicas: generators of the run."""
+        """replicas: number of generators of the run."""
         self._replicas = replicas
         self._generators: set[str] = set()
         self._verifiers: set[str] = set()
-        """All that ever were alive."""
+        """All verifiers that ever were alive."""
         self._told: Row = {}
 
     def take_row(self, generators: Iterable[str], verifiers: Iterable[str]) -> Row | None:
-        """A row about the live peers; None when nothing has changed."""
+        """A row about the live peers; None if nothing changed."""
         now_generators, now_verifiers = set(generators), set(verifiers)
         self._generators |= now_generators
         self._verifiers |= now_verifiers

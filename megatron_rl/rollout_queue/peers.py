@@ -1,7 +1,7 @@
-"""Which generators and verifiers are alive, what each has, and how much room is left in it.
+"""Tables of live generators and verifiers, their work and their room.
 
-Used by the rollout queue. Room is counted here: announced capacity minus the items that the queue
-handed out and did not get back. An index finds the peer with most room among thousands.
+Used by the rollout queue. Room is the announced capacity minus the items that the queue handed out
+and did not get back. An index finds the peer with most room among thousands.
 """
 
 import bisect
@@ -17,11 +17,11 @@ from megatron_rl.protocol.wire import WireError
 log = logging.getLogger(__name__)
 
 ABSENT_S = 5.0
-"""A lease or request that heartbeats of its peer do not name for this long was lost on the way."""
+"""A lease or request is lost if the heartbeats of its peer do not name it for this long."""
 
 
 class _Entry(NamedTuple):
-    """Sorts peers: most room first, then the earliest."""
+    """Sorts peers: most room first, then the earliest place."""
 
     minus_room: int
     place: int
@@ -30,17 +30,17 @@ class _Entry(NamedTuple):
 
 @dataclasses.dataclass
 class _Class:
-    """Peers of one policy version that evaluate, or that do not."""
+    """Peers with the same policy version and the same role (evaluator or not)."""
 
     names: set[str] = dataclasses.field(default_factory=set)
     roomy: set[str] = dataclasses.field(default_factory=set)
     """Peers with room."""
     entries: list[_Entry] = dataclasses.field(default_factory=list)
-    """Of the peers with room, sorted."""
+    """Sorted entries of the peers with room."""
 
 
 class PeerSelection:
-    """Peers that may take an item; it changes with them."""
+    """A live view of the peers that may take an item."""
 
     def __init__(self, classes: Sequence[_Class]) -> None:
         self._classes = classes
@@ -53,17 +53,17 @@ class PeerSelection:
 
     @property
     def has_room(self) -> bool:
-        """Whether a selected peer can take an item."""
+        """Whether a selected peer has room."""
         return any(one.entries for one in self._classes)
 
     def has_other(self, avoided: Collection[str]) -> bool:
-        """Whether a selected peer is not avoided, full or not."""
+        """Whether a selected peer, full or not, is not avoided."""
         return len(self) > sum(name in self for name in avoided)
 
     def find_roomiest(self, avoided: Collection[str] = ()) -> str | None:
         """The peer with most room, the earliest of equals; None when all are full.
 
-        avoided: none of these peers, unless all selected peers are avoided.
+        avoided: peers to skip, unless all selected peers are avoided.
         """
         if avoided and not self.has_other(avoided):
             avoided = ()
@@ -86,14 +86,14 @@ class PeerSelection:
 
 
 class _RoomIndex:
-    """Peers by class and room. There are as many classes as policy versions in use, times two."""
+    """Peers by class and room. There are at most two classes per policy version in use."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[int, bool], _Class] = {}
         self._known: dict[str, tuple[tuple[int, bool], _Entry]] = {}
 
     def put(self, name: str, key: tuple[int, bool], *, room: int, place: int) -> None:
-        """Note the state of a peer. key: (version, evaluates). place: sorts peers of equal room."""
+        """Note the state of a peer. key: (version, is evaluator). place: sorts equal room."""
         entry = _Entry(-room, place, name)
         if self._known.get(name) == (key, entry):
             return
@@ -136,29 +136,29 @@ class Peer:
     version: int
     heard_at: float
     place: int = 0
-    """Grows in the order in which peers came; a peer that restarts keeps its place."""
+    """Order of arrival; a peer that restarts keeps its place."""
     is_held: bool = False
     """The generator keeps its version."""
     handed_out: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Id of a lease or request -> items of it that did not come back."""
+    """Id of a lease or request -> items that did not come back."""
     absent_since: dict[int, float] = dataclasses.field(default_factory=dict)
-    """By id: since when heartbeats do not name it."""
+    """Id of a lease or request -> time since when heartbeats do not name it."""
     outstanding: int = 0
     """The sum of `handed_out`."""
     limit: int | None = None
-    """Items it may have, where that is less than its capacity."""
+    """Maximum number of items, if lower than the capacity."""
     fenced_at: float | None = None
-    """Since when a generator has no weights; None: it has."""
+    """Time since when a generator has no weights; None: it has weights."""
 
     @property
     def room(self) -> int:
-        """Items it can take; 0 too where it announced less capacity than it has items."""
+        """Number of items it can take; at least 0, even if its capacity shrank."""
         allowed = self.capacity if self.limit is None else min(self.limit, self.capacity)
         return max(0, allowed - self.outstanding)
 
 
 class Peers:
-    """Table of live peers of one kind. Methods accept names of peers that are gone."""
+    """Table of live peers of one kind. Methods accept the names of peers that are gone."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -177,7 +177,7 @@ class Peers:
         now: float,
         is_held: bool = False,
     ) -> list[int]:
-        """Take in a peer's state; returns the ids that an earlier session lost."""
+        """Update a peer's state; returns the ids that an earlier session lost."""
         lost: list[int] = []
         known = self._peers.get(name)
         place = self._next_place if known is None else known.place
@@ -199,10 +199,10 @@ class Peers:
         return lost
 
     def find_lost(self, name: str, reported: Collection[int], now: float) -> list[int]:
-        """Ids of a peer that were lost on the way. reported: the ids that its heartbeat names."""
+        """Ids that were lost on the way to a peer. reported: ids that its heartbeat names."""
         peer = self._peers[name]
         absent = peer.handed_out.keys() - reported
-        # The first time, the lease or request may still be on its way.
+        # At first the lease or request may still be on its way.
         peer.absent_since = {id_: peer.absent_since.get(id_, now) for id_ in sorted(absent)}
         return [id_ for id_, since in peer.absent_since.items() if now - since >= ABSENT_S]
 
@@ -212,7 +212,7 @@ class Peers:
         self._index.put(peer.name, key, room=peer.room, place=peer.place)
 
     def limit(self, name: str, items: int | None) -> None:
-        """Let a peer have at most that number of items; None: its capacity."""
+        """Limit the items of a peer; None: to its capacity."""
         peer = self._peers.get(name)
         if peer is not None and peer.limit != items:
             peer.limit = items
@@ -224,13 +224,13 @@ class Peers:
             self._peers[name].heard_at = now
 
     def drop(self, name: str) -> list[int]:
-        """Forget a peer that is gone; returns the ids that it had."""
+        """Forget a peer that is gone; returns its ids."""
         peer = self._peers.pop(name, None)
         self._index.remove(name)
         return list(peer.handed_out) if peer else []
 
     def drop_silent(self, now: float, timeout_s: float) -> list[int]:
-        """Forget the peers that were silent for too long; returns the ids that they had."""
+        """Forget the peers that were silent for too long; returns their ids."""
         lost: list[int] = []
         for name, peer in list(self._peers.items()):
             silent_s = now - peer.heard_at
@@ -250,18 +250,18 @@ class Peers:
 
     @property
     def all(self) -> list[Peer]:
-        """The live peers, in the order in which they came."""
+        """The live peers, in order of arrival."""
         return list(self._peers.values())
 
     def set_evaluators(self, names: frozenset[str]) -> None:
-        """From now on `select` can tell these peers from the others, alive or not."""
+        """Set the names of the evaluators, alive or not, for `select`."""
         if names != self._evaluators:
             changed, self._evaluators = names ^ self._evaluators, names
             for name in changed & self._peers.keys():
                 self._update(self._peers[name])
 
     def select(self, min_version: int = -1, *, is_evaluator: bool | None = None) -> PeerSelection:
-        """Peers that hold that version or a later one. is_evaluator: only these, or the others."""
+        """Peers with at least that version. is_evaluator: only evaluators, or only others."""
         return self._index.select(min_version, is_evaluator)
 
     @property
@@ -270,7 +270,7 @@ class Peers:
         return {peer.name: peer.room for peer in self._peers.values()}
 
     def hand_out(self, name: str, item_id: int, items: int) -> None:
-        """Count items of a new id against a peer's room."""
+        """Count the items of a new id against a peer's room."""
         peer = self._peers[name]
         peer.handed_out[item_id] = items
         peer.outstanding += items
@@ -290,7 +290,7 @@ class Peers:
 
     @property
     def outstanding(self) -> int:
-        """Items handed out to all peers and not returned."""
+        """Number of items handed out to all peers and not returned."""
         return sum(peer.outstanding for peer in self._peers.values())
 
     @property
@@ -310,19 +310,19 @@ class Peers:
 
 
 class Verifiers:
-    """The live verifiers and the requests that each has.
+    """The live verifiers and their requests.
 
-    A request takes room in every worker pool that its steps may need, as the verifier counts it.
-    So it is in several tables, but each method returns it once.
+    A request takes room in every worker pool that its steps may need, as the verifier counts. So a
+    request is in several tables, but each method returns it once.
     """
 
     def __init__(self) -> None:
         self._pools = {pool: Peers("verifier") for pool in WORKER_POOLS}
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> list[int]:
-        """Take in a verifier's state; returns the requests that an earlier session lost.
+        """Update a verifier's state; returns the requests that an earlier session lost.
 
-        Raises WireError.
+        Raises WireError for an unknown worker pool.
         """
         if unknown := sorted(ready.capacity.keys() - self._pools.keys()):
             raise WireError(
@@ -336,19 +336,19 @@ class Verifiers:
         )
 
     def find_lost(self, name: str, reported: Collection[int], now: float) -> list[int]:
-        """Requests to a verifier that were lost on the way, as `Peers.find_lost`."""
+        """Requests that were lost on the way to a verifier, as `Peers.find_lost`."""
         tables = (peers for peers in self._pools.values() if name in peers)
         return _unique(peers.find_lost(name, reported, now) for peers in tables)
 
     def find_room(self, pools: Iterable[str], failed: frozenset[str] = frozenset()) -> str | None:
         """The verifier with most room for a request that needs these pools; None when all are full.
 
-        failed: verifiers that failed the request before. It waits for another verifier, if there
-        is one that has all of these worker pools.
+        failed: verifiers that failed the request before. They are skipped, if another verifier has
+        all these worker pools.
         """
         rooms = [self._pools[pool].rooms for pool in pools]
         everywhere = set.intersection(*map(set, rooms))
-        # A verifier has as much room as in the fullest of the worker pools.
+        # The fullest worker pool decides how much room a verifier has.
         by_name = {n: min(room[n] for room in rooms) for n in rooms[0] if n in everywhere}
         by_name = {n: room for n, room in by_name.items() if n not in failed} or by_name
         name = max(by_name, key=by_name.__getitem__, default=None)
@@ -383,7 +383,7 @@ class Verifiers:
         return list(dict.fromkeys(n for peers in self._pools.values() for n in peers.names))
 
     def describe(self, now: float) -> str:
-        """The worker pools with work, each with its verifiers; if none has work, all verifiers."""
+        """Each worker pool with work and its verifiers; if none has work, all verifiers."""
         busy = ", ".join(
             f"{pool}: {peers.describe(now)}"
             for pool, peers in self._pools.items()

@@ -1,20 +1,17 @@
-"""Writes the rollouts of a run: rollouts/*.jsonl, one JSON object a rollout, and arrays beside.
+"""Writes the rollouts of a run: rollouts/*.jsonl, one JSON object per rollout, and array files.
 
-| file                     | holds                                            | written        |
-|--------------------------|--------------------------------------------------|----------------|
-| step_NNNNNN.jsonl        | groups that the batch of that step consists of   | with the batch |
-| dropped_NNNNNN.jsonl     | groups dropped since the batch before, those not | as they go     |
-|                          | needed at the end, and completions that cannot   |                |
-|                          | be graded; none: no file                         |                |
-| eval_LABEL.jsonl         | groups of an evaluation                          | as they go     |
-| dropped_eval_LABEL.jsonl | what it lost: groups that failed, and            | as they go     |
-|                          | completions that cannot be graded; none: no file |                |
-| the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
-|                          | none without queue.record_tokens; old ones go by | lines          |
-|                          | queue.keep_tokens_of_steps (`record_files.py`)       |                |
-| trained_NNNNNN.RANK.npz  | what the trainer found of the tokens of a step   | by the trainer |
-| superseded_N/            | what was written of steps that a resumed run     | when it        |
-|                          | takes again                                      | resumes        |
+| file                     | content                                           | written          |
+|--------------------------|---------------------------------------------------|------------------|
+| step_NNNNNN.jsonl        | groups of the batch of that step                  | with the batch   |
+| dropped_NNNNNN.jsonl     | groups dropped since the previous batch or not    | when dropped     |
+|                          | needed at the end; completions without a grade    |                  |
+| eval_LABEL.jsonl         | groups of an evaluation                           | when complete    |
+| dropped_eval_LABEL.jsonl | failed groups of an evaluation; completions       | when dropped     |
+|                          | without a grade                                   |                  |
+| the same with .int32     | prompt ids, token ids and logprobs of the lines   | before the lines |
+|                          | (queue.record_tokens, queue.keep_tokens_of_steps) |                  |
+| trained_NNNNNN.RANK.npz  | values of trained tokens                          | by the trainer   |
+| superseded_N/            | earlier files of steps that a resumed run repeats | at resume        |
 
 Used by the rollout queue. `protocol/rollout_files.py` has the format, and reads it back. Not
 recorded: expert choices (train.router_replay), which are many times as large as everything else;
@@ -55,10 +52,10 @@ class Recorder:
         to_unix_s: Callable[[float], float] = float,
         writer: RecordFiles | RecordThread | None = None,
     ) -> None:
-        """keeps_tokens: write arrays too. to_unix_s: unix seconds of the coordinator's time.
+        """keeps_tokens: write arrays too. to_unix_s: converts the coordinator's time.
 
-        writer: into the folder of the run's rollouts; None: write at once, with keeps_tokens.
-        keeps_evaluated: resume the evaluations in the folder, rather than repeat them.
+        keeps_evaluated: resume the evaluations in the folder instead of repeating them.
+        writer: writes the files; by default at once, with keeps_tokens.
         """
         self.keeps_evaluated = keeps_evaluated
         self.run_dir = run_dir
@@ -68,17 +65,17 @@ class Recorder:
         self._to_unix_s = to_unix_s
         self._next_step = 0
         self.dropped_file: Path | None = None
-        """Rollouts dropped since the last batch."""
+        """File of the rollouts dropped since the last batch, if any."""
         self._evaluations: set[str] = set()
-        """Evaluations of which rollouts were dropped."""
+        """Labels of evaluations with dropped rollouts."""
         self._begun: set[str] = set()
-        """Evaluations whose files are of this part of the run."""
+        """Labels of evaluations that began since the run was started or resumed."""
 
     def resume_at(self, step: int) -> None:
-        """The next batch is that of `step`; call before any write.
+        """Resume at `step`; call before the first write.
 
-        Files of this step and later ones, lines and arrays, move to superseded_N: the run repeats
-        these steps, and each group is in one file alone.
+        Moves the files of this step and later steps to superseded_N: the run repeats these steps,
+        and each group may be in only one file.
         """
         self._next_step = step
         stale = [
@@ -92,13 +89,13 @@ class Recorder:
         folders = (self._dir / f"superseded_{number}" for number in itertools.count(1))
         aside = next(folder for folder in folders if not folder.exists())
         aside.mkdir()
-        # Lines first: a kill in between leaves words alone, which no reader looks for.
+        # Lines first: a kill in between leaves only words, which no reader looks for.
         for path in [*stale, *(path.with_suffix(WORDS) for path in stale), *trained]:
             if path.exists():
                 path.rename(aside / path.name)
 
     def write_step(self, step: int, groups: list[Group], now: float) -> None:
-        """Write the groups that the batch of `step`, formed now, consists of."""
+        """Write the groups of the batch of `step`, which is formed now."""
         stem = f"step_{step:06d}"
         self._writer.write(Job(stem, [], is_first=True, formed_step=step))
         for group in groups:
@@ -106,12 +103,12 @@ class Recorder:
         self._next_step, self.dropped_file = step + 1, None
 
     def write_dropped(self, group: Group, reason: str) -> None:
-        """Write the scored rollouts, if any, of a group that is dropped."""
+        """Write the scored rollouts of a dropped group."""
         if group.scored:
             self._write_dropped(group.evaluation, self._entries(group, dropped=reason))
 
     def _write_dropped(self, label: str, entries: list[Entry]) -> Path:
-        """label: of their evaluation; empty: they were dropped before the next batch."""
+        """label: of the evaluation; empty for training."""
         if label:
             is_first = label not in self._evaluations
             self._evaluations.add(label)
@@ -122,7 +119,7 @@ class Recorder:
         return self.dropped_file
 
     def write_left_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
-        """Write a scored completion that its group is trained on without."""
+        """Write a scored completion that is left out of its trained group."""
         self._write_dropped("", [self._entry(group, scored, dropped=reason)])
 
     def write_ungraded(self, failure: ScoreFailure) -> Path:
@@ -137,18 +134,18 @@ class Recorder:
         return self._write_dropped(failure.group.evaluation, [entry])
 
     def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
-        """Remove the records that an earlier part of the run wrote of an evaluation.
+        """Remove the records of an evaluation that an interrupted run left.
 
-        keeps_lines: only the records of what it lost.
+        keeps_lines: remove only the records of dropped rollouts.
         """
         if label not in self._evaluations:
-            # At once: no job of this part of the run writes the file.
+            # Directly: no waiting job writes this file.
             self._remove(_dropped_stem(label))
         self._begun.add(label)
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
 
     def write_evaluation(self, label: str, groups: list[Group]) -> None:
-        """Write groups of an evaluation, after those that are written."""
+        """Append groups of an evaluation."""
         if label not in self._begun:
             self.begin_evaluation(label)
         for group in groups:
@@ -156,30 +153,30 @@ class Recorder:
 
     @property
     def put(self) -> int:
-        """Jobs so far; all is on the disk once `written` is as large."""
+        """Number of jobs so far."""
         return self._writer.put
 
     @property
     def written(self) -> int:
-        """Jobs that are on the disk: the first so many."""
+        """Number of jobs on the disk; jobs are written in order."""
         return self._writer.written
 
     @property
     def is_full(self) -> bool:
-        """Whether the disk is so far behind that nothing more should be generated."""
+        """Whether so many jobs wait for the disk that generation should pause."""
         return self._writer.is_full
 
     def check(self) -> None:
-        """Raise InputError when something could not be written, DeadlineExceeded when too slow."""
+        """Raise InputError after a failed write, DeadlineExceeded if the disk is too slow."""
         self._writer.check()
 
     def _remove(self, stem: str) -> None:
-        """Remove the two files of a name, lines first: no reader looks for words alone."""
+        """Remove both files of a name, lines first: no reader looks for words without lines."""
         for suffix in (LINES, WORDS):
             (self._dir / (stem + suffix)).unlink(missing_ok=True)
 
     def _write(self, stem: str, entries: list[Entry], *, is_first: bool = False) -> Path:
-        """Append to the two files of a name, or replace them; returns the file of lines."""
+        """Append to both files of a name, or replace them; returns the file of lines."""
         self._writer.write(Job(stem, entries, is_first))
         return self._dir / (stem + LINES)
 
@@ -199,7 +196,7 @@ class Recorder:
         dropped: str = "",
         trained_at: float | None = None,
     ) -> Entry:
-        """A copy: the group may still change."""
+        """A copy, since the group may still change."""
         rollout, score = scored.rollout, scored.score
         scored_at = group.scored_at.get(rollout.index)
         times = self._times(group, rollout, scored_at=scored_at, trained_at=trained_at)
@@ -239,7 +236,7 @@ def _dropped_stem(label: str) -> str:
 
 
 def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecord:
-    """What is known of a rollout before it is graded."""
+    """The record of a rollout that is not graded."""
     return RolloutRecord(
         prompt_id=group.prompt.id,
         group=group.number,

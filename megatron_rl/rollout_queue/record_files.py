@@ -1,19 +1,17 @@
 """Appends records of rollouts to the files that `record.py` names, and removes old token files.
 
-Used by the rollout queue, in a thread, so that its loop waits for no disk; and by tools without a
-thread. Two threads:
+Used by the rollout queue in a thread, so that its loop never waits for the disk, and by tools
+without a thread. Two threads:
 
-| thread           | does                      | waits for, woken by | ends                        |
-|------------------|---------------------------|---------------------|-----------------------------|
-| the queue's loop | puts jobs: completions of | nothing             | after `close`               |
-|                  | one group                 |                     |                             |
-| `records`        | takes jobs in their       | the next job        | at `close` once all are     |
-|                  | order, writes them        |                     | written, or at an error     |
+| thread           | does                        | waits for    | ends                             |
+|------------------|-----------------------------|--------------|----------------------------------|
+| the queue's loop | puts jobs of one group each | nothing      | after `close`                    |
+| `records`        | writes the jobs in order    | the next job | at `close` after all, or at an   |
+|                  |                             |              | error                            |
 
-The user bounds the line of jobs: while it `is_full`, the queue leases nothing and builds no batch,
-and only groups that are generated already are added. A job is not changed once it is put. An error
-of the disk stays with the thread until the loop calls `write`, `check` or `close`; from then on
-nothing more is written.
+While `is_full`, the queue leases nothing and builds no batch, so only groups in flight add jobs. A
+job does not change after it is put. `write`, `check` and `close` raise a disk error of the thread,
+after which nothing more is written.
 
 The threads share only SimpleQueues. A signal's exception may interrupt the loop anywhere; inside
 Python's own locks (queue.Queue, threading.Event, Thread.is_alive) it can leave a lock taken, lose
@@ -55,13 +53,13 @@ _TOKEN_FILE = re.compile(r"(?:step|dropped|trained)_(\d{6,})\.(?:int32|\d+\.npz)
 
 
 class Thinner:
-    """Removes the token files of old steps: queue.keep_tokens_of_steps.
+    """Removes the token files of old steps (queue.keep_tokens_of_steps).
 
-    A file that cannot be removed is logged and counted once, and tried again at each later step.
+    A file that cannot be removed is logged and counted once, and retried at each later step.
     """
 
     def __init__(self, config: Config, metrics: JsonlWriter) -> None:
-        """metrics: of a writer that may be called in any thread."""
+        """metrics: a writer that may be called in any thread."""
         self._run_dir = config.run.dir
         self._keep_steps = config.queue.keep_tokens_of_steps
         self._replayed_steps = config.replay.steps_in_buffer(config.sampled_groups)
@@ -69,7 +67,7 @@ class Thinner:
         self._failed: set[Path] = set()
 
     def thin(self, step: int) -> None:
-        """Remove the token files that are too old once the batch of `step` is built."""
+        """Remove the token files that are too old when the batch of `step` is built."""
         before = step - self._keep_steps
         if not self._keep_steps or before <= 0:
             return
@@ -77,7 +75,7 @@ class Thinner:
         try:
             doomed = self._doomed(folder, before)
             if doomed:
-                # First, so that no reader takes the files for lost.
+                # Before the removal, so that no reader reports missing files.
                 write_thinned(folder, before)
         except (OSError, InputError) as error:
             self._note_failure(step, folder, error)
@@ -98,7 +96,7 @@ class Thinner:
         ]
 
     def _needed_to_resume(self) -> set[int]:
-        """Steps from which a resumed run fills its replay buffer."""
+        """Steps that fill the replay buffer of a resumed run."""
         if not self._replayed_steps:
             return set()
         checkpoints = steps_by_name(self._run_dir / CHECKPOINTS)
@@ -127,18 +125,18 @@ class Entry(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is to be appended to the two files of a name."""
+    """Entries to append to the two files of a name."""
 
     stem: str
     entries: Sequence[Entry]
     is_first: bool
-    """The files are made anew."""
+    """Replace the files."""
     formed_step: int | None = None
-    """The batch of this step is formed: tokens of old steps may go."""
+    """The batch of this step is formed: tokens of old steps may be removed."""
 
 
 class RecordFiles:
-    """Writes at once."""
+    """Writes each job at once."""
 
     def __init__(self, folder: Path, *, keeps_tokens: bool, thinner: Thinner | None = None) -> None:
         """keeps_tokens: write arrays too. thinner: removes the arrays of old steps."""
@@ -146,16 +144,15 @@ class RecordFiles:
         self._thinner = thinner
         self._keeps_tokens = keeps_tokens
         self.put = 0
-        """Jobs that `write` was called with."""
+        """Number of jobs so far."""
         self.is_full = False
-        """Nothing ever waits."""
 
     def write(self, job: Job) -> None:
         """Append to the files of a job. Raises OSError."""
         self.put += 1
         lines, words = (self.folder / (job.stem + suffix) for suffix in (LINES, WORDS))
         if job.is_first:
-            # Lines first: no reader looks for words alone.
+            # Lines first: no reader looks for words without lines.
             lines.unlink(missing_ok=True)
             words.unlink(missing_ok=True)
         records = [entry.record for entry in job.entries]
@@ -163,7 +160,7 @@ class RecordFiles:
             records = list(_append_words(words, job.entries))
         encoder = msgspec.json.Encoder()
         with lines.open("ab") as file:
-            # One by one: while a text is turned into JSON no other thread of the process runs.
+            # One by one: encoding JSON blocks all other threads of the process.
             for record in records:
                 file.write(encoder.encode(record))
                 file.write(b"\n")
@@ -172,15 +169,15 @@ class RecordFiles:
 
     @property
     def written(self) -> int:
-        """Jobs that are written: all of them."""
+        """Number of written jobs: all of them."""
         return self.put
 
     def check(self) -> None:
-        """Errors were raised where they came up."""
+        """Do nothing: `write` raised all errors."""
 
 
 def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecord]:
-    """The records, which say where their arrays are."""
+    """Append the arrays; yields the records with the places of their arrays."""
     with path.open("ab") as file:
         words = WordBuffer(begins_at=file.tell() // WORD_BYTES)
         places = [words.add(entry.rollout) for entry in entries]
@@ -190,22 +187,22 @@ def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecor
 
 
 class RecordThread(Closing):
-    """A `RecordFiles` behind a line of jobs."""
+    """Writes jobs by a `RecordFiles` in a thread."""
 
     def __init__(self, files: RecordFiles, *, jobs: int, limit_s: float) -> None:
-        """jobs: more that wait make it full. limit_s: for one job, and for all at the end."""
+        """jobs: maximum number that waits. limit_s: for one job, and for all at the end."""
         self._files = files
         self._jobs, self._limit_s = jobs, limit_s
         self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         """None ends the thread."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """One for each job that is written."""
+        """One item for each written job."""
         self.put = 0
-        """Jobs that `write` was called with."""
+        """Number of jobs so far."""
         self._known_written = 0
-        """Jobs of which the loop knows that they are written."""
+        """Written jobs that the loop has counted."""
         self._moved_at = time.monotonic()
-        """When the loop last saw a job written, or the line empty."""
+        """When the loop last saw progress, or no waiting job."""
         self._error: OSError | None = None
         self._has_ended = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -222,14 +219,14 @@ class RecordThread(Closing):
             self._has_ended = True
 
     def write(self, job: Job) -> None:
-        """Let a job be written after those before. Raises InputError, DeadlineExceeded."""
+        """Queue a job. Raises InputError, DeadlineExceeded."""
         self.check()
         self.put += 1
         self._line.put(job)
 
     @property
     def written(self) -> int:
-        """Jobs that are on the disk: the first so many."""
+        """Number of jobs on the disk; jobs are written in order."""
         while not self._written.empty():
             self._written.get()
             self._known_written += 1
@@ -240,12 +237,12 @@ class RecordThread(Closing):
 
     @property
     def is_full(self) -> bool:
-        """Whether more jobs wait than may."""
-        # One is being written, the others wait.
+        """Whether too many jobs wait."""
+        # One job is being written, the others wait.
         return self.put - self.written > self._jobs
 
     def check(self) -> None:
-        """Raise InputError where the disk failed, DeadlineExceeded where it is too slow."""
+        """Raise InputError after a failed write, DeadlineExceeded if the disk is too slow."""
         self._check_error()
         waiting = self.put - self.written
         if waiting and time.monotonic() - self._moved_at > self._limit_s:
@@ -268,7 +265,7 @@ class RecordThread(Closing):
         )
 
     def close(self) -> None:
-        """Write the rest, and end the thread. Raises InputError, DeadlineExceeded."""
+        """Write all waiting jobs and end the thread. Raises InputError, DeadlineExceeded."""
         if self._is_closed:
             return
         self._is_closed = True

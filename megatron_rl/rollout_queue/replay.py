@@ -1,4 +1,4 @@
-"""Groups that are trained on without being sampled for the step: of other runs, or of this run.
+"""Replay: train on recorded groups of other runs, or on earlier groups of this run.
 
 Used by the rollout queue. The draw of a step depends only on the seed, the step and the recorded
 groups, so a resumed run draws the same. Token ids and logprobs are read when a batch is dealt.
@@ -43,19 +43,19 @@ from megatron_rl.rollout_queue.replay_datasets import folder_of_datasets
 
 log = logging.getLogger(__name__)
 
-
+# Reasons to leave a recorded group out.
 TOO_LONG = "too_long"
-"""Why a group is left out: a sequence is longer than the context."""
+"""A sequence is longer than the context."""
 HELD_OUT = "held_out"
-"""Why a group is left out: an evaluation has its question."""
+"""An evaluation has its question."""
 THINNED = "tokens_thinned"
-"""Why a group is left out: queue.keep_tokens_of_steps removed its token ids."""
+"""queue.keep_tokens_of_steps removed its token ids."""
 UNSCORED = "unscored"
-"""Why a group is left out: a completion has no reward."""
+"""A completion has no reward."""
 
 
 class StoredGroup(NamedTuple):
-    """Where the rollouts of a group are recorded."""
+    """A recorded group, without its arrays."""
 
     lines: Path
     """The file of lines; the file of words has the same name."""
@@ -70,9 +70,9 @@ class StoredGroup(NamedTuple):
         return [record.reward or 0.0 for record in self.members]
 
     def load(self, *, keeps_versions: bool) -> Group:
-        """The group with its arrays. Raises InputError where the file of words was cut.
+        """The group with its arrays. Raises InputError if the file of words was cut.
 
-        keeps_versions: of this run's own groups; another run's mean nothing here.
+        keeps_versions: for groups of this run; versions of another run are meaningless here.
         """
         first = self.members[0]
         spans = [span for record in self.members for span in record.spans]
@@ -109,11 +109,10 @@ class StoredGroup(NamedTuple):
 
 @dataclasses.dataclass
 class StoredGroups:
-    """The groups of run folders that can be drawn, and counts of the others."""
+    """The recorded groups that can be drawn, and counts of the others by reason."""
 
     groups: list[StoredGroup] = dataclasses.field(default_factory=list)
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Groups by the reason."""
 
     def add_run(
         self,
@@ -123,10 +122,10 @@ class StoredGroups:
         drops_zero_variance: bool,
         held_out: frozenset[str],
     ) -> None:
-        """Index the training groups of a run, zero-variance ones too unless drops_zero_variance.
+        """Index the training groups of a run.
 
-        held_out: normalized questions that are not trained on. Raises InputError where there are no
-        rollouts, or their words are missing.
+        held_out: normalized questions that are not trained on. Raises InputError if there are no
+        rollouts or their words are missing.
         """
         files = [file for file in rollout_files(run_dir) if file.step is not None]
         if not files:
@@ -150,9 +149,9 @@ class StoredGroups:
 
 
 def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
-    """The groups of one file; a completion that had no part in its group is left out.
+    """The groups of one file, without completions that were dropped alone.
 
-    Raises InputError where words are missing.
+    Raises InputError if words are missing.
     """
     members: defaultdict[int, list[RolloutRecord]] = defaultdict(list)
     questions: dict[int, str] = {}
@@ -168,7 +167,6 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
         members[record.group].append(without_texts(record))
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
-        # A completion that was dropped alone had no part in its group.
         kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
 
@@ -188,14 +186,14 @@ def _reason_to_leave_out(
 
 
 class Drawn(NamedTuple):
-    """What a step replays."""
+    """The groups that a step replays."""
 
     groups: tuple[Group | StoredGroup, ...] = ()
     of_source: tuple[Metric, ...] = ()
-    """Metrics of the groups to draw from."""
+    """Metrics of the source of the groups."""
 
     def load(self) -> list[Group]:
-        """The groups with their arrays; reads files. Raises InputError where a file was cut."""
+        """The groups with their arrays, read from files. Raises InputError if a file was cut."""
         return [
             group.load(keeps_versions=False) if isinstance(group, StoredGroup) else group
             for group in self.groups
@@ -223,14 +221,14 @@ class Drawn(NamedTuple):
 NOTHING = Drawn()
 
 LEFT_OUT = "queue/replay_left_out_"
-"""Metrics of the queue, with the reason at the end: groups of files that are never drawn."""
+"""Prefix of metrics that count recorded groups that are never drawn, by reason."""
 
 
 class StoredReplay:
-    """Groups of files: each once before any twice, in an order fixed by the seed."""
+    """Draws recorded groups in epochs, in an order fixed by the seed."""
 
     def __init__(self, stored: StoredGroups, count: int, seed: int) -> None:
-        """count: groups of a batch. Raises InputError where there is nothing to draw."""
+        """count: groups per batch. Raises InputError if there is no group to draw."""
         if not stored.groups:
             raise InputError(
                 "replay.runs and replay.datasets hold no group to train on; left out were "
@@ -244,19 +242,19 @@ class StoredReplay:
         self._metrics = (Metric("queue/replay_groups", len(self._groups), "max"), *left_out)
 
     def draw(self, step: int, sampled: list[Group]) -> Drawn:
-        """The next groups, unread: the queue's loop must not wait for files."""
+        """The next groups, without arrays: the queue's loop must not wait for files."""
         places = range(step * self._count, (step + 1) * self._count)
         return Drawn(tuple(self._groups[self._epochs.at(place)] for place in places), self._metrics)
 
     def resume_at(self, step: int) -> None:
-        """Nothing to do: the number of a step says where it begins."""
+        """Do nothing: the draw depends on the step alone."""
 
 
 class BufferReplay:
-    """The run's own latest groups: drawn at random, none twice for a step."""
+    """Draws from the latest groups of this run at random, without replacement within a step."""
 
     def __init__(self, config: Config, count: int) -> None:
-        """count: groups of a batch, once there are as many."""
+        """count: maximum groups per batch."""
         self._count, self._seed = count, config.run.seed
         self._max_age = config.replay.max_age
         self._run_dir = config.run.dir
@@ -264,7 +262,7 @@ class BufferReplay:
         self._groups = collections.deque(maxlen=config.replay.buffer_groups)
 
     def draw(self, step: int, sampled: list[Group]) -> Drawn:
-        """Groups that are young enough, up to the count; then keeps the sampled groups."""
+        """Draw groups up to replay.max_age old, then add the sampled groups to the buffer."""
         young = [group for group in self._groups if step - oldest_version(group) <= self._max_age]
         chance = random.Random(f"{self._seed}/replay/{step}")
         drawn = chance.sample(young, min(self._count, len(young)))
@@ -273,7 +271,7 @@ class BufferReplay:
         return Drawn(tuple(drawn), (metric,))
 
     def resume_at(self, step: int) -> None:
-        """Fill the buffer from what is recorded of the steps before. Raises InputError."""
+        """Fill the buffer from the records of earlier steps. Raises InputError."""
         found: list[StoredGroup] = []
         files = [f for f in rollout_files(self._run_dir) if f.step is not None and f.step < step]
         for file in reversed([file for file in files if not file.is_dropped]):
@@ -294,7 +292,7 @@ def oldest_version(group: Group) -> int:
 
 
 def open_replay(config: Config, held_out: Sequence[Prompt]) -> "StoredReplay | BufferReplay | None":
-    """What the configuration replays, if anything. Raises InputError for files of no use."""
+    """The replay source of the configuration, if any. Raises InputError for unusable files."""
     count = config.replay.groups_of(config.train.prompts_per_batch)
     if not count:
         return None

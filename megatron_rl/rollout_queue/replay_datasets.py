@@ -1,7 +1,7 @@
-"""Examples with rewards, of people or other models: JSONL -> recorded rollouts to replay.
+"""Converts rewarded examples (replay.datasets, JSONL) to recorded rollouts to replay.
 
-The launcher checks them before a run (`check_sources`), tokenizes them in a child process, and
-writes RUN/replay in the form of a run's own records, from which the rollout queue draws.
+The launcher checks the files before a run (`check_sources`), tokenizes them in a child process, and
+writes RUN/replay in the format of a run's records, from which the rollout queue draws.
 """
 
 import itertools
@@ -32,11 +32,11 @@ from megatron_rl.rollout_queue.record import Recorder
 
 _FOLDER = "replay"
 _TOKENIZE_S = 3600.0
-"""For all SFT examples; some 10,000 a second."""
+"""Limit for all examples; about 10,000 per second are tokenized."""
 _CHUNK_GROUPS = 4096
-"""Groups of a file."""
+"""Groups per file."""
 _COMPARED = 8
-"""Rollouts of a run by which its tokenizer is known."""
+"""Rollouts of a run that are decoded to compare tokenizers."""
 _EXPECTED = (
     'expected one JSON object a line: {"prompt": "..." or [{"role": "user", "content": "..."}], '
     '"response": "...", "reward": 1.0}, with optional "task"'
@@ -50,20 +50,20 @@ class RewardedExample(msgspec.Struct, frozen=True):
     response: str
     reward: float
     task: str = "math"
-    """Whose system prompt it gets, as in reinforcement learning."""
+    """The task whose system prompt it gets."""
     is_program: bool = False
-    """Of the task code: the response is a program that reads standard input, not a function."""
+    """Task code: the response is a program that reads standard input, not a function."""
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """The conversation; a text is one message of the user."""
+        """The conversation; a plain text is one user message."""
         if isinstance(self.prompt, str):
             return [ChatMessage("user", self.prompt)]
         return self.prompt
 
     @property
     def key(self) -> tuple:
-        """The same for the SFT examples of a group."""
+        """Equal for all examples of a group."""
         return (
             self.task,
             self.is_program,
@@ -72,12 +72,12 @@ class RewardedExample(msgspec.Struct, frozen=True):
 
 
 def folder_of_datasets(run_dir: Path) -> Path:
-    """Where the prepared SFT examples of a run lie."""
+    """Folder of the tokenized examples of a run."""
     return run_dir / _FOLDER
 
 
 def read_examples(path: Path) -> Iterator[RewardedExample]:
-    """The examples of a file. Raises InputError, naming file and line, for the first bad one."""
+    """The examples of a file. Raises InputError, with file and line, for the first bad one."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -98,7 +98,7 @@ def read_examples(path: Path) -> Iterator[RewardedExample]:
 
 
 def check_sources(config: Config) -> None:
-    """Refuse files that cannot be replayed, before a process starts. Raises InputError."""
+    """Check all replay sources before a process starts. Raises InputError."""
     for path in config.replay.datasets:
         tasks = {example.task for example in read_examples(path)}
         if not tasks:
@@ -121,13 +121,13 @@ def check_sources(config: Config) -> None:
 
 
 def check_tokens(config: Config) -> None:
-    """Refuse runs with other tokens than the model's; imports transformers. Raises InputError."""
+    """Refuse runs with another tokenizer; imports transformers. Raises InputError."""
     renderer = open_renderer(config)
     for folder in config.replay.runs:
         files = [file for file in rollout_files(folder) if file.step is not None]
         if not files:
             raise InputError(f"replay.runs: {folder} holds no rollouts of training steps")
-        # Those of old steps may be thinned.
+        # Token files of old steps may have been removed.
         files = [file for file in files if file.path.with_suffix(WORDS).exists()] or files
         for record, _ in zip(read_file(files[0]), range(_COMPARED), strict=False):
             if renderer.decode(record.token_ids.tolist()) != record.text:
@@ -139,9 +139,9 @@ def check_tokens(config: Config) -> None:
 
 
 def prepare_datasets(config: Config) -> list[str]:
-    """Write RUN/replay anew, if there are SFT examples; returns lines for the user.
+    """Rewrite RUN/replay, if there are datasets; returns lines for the user.
 
-    Raises InputError where none can be used.
+    Raises InputError if no example can be used.
     """
     if not config.replay.datasets or not config.train.steps:
         return []
@@ -161,8 +161,7 @@ def prepare_datasets(config: Config) -> list[str]:
 
 
 def write_datasets(config: Config) -> tuple[int, Counter[str]]:
-    """Put the SFT examples into tokens and record them: how many there were, and why some were
-    refused.
+    """Tokenize and record the examples; returns their number and the refusals.
 
     Imports transformers.
     """
@@ -182,7 +181,7 @@ def write_datasets(config: Config) -> tuple[int, Counter[str]]:
 
 
 def _grouped(config: Config) -> Iterator[list[RewardedExample]]:
-    """SFT examples of a prompt, no more at once than train.group_size."""
+    """Examples by prompt, in groups of at most train.group_size."""
     size = config.train.group_size
     groups: defaultdict[tuple, list[RewardedExample]] = defaultdict(list)
     for path in config.replay.datasets:
@@ -195,7 +194,7 @@ def _grouped(config: Config) -> Iterator[list[RewardedExample]]:
 def _group(
     number: int, examples: list[RewardedExample], renderer: Renderer, refusals: Counter[str]
 ) -> Group:
-    """The group of the SFT examples that can be rendered; counts the others."""
+    """The group of the examples that can be rendered; counts the others as refusals."""
     first = examples[0]
     prompt = Prompt(f"example:{number}", first.task, first.messages, "")
     group = Group(number, prompt, Sampling(1, 1.0), len(examples), NO_VERSION)
@@ -220,7 +219,7 @@ def _rollout(index: int, prompt_ids: list[int], response: list[int], text: str) 
         index=index,
         prompt_ids=np.array(prompt_ids, np.int32),
         token_ids=np.array(response, np.int32),
-        # They are unknown; objectives that read them are refused.
+        # Unknown; the configuration refuses objectives that read them.
         logprobs=np.zeros(len(response), np.float32),
         spans=[VersionSpan(NO_VERSION, 0, len(response))],
         finish_reason="stop",

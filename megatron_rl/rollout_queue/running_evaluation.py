@@ -1,8 +1,8 @@
-"""A running evaluation, its results, and the generators that hold the version it measures.
+"""A running evaluation, its results, and the generators that hold the measured version.
 
-Used by the rollout queue. An evaluator is a generator that is told to hold its version; the trainer
-then skips it in weight syncs until it is released, and syncs it late. The queue builds no batch
-that would make another version until all evaluators report that they hold theirs.
+Used by the rollout queue. An evaluator is a generator that holds its version on the queue's order;
+the trainer skips it in weight syncs until its release. The queue builds no batch that would make
+another version until all evaluators report that they hold theirs.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from megatron_rl.rollout_queue.peers import Peer
 log = logging.getLogger(__name__)
 
 VOTED_SAMPLES = 128
-"""Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
+"""Problems with more completions get votes only in eval.json: they take seconds in the loop."""
 
 
 class Evaluation:
-    """The groups of an evaluation to lease, and the results of its complete groups."""
+    """The groups of an evaluation and the results of its complete groups."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Evaluation:
         now: float,
         done: Mapping[str, ProblemSamples] | None = None,
     ) -> None:
-        """label: with the set's name. done: by id, the prompts evaluated earlier."""
+        """label: with the set's name. done: by prompt id, earlier results."""
         self.label = label
         self.version = version
         self.started_at = now
@@ -50,19 +50,19 @@ class Evaluation:
         self._unopened = left[::-1]
         self._left = len(left)
         self._open: dict[int, Group] = {}
-        """By number: open groups."""
+        """Open groups by number."""
         self.lost = 0
-        """Groups that failed: the evaluation ends without them."""
+        """Number of groups without a result."""
         self.not_graded = 0
         """Completions without a verdict, which count neither as right nor as wrong."""
         self.is_late = False
-        """Its time is over: it ends without the missing groups."""
+        """The timeout is over: the evaluation ends without the missing groups."""
         self.lost_ungraded = 0
-        """Lost groups of which no completion could be graded."""
+        """Lost groups without any graded completion."""
 
     @property
     def has_unopened(self) -> bool:
-        """Whether prompts wait to be leased."""
+        """Whether some prompts have no group yet."""
         return bool(self._unopened)
 
     @property
@@ -72,7 +72,7 @@ class Evaluation:
 
     @property
     def completions(self) -> int:
-        """Completions of all prompts, of an earlier start too."""
+        """Completions of all prompts."""
         return self._set.completions
 
     def open_group(self, number: int) -> Group:
@@ -85,14 +85,14 @@ class Evaluation:
             self._set.samples,
             self.version,
             evaluation=self.label,
-            # The vote of one completion is its verdict.
+            # A single completion has no vote.
             needs_classes=self._set.samples > 1,
         )
         return group
 
     @property
     def completions_done(self) -> int:
-        """Completions that are scored or lost, of an earlier start too."""
+        """Completions that are scored or lost, including earlier results."""
         in_open = sum(len(group.scored) + len(group.lost) for group in self._open.values())
         finished = len(self._set.prompts) - len(self._open) - len(self._unopened)
         return finished * self._set.samples + in_open
@@ -111,7 +111,7 @@ class Evaluation:
         del self._open[group.number]
 
     def lose_unopened(self) -> None:
-        """Note that the groups of the other prompts will not be opened."""
+        """Count all prompts without a group as lost."""
         self.lost += len(self._unopened)
         self._left -= len(self._unopened)
         self._unopened.clear()
@@ -125,9 +125,8 @@ class Evaluation:
 
 
 def problem_of(group: Group) -> ProblemSamples:
-    """The results of a group whose rollouts, at least one, are all scored."""
+    """The results of a complete group with at least one scored rollout."""
     prompt, scored = group.prompt, group.ordered
-    # A single completion has no vote, and its class is never asked for.
     is_known = group.size > 1 and len(group.classes) == len(scored)
     classes = [group.classes[index] for index in sorted(group.scored)] if is_known else None
     return ProblemSamples(
@@ -146,7 +145,7 @@ def problem_of(group: Group) -> ProblemSamples:
 
 
 def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
-    """Results of an evaluation by metric name; its errors are over problems."""
+    """Results of an evaluation by metric name; standard errors are over problems."""
     accuracy = mean_figure([problem.accuracy for problem in problems])
     votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
     unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
@@ -172,33 +171,33 @@ def _named(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
 
 
 def _seed_of(prompt: Prompt) -> int:
-    """Seed of a prompt's group, below 2**31: the same in every evaluation, in every run.
+    """Seed of a prompt's group, below 2**31: the same in every evaluation of every run.
 
-    Tests of a program are drawn by it; by another, two evaluations would measure different things.
-    Of the question, as ids depend on the name and the place of a file.
+    It also draws the tests of a program, so all evaluations use the same tests. It depends on the
+    question, because ids depend on the name of a file.
     """
     digest = hashlib.sha256(prompt.normalized_question.encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 class Evaluators:
-    """The generators that evaluate, if not all do."""
+    """The generators that only evaluate, if any."""
 
     def __init__(self, wanted: int) -> None:
-        """wanted: evaluators of an evaluation during training; 0: every generator evaluates."""
+        """wanted: number of evaluators during training; 0: every generator evaluates."""
         self._wanted = wanted
         self._confirmed: set[str] = set()
         """Evaluators that reported that they hold the version."""
         self._orders: list[tuple[str, Hold]] = []
         self.names: frozenset[str] = frozenset()
-        """The evaluators, which take nothing else. None: all generators evaluate."""
+        """Names of the evaluators; if empty, all generators evaluate."""
         self.version = -1
-        """The version that they hold."""
+        """The version that the evaluators hold."""
         self.are_lost = False
-        """The last one is gone: nobody holds the version any more."""
+        """The last evaluator is gone: no generator holds the version."""
 
     def choose(self, generators: Iterable[Peer], version: int) -> None:
-        """Choose evaluators of a version among live generators, if others are left to train."""
+        """Choose evaluators of a version among live generators, if enough remain to train."""
         able = sorted((p.name for p in generators if p.version == version), reverse=True)
         self.are_lost = False
         if not self._wanted or len(able) <= self._wanted:
@@ -211,12 +210,12 @@ class Evaluators:
         self._orders += [(name, Hold(is_held=is_held)) for name in sorted(names)]
 
     def correct(self, name: str, *, is_held: bool) -> None:
-        """Repeat an order that a generator's state contradicts: it may have been lost."""
+        """Repeat an order that a generator's state contradicts, since it may have been lost."""
         if is_held != (name in self.names):
             self._order([name], is_held=not is_held)
 
     def note(self, generators: Iterable[Peer]) -> None:
-        """Take in the state of all live generators."""
+        """Update the evaluators from the state of all live generators."""
         live = {peer.name: peer for peer in generators}
         for name in sorted(self.names):
             peer = live.get(name)
@@ -227,12 +226,12 @@ class Evaluators:
                 log.warning("evaluator %s %s", name, why)
                 self.names -= {name}
                 self._confirmed.discard(name)
-                # It may live on, and would never get a weight sync again.
+                # If it still runs, it would otherwise never get a weight sync again.
                 self._order([name], is_held=False)
                 self.are_lost = not self.names
 
     def release(self) -> None:
-        """The version is measured: let the evaluators take part in weight syncs again."""
+        """End of the evaluation: the evaluators take part in weight syncs again."""
         self._order(self.names, is_held=False)
         self.names, self.version, self.are_lost = frozenset(), -1, False
         self._confirmed.clear()

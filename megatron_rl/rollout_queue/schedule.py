@@ -1,8 +1,8 @@
-"""Which stage each batch belongs to, and when the next stage begins. Pure.
+"""Decides which stage each batch belongs to, and when the next stage begins. Pure.
 
-Used by the rollout queue. A batch is of one stage: that stage's rules open, sample and judge all of
-its groups, and set its sizes. A stage begins with a batch. Groups for it are opened ahead, while
-the last batches of the stage before it are still collected.
+Used by the rollout queue. All groups of a batch have the stage of the batch, whose rules open,
+sample and judge them. Groups of a new stage are opened ahead, while the last batches of the
+previous stage are collected.
 """
 
 import logging
@@ -20,8 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def has_plateaued(values: Sequence[float], *, window: int, min_gain: float) -> bool:
-    """Whether the mean of the last `window` values exceeds that of as many before by less than
-    min_gain; False while there are fewer than two windows."""
+    """Whether the mean of the last `window` values gained less than min_gain on the window before.
+
+    False for fewer than two windows.
+    """
     if len(values) < 2 * window:
         return False
     recent, before = values[-window:], values[-2 * window : -window]
@@ -29,13 +31,13 @@ def has_plateaued(values: Sequence[float], *, window: int, min_gain: float) -> b
 
 
 def length_rule(stage: Config) -> LengthRule:
-    """How the length of a completion of a stage is judged."""
+    """The length penalty of a stage."""
     reward = stage.reward
     return LengthRule(stage.sampling.max_new_tokens, reward.length_margin_tokens, reward.length)
 
 
 class Schedule:
-    """The stages of a run, and the first batch of each, as far as it is known."""
+    """The stages of a run, and their first batches as far as known."""
 
     def __init__(self, config: Config) -> None:
         self.stages = resolve_stages(config)
@@ -43,15 +45,15 @@ class Schedule:
         self._triggers = config.stages
         self._first_steps = [0]
         self._values: list[float] = []
-        """The metric that the next stage waits for, by batch of the stage before it."""
+        """Plateau metric of the current stage, by batch."""
         self._extend()
 
     def first_step(self, stage: int) -> int | None:
-        """The first batch of a stage; None while it is not known."""
+        """The first batch of a stage; None while unknown."""
         return self._first_steps[stage] if stage < len(self._first_steps) else None
 
     def end_step(self, stage: int) -> int:
-        """The batch after the last batch of a stage, as far as it is known now."""
+        """The batch after the last batch of a stage, as far as known."""
         steps = self._config.train.steps
         following = self.first_step(stage + 1)
         return steps if following is None else min(following, steps)
@@ -69,14 +71,14 @@ class Schedule:
         return self.stages[self.stage_at(step)]
 
     def metrics(self, step: int) -> list[Metric]:
-        """For the row of a batch."""
+        """Metrics for the row of a batch."""
         return [Metric("queue/stage", self.stage_at(step), "max")] if self._triggers else []
 
     def note_batch(self, batch: RankBatch, untaken: int) -> None:
-        """Look at a batch that was built; untaken: groups of its stage that are in no batch.
+        """Note a built batch. untaken: groups of its stage that are in no batch.
 
-        Where the stage stopped gaining, the next stage begins after the batches that these groups
-        fill: every group gets into a batch, and one stage judges it.
+        If the stage reached its plateau, the next stage begins after the batches that these groups
+        fill, so that every group gets into a batch of its stage.
         """
         stage = self.stage_at(batch.step)
         if stage + 1 != len(self._first_steps) or stage == len(self._triggers):
@@ -103,20 +105,20 @@ class Schedule:
         self._values = []
 
     def _extend(self) -> None:
-        """Set the first batches that are known by now; each stage has at least one batch."""
+        """Set the first batches that are known now; each stage has at least one batch."""
         for trigger in self._triggers[len(self._first_steps) - 1 :]:
             if trigger.at_step is None:
                 return
             self._begin(max(trigger.at_step, self._first_steps[-1] + 1))
 
     def log_beginning(self, step: int) -> None:
-        """Log that a stage begins with this batch, if one does."""
+        """Log if a stage begins with this batch."""
         stage = self.stage_at(step)
         if stage and self._first_steps[stage] == step:
             log.info("batch %d is the first of %s", step, name_of(self._config, stage))
 
     def state(self) -> StageState:
-        """Where the schedule stands."""
+        """The state for a checkpoint."""
         return StageState(list(self._first_steps), list(self._values))
 
     def restore(self, state: StageState, step: int) -> None:

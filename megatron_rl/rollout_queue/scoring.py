@@ -1,8 +1,8 @@
-"""Grading: which verifier grades which rollout, and what the queue asks again.
+"""Grading: which verifier grades which rollout, and which requests are repeated.
 
-Used by the rollout queue. Verifiers see text and reference answers only. A group with
-`needs_classes` also needs to know which of its answers are the same. All right answers are one
-class by definition; a verifier compares the others with each other (`verification/classes.py`).
+Used by the rollout queue. Verifiers see only text and reference answers. A group with
+`needs_classes` also needs classes of equal answers. All right answers are one class by definition;
+a verifier compares the others with each other (`verification/classes.py`).
 """
 
 import bisect
@@ -53,14 +53,14 @@ class _Request:
     """Worker pools in which it needs room."""
     attempts: int = 0
     losses: int = 0
-    """Times a verifier restarted, fell silent or never got it. A loss is no attempt."""
+    """Times that a verifier restarted, fell silent or never got it. A loss is not an attempt."""
     position: int = 0
-    """Grows with each request and each retry, so that no retry comes before a fresh request. A lost
-    request keeps its position."""
+    """Grows with each request and retry, so that retries wait behind fresh requests. A lost request
+    keeps its position."""
     failed_by: frozenset[str] = frozenset()
     """Verifiers that could not grade it."""
     verifier: str = ""
-    """Who grades it; empty while it waits."""
+    """The verifier that grades it; empty while it waits."""
     asked_at: float = 0.0
     first_asked_at: float | None = None
 
@@ -68,8 +68,8 @@ class _Request:
 class Scoring:
     """Requests for scores and classes, and the verifiers that answer.
 
-    The leases bound the number of requests: each is for a completion of an open group, or for the
-    classes of a scored group. Verifiers have room by worker pool: answers never wait for programs.
+    Open groups bound the number of requests. Verifiers have room by worker pool, so math answers
+    never wait for programs.
     """
 
     def __init__(self, config: QueueConfig, reward: RewardConfig) -> None:
@@ -81,7 +81,7 @@ class Scoring:
         self._reward = reward
         self._verifiers = Verifiers()
         self._requests: dict[int, _Request] = {}
-        # By combination of worker pools: no request waits for room in a pool that it does not need.
+        # By combination of worker pools, so that a request waits only for the pools that it needs.
         self._waiting: collections.defaultdict[frozenset[str], collections.deque[int]]
         self._waiting = collections.defaultdict(collections.deque)
         self._next_id = 0
@@ -90,7 +90,7 @@ class Scoring:
         self._class_failures: list[GroupFailure] = []
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> None:
-        """Take in a verifier's state, and ask again what it never got."""
+        """Update a verifier's state, and repeat the requests that it never got."""
         self._lose(self._verifiers.announce(name, ready, now), f"verifier {name} restarted")
         if ready.requests is None:
             return
@@ -130,16 +130,16 @@ class Scoring:
         self._next_id += 1
 
     def _enqueue(self, request_id: int) -> None:
-        """Let a request wait behind all others."""
+        """Queue a request behind all others."""
         request = self._requests[request_id]
         request.position = self._next_position
         self._next_position += 1
         self._waiting[request.pools].append(request_id)
 
     def next_request(self, now: float) -> tuple[str, ScoreRequest | ClassRequest] | None:
-        """A verifier with room and what to ask it; None when nothing waits or all are full."""
+        """A verifier with room and its request; None when nothing waits or all are full."""
         found = [self._next_of(pools) for pools in self._waiting]
-        # By position: combinations may share a worker pool, and none must starve another.
+        # By position, so that no combination starves another one that shares a worker pool.
         _, request_id, name = min(filter(None, found), default=(0, 0, ""))
         if not name:
             return None
@@ -153,10 +153,7 @@ class Scoring:
         return name, request.message
 
     def _next_of(self, pools: frozenset[str]) -> tuple[int, int, str] | None:
-        """(position, request id, verifier) of the first waiting request that a verifier can take.
-
-        A request that waits for another verifier than those that failed it is skipped.
-        """
+        """(position, request id, verifier) of the first request that a verifier can take."""
         waiting = self._waiting[pools]
         if not waiting or self._verifiers.find_room(pools) is None:
             return None
@@ -182,7 +179,7 @@ class Scoring:
         return request.group, ScoredRollout(request.rollout, done.score)
 
     def take_classes(self, name: str, done: ClassDone, now: float) -> Group | None:
-        """The group, which has its classes now; None when nobody waits for them any more."""
+        """The group, which has its classes now; None when they are no longer needed."""
         request = self._take(name, done, now)
         if request is None or request.group.is_abandoned:
             return None
@@ -190,23 +187,20 @@ class Scoring:
         return request.group
 
     def _take(self, name: str, done: ScoreDone | ClassDone, now: float) -> _Request | None:
-        """The request that is answered; None when another verifier was asked meanwhile."""
+        """The answered request; None when another verifier was asked meanwhile."""
         if not self._return(name, done.request_id, now):
             return None
         return self._requests.pop(done.request_id)
 
     def take_failure(self, name: str, failure: ScoreFailed, now: float) -> bool:
-        """Queue a rollout that a verifier failed to grade once more, up to the limits.
-
-        False when another verifier was asked meanwhile.
-        """
+        """Repeat a failed request, up to the limits; False when another verifier has it."""
         if not self._return(name, failure.request_id, now):
             return False
         self._fail(failure, name, now)
         return True
 
     def expire(self, now: float) -> None:
-        """Give up requests to silent verifiers, and those unanswered for too long."""
+        """Repeat requests to silent verifiers, and requests without an answer for too long."""
         config = self._config
         silent = self._verifiers.drop_silent(now, config.heartbeat_timeout_s)
         self._lose(silent, "its verifier fell silent")
@@ -229,7 +223,7 @@ class Scoring:
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
-        """Ask again what a verifier lost."""
+        """Repeat the requests that a verifier lost."""
         for request_id in request_ids:
             request = self._requests[request_id]
             request.attempts -= 1
@@ -246,7 +240,7 @@ class Scoring:
             self._enqueue(failure.request_id)
 
     def _may_repeat(self, failure: ScoreFailed, tried_for_s: float = 0.0) -> bool:
-        """Take a request back from its verifier; whether it is to be asked again."""
+        """Take a request back from its verifier; returns whether to repeat it."""
         request = self._requests[failure.request_id]
         request.verifier = ""
         group, config = request.group, self._config
@@ -278,7 +272,7 @@ class Scoring:
             self._failures.append(ScoreFailure(group, rollout, kind, detail, is_late))
 
     def give_up_evaluation(self, why: str) -> None:
-        """Ask no more for the scores of an evaluation: they come too late to count."""
+        """Fail all requests of an overdue evaluation as NOT_GRADED."""
         for request_id, request in list(self._requests.items()):
             if not request.group.evaluation:
                 continue
@@ -290,25 +284,25 @@ class Scoring:
             self._give_up(request, NOT_GRADED, why, is_late=True)
 
     def cancel(self, group: Group) -> None:
-        """Forget the requests of a group that no verifier has; the others come back first."""
+        """Forget the waiting requests of a group; a verifier first answers those that it has."""
         for waiting in self._waiting.values():
             for request_id in [n for n in waiting if self._requests[n].group is group]:
                 waiting.remove(request_id)
                 del self._requests[request_id]
 
     def pop_failures(self) -> list[ScoreFailure]:
-        """Completions that were given up since the last call."""
+        """Completions that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def pop_class_failures(self) -> list[GroupFailure]:
-        """Groups whose classes were given up since the last call."""
+        """Groups whose classes failed since the last call."""
         failures, self._class_failures = self._class_failures, []
         return failures
 
     @property
     def outstanding(self) -> int:
-        """Requests for scores and classes."""
+        """Number of requests for scores and classes."""
         return len(self._requests)
 
     @property
@@ -326,14 +320,14 @@ class Scoring:
 
 
 def find_without_asking(group: Group) -> bool:
-    """Whether a scored group has the classes that it needs; notes them where all are right."""
+    """Whether a scored group has the classes that it needs; sets them if all answers are right."""
     if not group.is_complete and not _to_compare(group):
         group.classes = dict.fromkeys(group.scored, RIGHT)
     return group.is_complete
 
 
 def class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassRequest:
-    """The question which of a scored group's answers that are not right are the same."""
+    """The request for the classes of the answers of a scored group that are not right."""
     prompt = group.prompt
     rollouts = [group.scored[index].rollout for index in _to_compare(group)]
     is_own = ":" in reward.all_tasks[prompt.task].compare
@@ -348,7 +342,7 @@ def class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassR
 
 
 def set_classes(verifier: str, group: Group, request: object, done: ClassDone) -> None:
-    """Give a group its classes. Raises WireError for an answer to another question."""
+    """Set the classes of a group. Raises WireError for an answer to another request."""
     indices = _to_compare(group)
     if not isinstance(request, ClassRequest) or len(done.classes) != len(indices):
         raise WireError(

@@ -40,20 +40,19 @@ from megatron_rl.rollout_queue.stall import LoopClock
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Seconds between two looks for overdue work."""
+"""Seconds between two checks for overdue work."""
 BURST_S = 0.005
-"""Time to read from one endpoint before the next one: reading long rollouts takes long, and slots
-of generators wait meanwhile."""
+"""Time to read from one endpoint before the next: generators wait while long rollouts are read."""
 DRAIN_S = 0.5
-"""Limit for reading waiting messages before peers are judged to be silent."""
+"""Limit for reading waiting messages before a peer is judged to be silent."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
 FILES = 512
-"""Files and sockets of the queue, without the two sockets to each of its peers."""
+"""Files and sockets of the queue, without the two sockets to each peer."""
 REFUSED = "queue/messages_refused"
 """Metric: messages that could not be read, or that contradict the state."""
 MAX_REFUSED = 100
-"""The run ends with the next refused message: a peer speaks another protocol."""
+"""More refused messages end the run: a peer speaks another protocol."""
 STALLED = "queue/loop_stalled_s"
 """Metric: seconds for which the loop stood still."""
 _RECORDED_BATCHES = 2
@@ -68,9 +67,9 @@ def serve(
     metrics: JsonlWriter,
     cold_start: Path | None = None,
 ) -> None:
-    """Run until training and all evaluations are done, then tell everyone to stop.
+    """Run until training and all evaluations are done, then tell all peers to stop.
 
-    cold_start: the folder with which supervised training ends, where that comes first.
+    cold_start: the folder whose existence marks the end of supervised training, if there is any.
     """
     poller = zmq.Poller()
     for router in routers.values():
@@ -115,7 +114,7 @@ class _Inbox:
         self._told: dict[str, float] = {}
 
     def drain(self) -> bool:
-        """Read waiting messages; whether none waits any more. Raises WireError."""
+        """Read waiting messages; returns whether none waits any more. Raises WireError."""
         until = time.monotonic() + DRAIN_S
         while self.receive_bursts():
             if time.monotonic() > until:
@@ -123,7 +122,7 @@ class _Inbox:
         return True
 
     def receive_bursts(self) -> bool:
-        """Read from every endpoint for a while; whether more may wait. Raises WireError."""
+        """Read from every endpoint for a while; returns whether more may wait. Raises WireError."""
         return any([self._receive_burst(*endpoint) for endpoint in self._routers.items()])
 
     def _receive_burst(self, endpoint: str, router: Router) -> bool:
@@ -149,7 +148,7 @@ class _Inbox:
             self._refuse(endpoint, peer, error)
 
     def _refuse(self, endpoint: str, peer: str, error: WireError) -> None:
-        """The peer of such a message loses its work; other peers do not. Raises WireError."""
+        """Give the work of the message's sender to others. Raises WireError over MAX_REFUSED."""
         self._refused += 1
         log.error("a message of %s is refused: %s", peer, error)
         self._coordinator.lose(endpoint, peer)

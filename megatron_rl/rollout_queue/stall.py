@@ -1,8 +1,7 @@
-"""What stands still: the queue's loop (`LoopClock`), or the whole run (`StallDeadline`).
+"""Detects stalls of the queue's loop (`LoopClock`) and of the whole run (`StallDeadline`).
 
-Used by the rollout queue. While its loop stands still (a slow disk, a suspended machine) peers send
-messages and nobody reads. That time counts as no peer's silence: every limit of the queue is
-measured by this clock.
+Used by the rollout queue. While its loop is stalled (a slow disk, a suspended machine), messages of
+peers wait unread. That time must not count as silence of peers, so all limits use `LoopClock`.
 """
 
 import logging
@@ -15,11 +14,11 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 STALL_S = 2.0
-"""The loop reads the clock at least once a second; what a gap has beyond this is a stall."""
+"""The loop reads the clock at least once a second; a longer gap than this is a stall."""
 
 
 class LoopClock:
-    """Call `read` in every pass of the loop."""
+    """A monotonic clock without stalls of the loop; call `read` in every pass."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -29,11 +28,11 @@ class LoopClock:
         """Seconds of all stalls so far."""
 
     def start(self) -> None:
-        """The loop begins: the time before it is no stall."""
+        """The loop begins; earlier time is not a stall."""
         self._read_at = self._monotonic()
 
     def read(self) -> float:
-        """Seconds that count."""
+        """Monotonic seconds without stalls."""
         at = self._monotonic()
         gap_s = at - self._read_at
         self._read_at = at
@@ -43,20 +42,19 @@ class LoopClock:
         return at - self.stalled_s
 
     def unix_s(self, at: float) -> float:
-        """Unix seconds of a reading. One from before a stall is late by that stall."""
+        """Unix seconds of a reading. A reading from before a stall is late by that stall."""
         return at + self.stalled_s + self._unix_offset_s
 
 
 _DISMISS_S = 5.0
-"""After the last weight sync trainer ranks have this long to ask once more and be told to stop."""
+"""Time for trainer ranks to ask once more after the last weight sync, and be told to stop."""
 
 
 class StallDeadline:
-    """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
+    """Time of the last progress. Heartbeats are not progress: a hanging engine sends them too.
 
-    While supervised training precedes the trainer's first weight sync nothing can move here, for as
-    long as that takes: the launcher watches its ranks, whose collectives have deadlines. Only from
-    when the trainer is expected does its silence count.
+    During supervised training before the first weight sync the queue has no deadline: the launcher
+    watches the ranks, whose collectives have deadlines.
     """
 
     def __init__(self, config: Config, now: float) -> None:
@@ -69,27 +67,27 @@ class StallDeadline:
         self._is_trainer_expected = False
 
     def expect_trainer(self, now: float) -> None:
-        """Supervised training, if there was any, is over: count from here on."""
+        """Supervised training, if any, is over: count from now on."""
         if not self._is_trainer_expected:
             self._is_trainer_expected = True
             self._moved_at = now
 
     def note_progress(self, now: float) -> None:
-        """Something moved: a completion, a score, a batch, a weight sync, a state."""
+        """Note a completion, a score, a batch, a weight sync or a saved state."""
         self._moved_at = now
 
     @property
     def dismissal_s(self) -> float:
-        """How long the queue waits, once training is over, for trainer ranks to ask once more."""
-        # A last checkpoint is copied between the last weight sync and the last request.
+        """Limit for trainer ranks to ask once more after the end of training."""
+        # The last checkpoint is copied between the last weight sync and the last request.
         checkpoint = self._config.checkpoint
         return _DISMISS_S + (checkpoint.write_timeout_s if checkpoint.every_steps else 0.0)
 
     def check(self, now: float, *, is_work_out: bool, state: str) -> None:
         """Raise DeadlineExceeded, with the state of the queue, when nothing moved for too long.
 
-        is_work_out: somebody was asked for something, or asks the queue for a batch. Otherwise the
-        others may be starting, or the trainer saving, which their own limits add to.
+        is_work_out: a peer has work or a rank waits for a batch. Otherwise peers may be starting or
+        the trainer saving, so these limits are added.
         """
         if not self._is_trainer_expected:
             return

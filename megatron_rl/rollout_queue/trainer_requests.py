@@ -1,8 +1,8 @@
-"""Answers the trainer: who waits for which batch, builds that batch, and sends states to save.
+"""Answers the trainer's requests: builds batches, and sends the states of checkpoints.
 
-Used by the rollout queue. Every data-parallel leader asks for its own share of a batch, in any
-order, and may ask again until the batch of the next step is built. A state is sent once all records
-before it are on the disk: a run that resumes from the state does not write those records again.
+Used by the rollout queue. Every data-parallel leader asks for its share of a batch, in any order,
+and may repeat this until the batch of the next step is built. A state is sent when all earlier
+records are on the disk, since a run that resumes from it does not write them again.
 """
 
 import dataclasses
@@ -40,22 +40,22 @@ class BatchRequests:
         self._steps = steps
         self._first_step = 0
         self.built_steps = 0
-        """Steps up to the latest batch, that one included, also while it is dealt to ranks."""
+        """Number of built batches, including one that is still dealt to ranks."""
         self._requests: dict[int, _Request] = {}
         self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
         self._dp_size = 0
         self._answered: dict[int, int] = {}
-        """Rank -> step of the last request that was answered."""
+        """Rank -> step of the last answered request."""
         self._repeated: set[int] = set()
         """Ranks whose last request was an old one."""
 
     def resume_at(self, step: int) -> None:
-        """Count the batches before `step` as built; call before any request."""
+        """Count the batches before `step` as built; call before the first request."""
         self._first_step = self.built_steps = step
 
     def ask(self, peer: str, request: NextBatch) -> None:
-        """Note a request. Raises WireError for one that can never be answered."""
+        """Note a request. Raises WireError if it can never be answered."""
         if self._dp_size not in (0, request.dp_size) or request.dp_rank >= request.dp_size:
             raise WireError(
                 f"{peer} asks as data-parallel rank {request.dp_rank} of {request.dp_size}, others "
@@ -74,10 +74,7 @@ class BatchRequests:
         self._requests[request.dp_rank] = _Request(peer, request.step, request.dp_size)
 
     def _is_repeated(self, request: NextBatch) -> bool:
-        """Whether an answer crossed this request: the rank asked twice.
-
-        A trainer that went back asks again and again.
-        """
+        """Whether an answer crossed this request. A trainer that went back asks more than once."""
         rank, step = request.dp_rank, request.step
         if step >= self._answered.get(rank, -1):
             self._repeated.discard(rank)
@@ -88,14 +85,14 @@ class BatchRequests:
         return True
 
     def next_to_build(self) -> tuple[int, int] | None:
-        """(step, dp_size) of a batch that a rank waits for and that is not built yet."""
+        """(step, dp_size) of a batch that a rank waits for and that is not built."""
         for request in self._requests.values():
             if self.built_steps <= request.step < self._steps:
                 return request.step, request.dp_size
         return None
 
     def begin(self, step: int) -> None:
-        """The batch of a step is built, and dealt to ranks; forget the batch before."""
+        """The batch of a step is built and will be dealt; forget the previous batch."""
         self.built_steps, self._batch = step + 1, []
 
     def put(self, batch: list[RankBatch]) -> None:
@@ -104,7 +101,7 @@ class BatchRequests:
         self._batch = batch
 
     def answers(self) -> list[tuple[str, RankBatch | Stop]]:
-        """(peer, share) of each request that has an answer now; Stop beyond the last step."""
+        """(peer, share) of each request that can be answered; Stop beyond the last step."""
         answers: list[tuple[str, RankBatch | Stop]] = []
         for rank, request in list(self._requests.items()):
             if request.step >= self._steps:
@@ -130,23 +127,22 @@ class BatchRequests:
 
 
 class BuiltBatch(NamedTuple):
-    """A batch, and the groups in it."""
+    """A batch to deal to ranks, and its groups."""
 
     order: BatchOrder
-    """What is dealt to ranks."""
     groups: list[Group]
-    """Sampled for the batch."""
+    """Groups sampled for the batch."""
     dropped: DroppedGroups
-    """Since the batch before."""
+    """Counts since the previous batch."""
 
 
 class BatchBuilder:
-    """Builds the batch of a step as soon as there are groups for it."""
+    """Builds the batch of a step when its groups are complete."""
 
     def __init__(
         self, config: Config, training: TrainingGroups, ends: GroupEnd, held_out: Sequence[Prompt]
     ) -> None:
-        """held_out: prompts that are not replayed. Raises InputError, as `open_replay`."""
+        """held_out: prompts that are not replayed. Raises InputError as `open_replay`."""
         self._advantage_functions = find_advantage_functions(config.algorithm)
         self._cost = find_cost(config.train.packing, config.model.path)
         self._training = training
@@ -154,12 +150,12 @@ class BatchBuilder:
         self._replay = open_replay(config, held_out)
 
     def resume_at(self, step: int) -> None:
-        """The next batch is that of `step`; call before any batch."""
+        """Resume at `step`; call before the first batch."""
         if self._replay is not None:
             self._replay.resume_at(step)
 
     def build(self, step: int, dp_size: int) -> BuiltBatch | None:
-        """The batch of a step, by the sizes of its stage; None while groups for it are missing."""
+        """The batch of a step; None while groups are missing."""
         training = self._training
         taken = self._ends.take_batch(step)
         if taken is None:
@@ -177,7 +173,7 @@ class BatchBuilder:
             cost=self._cost,
             more=training.metrics(step),
         )
-        # What is opened next follows from the metrics, and must not wait until the batch is dealt.
+        # Before the batch is dealt, because the metrics decide which groups are opened next.
         training.note_batch(RankBatch(step, 0, [], order.metrics))
         return BuiltBatch(order, groups, dropped)
 
@@ -186,11 +182,11 @@ class _Saving(NamedTuple):
     peer: str
     state: QueueState
     records: int
-    """Jobs of the recorder that must be on the disk before."""
+    """Number of record jobs that must be on the disk first."""
 
 
 class StateRequests:
-    """States that wait for the disk, in the order of their requests."""
+    """States that wait for the disk, in order."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -198,10 +194,7 @@ class StateRequests:
         self._saved_step = -1
 
     def is_repeated(self, peer: str, step: int, *, built_steps: int) -> bool:
-        """Whether the state after `step` waits already, or was sent and later batches are built.
-
-        An answer crossed such a request.
-        """
+        """Whether the state after `step` already waits, or was sent before later batches."""
         if any(one.peer == peer and one.state.step == step for one in self._waiting):
             return True
         if step == self._saved_step < built_steps:
@@ -210,7 +203,7 @@ class StateRequests:
         return False
 
     def put(self, peer: str, state: QueueState) -> None:
-        """Send a state once what was recorded so far is on the disk."""
+        """Queue a state until all records so far are on the disk."""
         self._saved_step = state.step
         self._waiting.append(_Saving(peer, state, self._recorder.put))
 

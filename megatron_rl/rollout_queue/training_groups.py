@@ -1,11 +1,10 @@
-"""Opens groups: to train on, or for an evaluation; and keeps the state of that for a checkpoint.
+"""Opens groups for training and evaluations, and keeps their state for a checkpoint.
 
 Used by the rollout queue.
 """
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
@@ -26,16 +25,8 @@ from megatron_rl.rollout_queue.schedule import Schedule, length_rule
 log = logging.getLogger(__name__)
 
 
-class _Again(NamedTuple):
-    """A group that a resumed run generates again."""
-
-    number: int
-    prompt: Prompt
-    stage: int
-
-
 class TrainingGroups:
-    """Training groups in order: first those that a resumed run generates again, then new ones."""
+    """Opens training groups: first groups that a resumed run generates again, then new ones."""
 
     def __init__(self, prompts: PromptSets, config: Config, book: GroupBook) -> None:
         self._config = config
@@ -44,21 +35,23 @@ class TrainingGroups:
         self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
         self._advantage_functions = find_advantage_functions(config.algorithm)
-        self._again: list[_Again] = []
+        self._again: list[UnfinishedGroup] = []
+        """Groups that a resumed run generates again."""
+        self._prompts_again: dict[str, Prompt] = {}
         self._curriculum = None
         if config.curriculum.is_on:
             self._curriculum = Curriculum(config.curriculum, prompts)
 
     def open(self, number: int, version: int, stage: int = 0) -> Group:
-        """The next group, opened under the synced `version` by the rules of a stage.
+        """The next group of a stage, opened at the synced `version`.
 
-        number: for a new one. With queue.strict_staleness no token of the group is older than the
-        version; without it a generator that lags may sample it (`admission.py` says how far).
+        number: for a new group. With queue.strict_staleness no token of the group is older than the
+        version; otherwise a generator may lag (`admission.py` says how far).
         """
         config = self.schedule.stages[stage]
         again = self._pop_again(stage)
         if again is not None:
-            number, prompt = again.number, again.prompt
+            number, prompt = again.number, self._prompts_again[again.prompt_id]
         else:
             prompt = self._draw(self._prompts.weights_of(config))
         return Group(
@@ -86,11 +79,11 @@ class TrainingGroups:
             self._curriculum.make_room(weights)
         return self._stream.next(weights, self._curriculum)
 
-    def _pop_again(self, stage: int) -> _Again | None:
+    def _pop_again(self, stage: int) -> UnfinishedGroup | None:
         """The next group that a stage generates again.
 
-        It is of that stage, or of an earlier stage whose batches are all built: nothing of it is
-        sampled yet, and its prompt must not vanish.
+        A group of an earlier stage whose batches are all built counts too: otherwise its prompt
+        would be lost.
         """
         for place, again in enumerate(self._again):
             if again.stage <= stage:
@@ -98,10 +91,10 @@ class TrainingGroups:
         return None
 
     def due_stage(self, next_step: int, synced: int) -> int | None:
-        """The stage that needs one more group from next_step on, within staleness; None: no stage.
+        """The stage that needs one more group within the staleness bound; None if none does.
 
-        The stage of the next batch comes first; then the stage after it, as soon as its first batch
-        is within the bound of staleness.
+        The stage of the next batch comes first, then the following stage, once its first batch is
+        within the staleness bound.
         """
         for stage in self.schedule.open_stages(next_step):
             config = self.schedule.stages[stage]
@@ -109,7 +102,7 @@ class TrainingGroups:
             assert first is not None
             if admission.may_open_group(
                 self.book.untrained_of(stage),
-                # The batches before its first one have no room for it.
+                # Batches before the first one of the stage have no room for the group.
                 max_staleness=config.queue.max_staleness - max(0, first - synced),
                 prompts_per_batch=config.sampled_groups,
             ) and admission.is_group_needed(
@@ -122,12 +115,12 @@ class TrainingGroups:
         return None
 
     def lowest_staleness(self, next_step: int) -> int:
-        """Versions that a generator may lag for groups of any open stage."""
+        """Minimum of queue.max_staleness over the open stages."""
         stages = self.schedule.open_stages(next_step)
         return min(self.schedule.stages[stage].queue.max_staleness for stage in stages)
 
     def choose_batch(self, step: int) -> list[int] | None:
-        """Numbers of the groups of batch `step`, all of its stage; None to wait."""
+        """Numbers of the groups of batch `step`; None to wait."""
         config = self.schedule.at(step)
         return admission.choose_batch(
             self.book.candidates(self.schedule.stage_at(step)),
@@ -138,37 +131,32 @@ class TrainingGroups:
         )
 
     def note_dropped(self, group: Group) -> None:
-        """Tell the curriculum of a dropped group at once: it may have to draw other prompts before
-        the first batch."""
+        """Count a dropped group in the curriculum, which may draw other prompts at once."""
         if self._curriculum is not None:
             self._curriculum.note([_visit_of(group)])
 
     def note_trained(self, groups: Sequence[Group]) -> None:
-        """Tell the curriculum of the groups of a batch, which counts those dropped before it."""
+        """Count the groups of a batch in the curriculum, and commit."""
         if self._curriculum is not None:
             self._curriculum.note(map(_visit_of, groups))
             self._curriculum.commit()
 
     def metrics(self, step: int) -> list[Metric]:
-        """Metrics of a batch: its stage, and the prompts that the curriculum draws after it."""
+        """Metrics of the stage and the curriculum for a batch."""
         of_curriculum = self._curriculum.metrics() if self._curriculum is not None else []
         return [*self.schedule.metrics(step), *of_curriculum]
 
     def note_batch(self, batch: RankBatch) -> None:
-        """A batch is built: a stage that waits for a plateau may be next."""
+        """Note a built batch, which may end a stage with a plateau."""
         self.schedule.note_batch(batch, self.book.untaken_of(self.schedule.stage_at(batch.step)))
 
     def state(self, step: int, *, groups_opened: int) -> QueueState:
-        """The state when batch number `step` is trained on and no later batch is built.
-
-        It lacks the evaluations.
-        """
-        again = [UnfinishedGroup(number, prompt.id, stage) for number, prompt, stage in self._again]
+        """The state, without evaluations, when no batch after `step` batches is built."""
         return QueueState(
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
-            unfinished=sorted(self.book.unfinished() + again, key=lambda group: group.number),
+            unfinished=sorted(self.book.unfinished() + self._again, key=lambda one: one.number),
             evaluated=[],
             stages=self.schedule.state(),
             curriculum=self._curriculum.state() if self._curriculum is not None else None,
@@ -187,14 +175,15 @@ class TrainingGroups:
                     f"the saved state of the queue names the prompt {group.prompt_id!r}, which the "
                     "prompt sources lack: resume with the prompts of the saved run"
                 )
-            self._again.append(_Again(group.number, by_id[group.prompt_id], group.stage))
+            self._prompts_again[group.prompt_id] = by_id[group.prompt_id]
+        self._again += state.unfinished
         log.info(
             "resumed after step %d: %d groups are generated again", state.step, len(self._again)
         )
 
 
 def check_draws(prompts: PromptSets, config: Config) -> None:
-    """Raise InputError for a stage that would find no prompt to draw."""
+    """Raise InputError for a stage without a prompt to draw."""
     for stage in range(len(config.stages) + 1):
         try:
             TrainingGroups(prompts, config, GroupBook()).open(0, version=0, stage=stage)
@@ -229,10 +218,10 @@ class GroupOpener:
         self._evaluations = evaluations
         self._training = training
         self.count = evaluations.first_number
-        """Groups opened so far, which is the number of the next new group."""
+        """Number of opened groups, and of the next new group."""
 
     def rules(self, synced: int, next_step: int | None) -> LeaseRules:
-        """Which generators may take which groups while that version is the synced one."""
+        """The lease rules at a synced version."""
         staleness = self._config.max_staleness
         if self._training is not None and next_step is not None:
             staleness = self._training.lowest_staleness(next_step)
@@ -246,10 +235,10 @@ class GroupOpener:
         )
 
     def open(self, synced: int, next_step: int | None) -> Group | None:
-        """A new group, if one is wanted and a generator has room for at least one completion.
+        """A new group, if one is needed and a generator has room for a completion.
 
-        Training groups are opened while an evaluation waits for its last completions, too.
-        next_step: the first step that a new group could be trained in; None when training is over.
+        Evaluation groups come first. next_step: the first step that could train on a new group;
+        None when training is over.
         """
         rules = self.rules(synced, next_step)
         running = self._evaluations.running

@@ -1,12 +1,13 @@
-"""Groups with completions that no generator has, and which of these groups a free slot gets.
+"""Groups with unleased completions, and the choice of a group for a free slot.
 
-Used by the rollout queue's leases. The choice is the same as by a walk through all groups in order.
-An index by home saves that walk where many groups wait for slots of their own home.
+Used by the rollout queue's leases. The choice equals that of a walk through all groups in order; an
+index by home avoids the walk when many groups wait for slots of their home.
 """
 
 import bisect
 import collections
 import dataclasses
+import operator
 from typing import NamedTuple
 
 from megatron_rl.rollout_queue.admission import LeaseRules
@@ -18,24 +19,24 @@ _Position = tuple[bool, int, int]
 
 @dataclasses.dataclass(eq=False)
 class PendingGroup:
-    """A group whose completions are not all returned."""
+    """A group with unreturned completions. `UnleasedGroups` sets the last three fields."""
 
     group: Group
     unleased: list[int]
-    """Indices that no generator has."""
+    """Indices without a lease."""
     unreturned: int
     attempts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """By index: times it was leased, without the times that its generator lost it."""
+    """By index: number of leases without losses."""
     losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """By index: times a generator lost it by no fault of the completion: silence, restart."""
+    """By index: times that a generator lost it by silence, restart or the like."""
     lease_ids: set[int] = dataclasses.field(default_factory=set)
-    """Of its open leases."""
+    """Ids of its open leases."""
     home: str = ""
-    """The generator that got its first completions; empty before. `UnleasedGroups` sets it."""
+    """The generator of its first completions; empty before."""
     avoided: frozenset[str] = frozenset()
-    """Generators that failed a completion of it: others get it, if there are any. Likewise."""
+    """Generators that failed a completion of the group, avoided while there are others."""
     is_waiting: bool = False
-    """`UnleasedGroups` has it."""
+    """Whether it is in `UnleasedGroups`."""
 
     @property
     def position(self) -> _Position:
@@ -54,8 +55,7 @@ class Eligible(NamedTuple):
         return self.evaluation if group.evaluation else self.training
 
 
-def _position_of(pending: PendingGroup) -> _Position:
-    return pending.position
+_position_of = operator.attrgetter("position")
 
 
 class UnleasedGroups:
@@ -69,7 +69,7 @@ class UnleasedGroups:
         """The other training groups, by position."""
 
     def add(self, pending: PendingGroup) -> None:
-        """Queue a group that is not queued."""
+        """Add a group that is not queued."""
         bisect.insort(self._queue, pending, key=_position_of)
         pending.is_waiting = True
         self._file(pending)
@@ -87,7 +87,7 @@ class UnleasedGroups:
         self._file(pending)
 
     def avoid(self, pending: PendingGroup, generator: str) -> None:
-        """Let a group avoid one more generator, queued or not."""
+        """Make a group, queued or not, avoid a generator."""
         self._unfile(pending)
         pending.avoided |= {generator}
         self._file(pending)
@@ -95,7 +95,7 @@ class UnleasedGroups:
     def choose(
         self, rules: LeaseRules, eligible: Eligible, *, anywhere: bool
     ) -> tuple[PendingGroup, str] | None:
-        """The first group by position that a generator has room for, and that generator; else None.
+        """The first group by position that a generator has room for, and the generator.
 
         anywhere: ignore full homes, as for urgent groups (`find_generator`).
         """
@@ -113,10 +113,10 @@ class UnleasedGroups:
     def _walk(
         self, begin: int, end: int, eligible: PeerSelection
     ) -> tuple[PendingGroup, str] | None:
-        """The first group of a part of the queue, whatever its home."""
+        """The first group of a part of the queue that any generator can take."""
         if not eligible.has_room:
             return None
-        # Only a group that avoids all generators with room is skipped.
+        # Skips only groups that avoid all generators with room.
         for place in range(begin, end):
             pending = self._queue[place]
             generator = find_generator(pending, eligible, anywhere=True)
@@ -127,13 +127,13 @@ class UnleasedGroups:
     def _choose_at_home(
         self, eligible: PeerSelection, first_calm: int
     ) -> tuple[PendingGroup, str] | None:
-        """The first group that is not urgent.
+        """The first group that is not urgent and whose home has room.
 
-        `_by_home` has no urgent group: `_walk` would have chosen it, as a generator has room.
+        `_by_home` has no urgent group, as `_walk` would have chosen it.
         """
         if first_calm == len(self._queue):
             return None
-        # The home of a group may be gone or not eligible: then any generator gets the group.
+        # If the home of a group is gone or not eligible, any generator gets the group.
         homes = eligible.with_room(self._by_home) | eligible.missing(self._by_home)
         found = [self._by_home[home][0] for home in homes]
         begin = self._queue[first_calm].position
@@ -166,7 +166,7 @@ class UnleasedGroups:
 
     @property
     def completions(self) -> int:
-        """Completions that no generator has."""
+        """Number of completions without a lease."""
         return sum(len(pending.unleased) for pending in self._queue)
 
 
@@ -180,8 +180,8 @@ def _remove(line: list[PendingGroup], pending: PendingGroup) -> None:
 def find_generator(pending: PendingGroup, eligible: PeerSelection, *, anywhere: bool) -> str | None:
     """The generator that gets completions of a group now; None: the group waits.
 
-    That is its home, if it has room; or the roomiest generator, if the group has no home any more
-    or anywhere is set. The group avoids generators only while there are others.
+    Its home, if that has room; or the roomiest generator, if the home is gone or anywhere is set.
+    The group avoids generators only while there are others.
     """
     home = pending.home if pending.home in eligible else ""
     if home in pending.avoided and eligible.has_other(pending.avoided):

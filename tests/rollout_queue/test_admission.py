@@ -3,11 +3,11 @@ import random
 import pytest
 
 from megatron_rl.rollout_queue.admission import (
+    LeaseRules,
     UntrainedGroup,
     choose_batch,
     is_group_needed,
     may_open_group,
-    oldest_leasable_version,
 )  # fmt: skip
 
 
@@ -23,9 +23,9 @@ def test_no_more_groups_open_than_the_rest_of_the_run_needs() -> None:
 
 
 def test_lagging_generator_gets_no_leases() -> None:
-    assert oldest_leasable_version(5, max_staleness=2, is_strict=False) == 3
-    assert oldest_leasable_version(5, max_staleness=2, is_strict=True) == 5
-    assert oldest_leasable_version(1, max_staleness=2, is_strict=False) == 0
+    assert LeaseRules(5, 2, is_strict=False).oldest_version(is_evaluation=False) == 3
+    assert LeaseRules(5, 2, is_strict=True).oldest_version(is_evaluation=False) == 5
+    assert LeaseRules(1, 2, is_strict=False).oldest_version(is_evaluation=False) == 0
 
 
 def test_oldest_complete_groups_are_trained_first() -> None:
@@ -118,4 +118,4 @@ def test_the_simulation_finds_stale_groups_when_not_strict() -> None:
 @pytest.mark.parametrize("synced", [0, 3])
 def test_synchronous_mode_opens_nothing_while_a_batch_is_in_training(synced: int) -> None:
     assert not may_open_group(4, max_staleness=0, prompts_per_batch=4)
-    assert oldest_leasable_version(synced, max_staleness=0, is_strict=False) == synced
+    assert LeaseRules(synced, 0, is_strict=False).oldest_version(is_evaluation=False) == synced

@@ -1,6 +1,5 @@
 """Which complete groups are trained on, and from what."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import GoldAnswer, Score, ScoredRollout
-from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
@@ -30,15 +29,11 @@ GOLD = np.array([7, 8], np.int32)
 
 
 @pytest.fixture
-def observers(tmp_path: Path) -> Iterator[DropObservers]:
-    config, prompts = Config(), PromptSets([], [], [], 0)
-    recorder = Recorder(tmp_path)
-    with closing(JsonlWriter(tmp_path / "metrics.jsonl", "queue")) as metrics:
-        activity = ActivityLog(
-            config, prompts, metrics=metrics, recorder=recorder, progress=dict[str, float]
-        )
-        breaker = CircuitBreaker(config.queue, config.reward, prompts=1)
-        yield DropObservers(recorder, activity, breaker)
+def observers(tmp_path: Path) -> DropObservers:
+    config = Config()
+    activity = Activity(config, PromptSets([], [], [], 0))
+    breaker = CircuitBreaker(config.queue, config.reward, prompts=1)
+    return DropObservers(Recorder(tmp_path), activity, breaker)
 
 
 def select(observers: DropObservers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
