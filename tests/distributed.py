@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from megatron_rl.backend.cpu import sglang as sglang_cpu
-from megatron_rl.backend.environment import trainer_environment
+from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.protocol.process import die_with_parent
 from tests.ports import free_port
 
@@ -116,7 +116,8 @@ def own_environment() -> dict[str, str]:
 
 def anew_environment() -> dict[str, str]:
     """That of ranks that the launcher starts on GPUs: what they import depends on it."""
-    return own_environment() | trainer_environment("cuda", expandable_segments=False)
+    own = own_environment()
+    return own | ranks_environment("cuda", 1, given=own)
 
 
 def stop_server() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.cpu import sglang as sglang_cpu
-from megatron_rl.backend.environment import trainer_environment
+from megatron_rl.backend.environment import ranks_environment
 from tests import distributed
 from tests.distributed import RanksFailed, may_fork, run_ranks, stop_server
 
@@ -85,7 +85,7 @@ def test_ranks_come_after_the_thread_in_which_the_server_was_started() -> None:
 def variables() -> tuple[str | None, str, list[str]]:
     path = os.environ["PYTHONPATH"].split(os.pathsep)
     # Of a rank that the launcher starts on GPUs.
-    wanted = trainer_environment("cuda", expandable_segments=False, given={})
+    wanted = ranks_environment("cuda", 1, given={})
     assert wanted.keys() <= os.environ.keys()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     return os.environ.get("SET_LATER"), os.environ["OMP_NUM_THREADS"], path

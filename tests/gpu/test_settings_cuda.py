@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.backend.environment import trainer_environment
+from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.config.files import load_config
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.trainer.model.policy import open_policy
@@ -157,7 +157,7 @@ def segments() -> list[bool]:
 
 
 def test_segments_are_expandable() -> None:
-    environment = trainer_environment("cuda", expandable_segments=True, given={})
+    environment = ranks_environment("cuda", 1, expandable_segments=True, given={})
     [found] = run_ranks(segments, 1, timeout_s=LIMIT_S, env=environment)
     assert found and all(found)
 
@@ -172,6 +172,6 @@ def libraries() -> dict[str, list[str]]:
 
 
 def test_no_library_is_loaded_twice() -> None:
-    environment = trainer_environment("cuda", expandable_segments=False, given={})
+    environment = ranks_environment("cuda", 1, given={})
     [found] = run_ranks(libraries, 1, timeout_s=LIMIT_S, env=environment)
     assert found["libcudnn.so"] and all(len(paths) <= 1 for paths in found.values()), found

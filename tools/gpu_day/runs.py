@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.backend.environment import trainer_environment
+from megatron_rl.backend.environment import ranks_environment
 from tools.gpu_day.record import DEADLINE_VARIABLE, RECORD_VARIABLE
 from tools.gpu_day.rows import Outcome
 
@@ -89,7 +89,7 @@ class _Process:
                 cwd=root,
                 env=os.environ
                 | _SETTINGS
-                | trainer_environment("cuda", expandable_segments=False)
+                | ranks_environment("cuda", 1)
                 | {
                     "PYTHONPATH": search,
                     RECORD_VARIABLE: str(day.record.resolve()),
