@@ -1,37 +1,33 @@
-"""Which setting is best, and who waits for whom in it. Pure.
-
-Used by `megatron-rl simulate`.
-"""
+"""Finds the best setting and explains its waiting times. Pure; used by `megatron-rl simulate`."""
 
 from collections.abc import Sequence
 
 from megatron_rl.simulation.outcome import Outcome
 
 TIE = 0.01
-"""Steps that differ by less are equally long; then the fresher one is better."""
+"""Steps within this share are equally long; lower staleness then decides."""
 _NOTABLE = 0.05
 _SLOW_GRADING = 0.25
-"""Seconds of grading for each second of generating from which verifiers are the limit."""
+"""Verifiers are the limit above this ratio of grading time to generation time."""
 
 
 def best_of(outcomes: Sequence[Outcome]) -> int:
-    """Place of the shortest step; of those within TIE, the one with the least staleness."""
+    """Index of the shortest step, or within TIE of the one with the least staleness."""
     shortest = min(outcome.step_s for outcome in outcomes)
     near = [i for i, outcome in enumerate(outcomes) if outcome.step_s <= shortest * (1 + TIE)]
     return min(near, key=lambda i: (round(outcomes[i].staleness_mean, 3), outcomes[i].step_s))
 
 
 def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = False) -> list[str]:
-    """Who waits for whom, in sentences.
+    """Sentences that explain the waiting times.
 
-    dead_share: of the engines, those that never serve. is_assumed: no run says how long grading
-    takes.
+    dead_share: share of engines that never serve. is_assumed: the grading time is not from a run.
     """
     found = [
         f"of a step of {outcome.step_s:.1f} s the trainer computes {outcome.compute_s:.1f}, "
         f"weight syncs {outcome.stall_s:.1f} and waits {outcome.wait_s:.1f} for completions"
     ]
-    # Engines that restart count as idle, too.
+    # Restarting engines count as idle too.
     idle = 0.0 if outcome.deaths else outcome.generator_idle - dead_share
     if outcome.trainer_idle <= _NOTABLE:
         found.append(
@@ -72,7 +68,7 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
 
 
 def _is_limited_by_verifiers(outcome: Outcome) -> bool:
-    """Whether completions spend much of their time with verifiers, or verifiers are always busy."""
+    """Whether grading takes much of a completion's time, or verifiers are always busy."""
     grading_s = outcome.verifier_s + outcome.verifier_wait_s
     is_slow = grading_s > _SLOW_GRADING * outcome.latency_s
     return is_slow or outcome.verifier_busy > 1 - _NOTABLE

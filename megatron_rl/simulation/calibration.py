@@ -4,12 +4,12 @@ Used by `megatron-rl simulate --calibrate RUN`.
 
 | part      | fitted to                                                                           |
 |-----------|-------------------------------------------------------------------------------------|
-| lengths   | the run's completions, prompt by prompt; dropped groups too                         |
-| verdicts  | share of right completions, and of groups dropped for zero variance                 |
-| engine    | seconds a token of each completion, by what ran at the same time (`engine_fit.py`)  |
+| lengths   | the run's completions, prompt by prompt, including dropped groups                   |
+| verdicts  | share of correct completions and of zero-variance groups                            |
+| engine    | seconds per token of each completion, by the engine's load (`engine_fit.py`)        |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
 | sync      | weight_sync/s and weight_sync/pause_s                                               |
-| verifiers | arrivals and scores, less the waiting for those before                              |
+| verifiers | times of arrival and score, without the wait for earlier requests                   |
 """
 
 import bisect
@@ -40,9 +40,9 @@ from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
 _KEPT_TIMES = 500
 _CERTAIN = 0.99
-"""Share of the requests that decides the number of servers: others may have been retried."""
+"""Share of requests that decides the number of servers; the rest may be retries."""
 _FAR = 1.5
-"""The fit is not trusted for iterations that are this factor larger or smaller than the run's."""
+"""Factor between iteration sizes beyond which the fit is not trusted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Calibration:
     fitted: ClusterModel
     workload: Workload
     config: Config
-    """Of the run."""
+    """The run's configuration."""
     engine: FittedEngine
 
     def doubt(self, outcome: Outcome) -> str:
-        """Why an outcome of these models may be far off, with the fix; empty: nothing is known."""
+        """Reason why an outcome may be far off, with a fix; empty for none."""
         low, high, asked = (
             self.engine.least_running, self.engine.most_running, outcome.running_mean
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Calibration:
         )
 
     def model(self, config: Config, assumed: Assumptions) -> ClusterModel:
-        """The model of another configuration of the same machines. Raises InputError."""
+        """The model of another configuration on the same machines. Raises InputError."""
         mine, fitted = self.config, self.fitted
         if config.generator.colocate:
             raise InputError(
@@ -116,7 +116,7 @@ def _check_same(name: str, fitted: object, asked: object) -> None:
 
 
 def calibrate(run: RunRecords) -> Calibration:
-    """Fit to a run whose roles have devices of their own."""
+    """Fit to a run whose roles share no device."""
     measured, engine = measure(run), fit_engine(run)
     model = ClusterModel(
         engine=engine.model,
@@ -146,7 +146,7 @@ def _workload(run: RunRecords) -> Workload:
 
 
 def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
-    """Passes are proportional to the tokens of the slowest rank; nothing else is."""
+    """Only passes are proportional to the tokens of the slowest rank."""
     config = run.config
     lengths: defaultdict[int, list[int]] = defaultdict(list)
     for record in run.rollouts:
@@ -191,14 +191,14 @@ def _verifier(run: RunRecords) -> VerifierModel:
 
 
 def servers_seen(arrivals: Sequence[float], departures: Sequence[float]) -> int:
-    """The fewest servers with which requests can have left in this order.
+    """The fewest servers that explain the order of departures.
 
-    Requests begin in the order of their arrival. When one leaves before others that came earlier,
-    these had begun before it and were at servers of their own.
+    Requests begin in the order of arrival. Requests that arrived before one and leave after it
+    occupied other servers when it began.
     """
     found: list[int] = []
     left: list[float] = []
-    """Departures of all that came earlier, sorted."""
+    """Departures of all earlier arrivals, sorted."""
     for _, departure in sorted(zip(arrivals, departures, strict=True)):
         found.append(1 + len(left) - bisect.bisect_right(left, departure))
         bisect.insort(left, departure)
@@ -209,9 +209,9 @@ def servers_seen(arrivals: Sequence[float], departures: Sequence[float]) -> int:
 def service_times(
     arrivals: Sequence[float], departures: Sequence[float], servers: int
 ) -> list[float]:
-    """Seconds that each request was at a server, in the order of arrival; none below 0.
+    """Service seconds of each request in order of arrival, at least 0.
 
-    A service starts at the arrival, or when a server becomes free (Lindley's recursion).
+    Service starts at arrival or when a server becomes free (Lindley's recursion).
     """
     free = [-math.inf] * servers
     found: list[float] = []

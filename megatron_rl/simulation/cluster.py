@@ -1,9 +1,8 @@
-"""A run of a whole cluster under virtual time.
+"""A simulated run of a whole cluster.
 
-Run by `megatron-rl simulate`. The queue is the product's own `Coordinator`, with virtual time as
-its clock. Generators (`fleet.py`), verifiers (`verifiers.py`) and trainer (`trainer.py`) are models
-that exchange its messages. There is one thread. The configuration, the model of the cluster and the
-seed determine everything.
+Run by `megatron-rl simulate`, in one thread. The queue is the real `Coordinator` with virtual time.
+Generators (`fleet.py`), verifiers (`verifiers.py`) and trainer (`trainer.py`) are models that
+exchange its messages. Configuration, cluster model and seed determine everything.
 """
 
 import logging
@@ -29,21 +28,21 @@ from megatron_rl.simulation.verifiers import Verifiers
 from megatron_rl.simulation.workload import Workload
 
 _AFTER_LAST = 2
-"""Batches beyond the bound of staleness for which groups are still opened at the end."""
+"""Batches beyond max_staleness for which the queue still opens groups at the end."""
 _TICKS_PER_TIMEOUT = 5
 
 
 @dataclass(frozen=True)
 class Span:
-    """Which steps are simulated and measured."""
+    """Simulated and measured steps."""
 
     steps: int = 12
     """Measured steps."""
     warm_up: int = 5
-    """Steps before those: the queue fills, the first completions are the short ones."""
+    """Earlier steps, in which the queue fills and short completions come first."""
     grain_s: float = 0.0
-    """The queue answers together the messages of this many seconds. Above 0 for large clusters,
-    where the queue itself takes most of a simulation's time."""
+    """Seconds of messages that the queue answers together. Above 0 it speeds up large clusters,
+    where the queue takes most of a simulation's time."""
 
 
 class Cluster:
@@ -58,7 +57,7 @@ class Cluster:
         *,
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: writes rollouts as a real run does; None: nothing is written."""
+        """recorder: writes rollouts like a real run; None: no files."""
         self._span = span or Span()
         self._last = self._span.warm_up + self._span.steps
         steps = self._last + config.queue.max_staleness + _AFTER_LAST
@@ -69,12 +68,12 @@ class Cluster:
 
     @property
     def records(self) -> list[StepRecord]:
-        """The steps so far, warm-up included."""
+        """The steps so far, including warm-up."""
         return self._trainer.records
 
     def run(self) -> Outcome:
-        """Simulate. Raises DeadlineExceeded and others, as the queue of a real run would."""
-        # The queue's warnings about lost leases tell nothing here.
+        """Simulate. Raises the queue's exceptions, such as DeadlineExceeded."""
+        # The queue's warnings about lost leases are expected here.
         logger = logging.getLogger("megatron_rl.rollout_queue")
         level = logger.level
         logger.setLevel(logging.CRITICAL)

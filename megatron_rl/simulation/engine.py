@@ -6,18 +6,17 @@ the set of completions nothing else happens, so that n iterations take
 
     n (base_s + per_running_s B + per_kv_token_s K) + per_kv_token_s B n (n - 1) / 2
 
-and no event is needed for a token.
-Changes take effect at the end of an iteration, as in a real engine: completions join and leave,
-weights are replaced, the engine pauses. Rules, from SGLang 0.5.23's scheduler:
+and tokens need no events. Changes take effect at the end of an iteration, as in a real engine:
+completions join and leave, weights are replaced, the engine pauses. Rules of SGLang 0.5.23's
+scheduler:
 
-- A completion joins when there is a place (max_running) and room in the cache for its tokens and a
-  reserve for each that runs; its prefill takes time in which nobody decodes. A prompt that the
-  engine has seen last costs no prefill (the prefix cache).
-- When an iteration would overflow the cache, the completions with the fewest tokens are put back
-  ("retracted"); they wait at the head of the line, keep their tokens, and prefill them again.
+- A completion joins when fewer than max_running run, and the cache has room for its tokens and a
+  reserve for each running completion. No completion decodes during its prefill. A recently seen
+  prompt needs no prefill (prefix cache).
+- When an iteration would overflow the cache, the engine retracts the completions with the fewest
+  tokens. They wait at the head of the queue, keep their tokens, and prefill again.
 
-Left out: chunked prefill mixed with decoding, and that completions of a group share their prompt's
-place in the cache.
+Left out: chunked prefill mixed with decoding, and prompts shared in the cache by a group.
 """
 
 import heapq
@@ -29,28 +28,27 @@ from dataclasses import dataclass, field
 from megatron_rl.protocol.types import VersionSpan
 
 RESERVE_TOKENS = 512
-"""Kept free in the cache for each running completion when another joins, at most what it may
-generate. SGLang 0.5.23 estimates about an eighth of at most 4096 tokens (schedule_policy.py)."""
+"""Cache tokens reserved for each running completion when another joins. SGLang 0.5.23 estimates
+about an eighth of at most 4096 tokens (schedule_policy.py)."""
 SEEN_PROMPTS = 4096
-"""Prompts that the prefix cache is taken to hold; prompts are short beside completions."""
+"""Assumed prompts in the prefix cache; prompts are short compared with completions."""
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What one engine costs, in seconds, and what it holds."""
+    """Costs of one engine in seconds, and its capacity."""
 
     base_s: float
-    """Of an iteration, whatever it decodes: reading the weights, launching kernels."""
+    """Constant cost of an iteration: reading the weights, launching kernels."""
     per_running_s: float
-    """For each completion of an iteration."""
+    """Per running completion and iteration."""
     per_kv_token_s: float
-    """For each token in the cache of the completions of an iteration."""
+    """Per cached token of running completions and iteration."""
     prefill_s_per_token: float
     max_running: int
     kv_tokens: int
     recomputes_cache: bool = False
-    """Whether a pause empties the KV cache and puts all running completions back
-    (weights.kv_cache)."""
+    """A pause empties the KV cache and requeues running completions (weights.kv_cache)."""
 
     def iteration_s(self, running: int, kv: int) -> float:
         """Seconds of one iteration."""
@@ -59,25 +57,25 @@ class EngineModel:
 
 @dataclass
 class Request:
-    """A completion that an engine is asked for."""
+    """A requested completion."""
 
     lease_id: int
     index: int
     group: int
-    """Completions with the same number have the same prompt."""
+    """Completions of one group have the same prompt."""
     prompt_tokens: int
     tokens: int
-    """How long it will be."""
+    """Final length."""
     generated: int = 0
-    """Until it joined last."""
+    """Tokens when it last joined."""
     joined_at: int = 0
-    """Iteration after which it decodes."""
+    """Engine iteration at which it last joined."""
     leased_at: float = 0.0
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """(policy version, completion token from which on it sampled)."""
+    """(policy version, its first completion token)."""
 
     def spans(self) -> list[VersionSpan]:
-        """Which version sampled which tokens, once it is finished."""
+        """Policy versions of a finished completion's tokens."""
         last: dict[int, int] = {}
         for version, start in self.starts:
             last[start] = version
@@ -93,16 +91,16 @@ class Request:
 
 @dataclass
 class Counts:
-    """What engines have done."""
+    """Work of engines."""
 
     tokens: int = 0
-    """Generated."""
+    """Generated tokens."""
     iterations: int = 0
     retractions: int = 0
 
 
 class Engine:
-    """Completions that wait and run, at a clock that the caller advances. Times are seconds."""
+    """Waiting and running completions; the caller advances the clock. Times are seconds."""
 
     def __init__(
         self,
@@ -111,20 +109,20 @@ class Engine:
         reserve_tokens: int = RESERVE_TOKENS,
         counts: Counts | None = None,
     ) -> None:
-        """counts: what the engine adds to; other engines may share it."""
+        """counts: updated by the engine; other engines may share it."""
         self.model = model
         self.counts = counts if counts is not None else Counts()
         self.version = -1
         self.kv = 0
         """Tokens in the cache."""
         self.iterations = 0
-        """Of this engine since it started."""
+        """Iterations since the engine started."""
         self.peak_kv = 0
         self._reserve = reserve_tokens
         self._clock = 0.0
         """End of the last iteration."""
         self._running: list[tuple[int, int, Request]] = []
-        """Heap by the iteration that ends each."""
+        """Heap by final iteration."""
         self._waiting: deque[Request] = deque()
         self._order = itertools.count()
         self._seen: dict[int, None] = {}
@@ -134,35 +132,35 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Completions that run or wait."""
+        """Number of running and waiting completions."""
         return len(self._running) + len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Completions that run."""
+        """Number of running completions."""
         return len(self._running)
 
     @property
     def is_working(self) -> bool:
-        """Whether it computes."""
+        """Whether the engine computes."""
         return bool(self._running) and not self._is_paused
 
     @property
     def pending_version(self) -> int | None:
-        """Of the weights that it takes at the end of this iteration."""
+        """Version of the weights that the engine loads at the end of this iteration."""
         return self._new_version
 
-    # --- what happens to it; each at a time not before that of the call before ----------------
+    # --- events, in order of time ---------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """A completion arrives."""
+        """Add a completion."""
         self.advance(now)
         self._waiting.append(request)
         if not self._running:
             self._begin(now)
 
     def cancel(self, lease_id: int, now: float) -> None:
-        """Forget what is left of a lease."""
+        """Drop the unfinished completions of a lease."""
         self.advance(now)
         for _, _, request in self._running:
             if request.lease_id == lease_id:
@@ -181,7 +179,7 @@ class Engine:
             self._stop()
 
     def resume(self, version: int, now: float) -> None:
-        """Go on with the weights of a version."""
+        """Resume with the weights of a version."""
         self.advance(now)
         self._is_pausing = False
         self._new_version = version
@@ -190,14 +188,14 @@ class Engine:
             self._begin(now)
 
     def take_finished(self) -> list[tuple[float, Request]]:
-        """(when, which) since the last call."""
+        """(time, completion) finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     # --- time -----------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        """When something changes by itself: a completion ends, joins or is put back; or never."""
+        """Time of the engine's next change (a completion ends, joins or is retracted), or inf."""
         if not self.is_working:
             return math.inf
         return self._clock + self._seconds(self._until_change())
@@ -222,7 +220,7 @@ class Engine:
             self._settle()
 
     def _until_change(self) -> int:
-        """Iterations until the set of completions, or their weights, may change."""
+        """Iterations until the running completions or their weights may change."""
         if self._is_pausing or self._new_version is not None or self._may_join():
             return 1
         ends = self._running[0][0] - self.iterations
@@ -235,7 +233,7 @@ class Engine:
         return iterations * model.iteration_s(count, self.kv) + growth
 
     def _iterations_in(self, seconds: float) -> int:
-        """Whole iterations of the present completions in these seconds, if none ends."""
+        """Whole iterations of the running completions in these seconds, if none ends."""
         seconds += _rounding(self._clock)
         if seconds <= 0:
             return 0
@@ -250,7 +248,7 @@ class Engine:
     # --- at the end of an iteration ---------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
-        """Nothing ran until now."""
+        """Start after idle time."""
         self._clock = max(self._clock, now)
         self._settle()
 
@@ -261,7 +259,7 @@ class Engine:
             self._finished.append((self._clock, request))
 
     def _settle(self) -> None:
-        """Between two iterations: pause, take new weights, put back, let join."""
+        """Between two iterations: load new weights, pause, retract, let completions join."""
         if self._new_version is not None:
             self.version, self._new_version = self._new_version, None
             for _, _, request in self._running:
@@ -274,7 +272,7 @@ class Engine:
         self._prefill()
 
     def _prefill(self) -> None:
-        """Let the waiting completions join that may."""
+        """Let waiting completions join."""
         prefilled = 0
         while self._may_join():
             request = self._waiting.popleft()
@@ -293,7 +291,7 @@ class Engine:
         return self.kv + first.prompt_tokens + first.generated + reserve <= self.model.kv_tokens
 
     def _join(self, request: Request) -> int:
-        """Let a completion decode from the next iteration on; return its tokens to prefill."""
+        """Let a completion decode from the next iteration; return its tokens to prefill."""
         request.joined_at = self.iterations
         request.starts.append((self.version, request.generated))
         ends = self.iterations + request.tokens - request.generated
@@ -303,7 +301,7 @@ class Engine:
         return request.generated
 
     def _knows(self, group: int) -> bool:
-        """Whether its prompt is in the prefix cache, where it is from now on."""
+        """Whether a group's prompt was in the prefix cache; adds it."""
         is_known = group in self._seen
         self._seen[group] = self._seen.pop(group, None)
         if len(self._seen) > SEEN_PROMPTS:
@@ -329,7 +327,7 @@ class Engine:
         self._is_paused = True
         if self.model.recomputes_cache:
             self._seen.clear()
-            # Who joined first is the first again.
+            # Keep the order in which the completions joined.
             for _, _, request in sorted(self._running, key=lambda entry: -entry[1]):
                 self._put_back(request)
             self._running.clear()
@@ -342,5 +340,5 @@ class Engine:
 
 
 def _rounding(clock: float) -> float:
-    """Seconds that a sum of floats may lack of the moment for which an event was set."""
+    """Rounding error of an event's time, in seconds."""
     return 1e-9 * max(1.0, abs(clock))

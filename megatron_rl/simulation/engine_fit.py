@@ -1,9 +1,8 @@
-"""Fits the cost of an engine's iteration to the completions of a run. Pure.
+"""Fits the cost of an engine's iteration to the completions of a run. Pure; used by calibration.
 
-Used by calibration. A completion of T tokens went through T - 1 iterations after its first token,
-or through T from its lease where the engine does not say when the first token came. The other
-completions of the engine say how many ran in these iterations, and over how many cached tokens.
-Prefills that stopped an iteration count as a part of it.
+A completion of T tokens took T - 1 iterations after its first token, or T after its lease if the
+engine does not report the first token. The engine's other completions give the running completions
+and cached tokens of these iterations. Prefills count as part of an iteration.
 """
 
 from collections import defaultdict
@@ -18,23 +17,23 @@ from megatron_rl.simulation.records import RunRecords
 
 @dataclass(frozen=True)
 class FittedEngine:
-    """The model of one of the run's engines, and the batch sizes that it was fitted to."""
+    """The model of one of the run's engines, and its range of batch sizes."""
 
     model: EngineModel
     least_running: float
     most_running: float
-    """Completions of an iteration, in nine of ten of them."""
+    """Nine of ten iterations have a number of completions in this range."""
 
 
 def fit_engine(run: RunRecords) -> FittedEngine:
-    """Base, completion and cached-token seconds of an iteration, by least squares."""
+    """Fit seconds per iteration, running completion and cached token by least squares."""
     by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
     for record in run.rollouts:
         by_engine[record.generator].append(record)
     parts = [_iterations(run, records) for records in by_engine.values()]
     steps, seconds, columns = (np.concatenate(part) for part in zip(*parts, strict=True))
     running = columns[:, 1]
-    # Completions that ran together saw the same iterations: each iteration counts once.
+    # Completions that ran together share iterations; each iteration counts once.
     share = steps / np.maximum(running, 1.0)
     weight = np.sqrt(share)
     base, per_running, per_kv = fit_not_negative(columns * weight[:, None], seconds * weight)
@@ -52,9 +51,9 @@ def fit_engine(run: RunRecords) -> FittedEngine:
 def _iterations(
     run: RunRecords, records: list[RolloutRecord]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of one engine's completions: [completions] iterations, seconds of one, [completions, 3].
+    """([completions] iterations, [completions] seconds of one, [completions, 3] columns).
 
-    The columns are those of the fit: 1, completions that ran, tokens in the cache.
+    Columns of the fit: 1, running completions, cached tokens.
     """
     leased = np.array([r.times.leased for r in records])
     first_token_s = np.array([r.times.first_token_s for r in records])
@@ -94,13 +93,13 @@ class LoadCurve:
         slopes = np.cumsum(np.concatenate([rate, -rate])[order])
         ones = np.ones_like(rate)
         running = np.cumsum(np.concatenate([ones, -ones])[order])
-        # Just after each event: what joined or left, and what grew since the event before.
+        # Cached tokens just after each event: joined, left, and grown since the last event.
         kv = np.cumsum(np.concatenate([prompts, -(prompts + tokens)])[order] * 1.0)
         kv[1:] += np.cumsum(slopes[:-1] * np.diff(self._times))
         self._values, self._slopes = (running, kv), (np.zeros_like(slopes), slopes)
 
     def means(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[intervals] running completions and cached tokens, on average over each interval."""
+        """[intervals] mean running completions and mean cached tokens."""
         running, kv = (
             (self._area(values, slopes, ends) - self._area(values, slopes, starts))
             / np.maximum(ends - starts, 1e-9)
@@ -118,11 +117,11 @@ class LoadCurve:
 
 
 def fit_not_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[columns] the least squares solution of columns @ x = values with no x below 0."""
-    # The command that lists commands and options must not load SciPy.
+    """[columns] the least squares solution of columns @ x = values with x >= 0."""
+    # Listing commands and options must not load SciPy.
     from scipy.optimize import nnls
 
-    # Cached tokens are 1e5 times as many as iterations: unscaled columns lose digits.
+    # Cached tokens are 1e5 times the iterations: unscaled columns lose digits.
     scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
     solution, _ = nnls(columns / scale, values)
     return solution / scale

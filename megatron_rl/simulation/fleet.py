@@ -1,6 +1,6 @@
 """The simulated generators: engines that take leases, return rollouts, die and restart.
 
-Used by the simulation. Generators send the queue the messages of real ones.
+Generators exchange the real messages with the queue.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ class Generator:
     session: int = 1
     is_alive: bool = True
     stamp: int = 0
-    """Number of the last event that was set for it; earlier events no longer count."""
+    """Number of its last scheduled event; earlier events are void."""
     seen_at: float = 0.0
-    """Up to when its time is counted."""
+    """End of its counted time."""
 
 
 @dataclasses.dataclass
 class FleetTotals(Counts):
-    """Of all generators since the last reset."""
+    """Totals of all generators since the last reset."""
 
     idle_s: float = 0.0
-    """With nothing in flight, or dead."""
+    """Time without completions, or dead."""
     running_s: float = 0.0
     """Integral of running completions over time."""
     latency_s: float = 0.0
-    """Of all completions together, from lease to end."""
+    """Sum over completions, from lease to end."""
     finished: int = 0
     deaths: int = 0
     timeouts: int = 0
@@ -54,7 +54,7 @@ class Fleet:
     """All generators of a run."""
 
     def __init__(self, run: VirtualRun, on_restart: Callable[[Generator], None]) -> None:
-        """on_restart: called with a generator that restarted and waits for weights."""
+        """on_restart: called with a restarted generator that waits for weights."""
         self._run, self._on_restart = run, on_restart
         self._cap = run.config.sampling.max_new_tokens
         self._draw = random.Random(f"{run.workload.seed}/faults")
@@ -89,21 +89,21 @@ class Fleet:
         self._changed(generator)
 
     def take_cancel(self, name: str, cancel: Cancel) -> None:
-        """Stop the completions of a lease that still run or wait."""
+        """Drop the unfinished completions of a lease."""
         generator = self.generators[name]
         self._count_time(generator)
         generator.engine.cancel(cancel.lease_id, self._run.now)
         self._changed(generator)
 
     def pause(self, generator: Generator, session: int) -> None:
-        """A weight sync to a generator begins."""
+        """Begin a weight sync to a generator."""
         if generator.is_alive and generator.session == session:
             self._count_time(generator)
             generator.engine.pause(self._run.now)
             self._changed(generator)
 
     def resume(self, generator: Generator, session: int, version: int) -> None:
-        """A generator has the weights of a version."""
+        """End a weight sync of a version to a generator."""
         if generator.is_alive and generator.session == session:
             self._count_time(generator)
             generator.engine.resume(version, self._run.now)
@@ -126,18 +126,18 @@ class Fleet:
 
     @property
     def live(self) -> list[Generator]:
-        """The generators that can take a weight sync."""
+        """Generators that can take a weight sync."""
         return [generator for generator in self.generators.values() if generator.is_alive]
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Restart the totals."""
         for generator in self.generators.values():
             self._count_time(generator)
         # The engines count into the same object.
         vars(self._totals).update(vars(FleetTotals()))
 
     def totals(self) -> FleetTotals:
-        """Since the last reset."""
+        """Totals since the last reset."""
         for generator in self.generators.values():
             self._count_time(generator)
             if generator.is_alive:
@@ -148,7 +148,7 @@ class Fleet:
     # --- time -------------------------------------------------------------------------------------
 
     def _count_time(self, generator: Generator) -> None:
-        """Count the time since the last look, in which nothing joined or ended."""
+        """Count the time since the last call, in which no completion joined or ended."""
         passed = self._run.now - generator.seen_at
         generator.seen_at = self._run.now
         if not generator.is_alive or not generator.engine.in_flight:
@@ -157,7 +157,7 @@ class Fleet:
             self._totals.running_s += passed * generator.engine.running
 
     def _changed(self, generator: Generator) -> None:
-        """Deliver the finished completions, and wake at the engine's next change."""
+        """Deliver finished completions and schedule the engine's next change."""
         self._deliver(generator)
         generator.stamp += 1
         when = generator.engine.next_at()

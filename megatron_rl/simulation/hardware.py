@@ -1,8 +1,7 @@
-"""The model of a cluster from sizes alone: the GPU's data sheet, the model's shape, the layout.
+"""The cluster model from sizes only: the GPU's data sheet, the model's shape, the layout.
 
-Used by `megatron-rl simulate` without a calibrating run. Pure, but that it reads config.json. Every
-figure that is assumed, not derived, is a field of `Assumptions`; docs/simulator.md says where each
-comes from.
+Used by `megatron-rl simulate` without --calibrate. Pure except for reading config.json. Every
+assumed figure is a field of `Assumptions`; docs/simulator.md gives their sources.
 """
 
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ MEMORY_BYTES_PER_S = {
 """NVIDIA's data sheets, SXM models."""
 DENSE_MFU, EXPERTS_MFU = 0.35, 0.2
 _NODE_WORKERS = 8
-"""Verifier processes of `workers = "auto"` on a node of 8 GPUs, which has 32 cores or more."""
+"""Workers of `workers = "auto"` on a node of 8 GPUs, with 32 cores or more."""
 
 
 Lanes = int | Literal["copies", "all"]
@@ -56,46 +55,44 @@ Lanes = int | Literal["copies", "all"]
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says."""
+    """Figures that no data sheet gives."""
 
     gpu: str = "h100-80g"
     mfu: float | None = None
-    """Model FLOPs of the trainer over the peak in bfloat16, whatever is recomputed and in whatever
-    precision; None: DENSE_MFU, or EXPERTS_MFU for a mixture of experts."""
+    """Model FLOPs of the trainer over the bfloat16 peak, for any recomputation and precision; None:
+    DENSE_MFU, or EXPERTS_MFU for a mixture of experts."""
     memory_share: float = 0.7
-    """Of the memory's bandwidth, that decoding reaches."""
+    """Share of the memory bandwidth that decoding reaches."""
     iteration_overhead_s: float = 0.004
-    """Of an iteration beside memory and products: launches, reductions over tensor ranks."""
+    """Launches and reductions over tensor ranks in an iteration."""
     request_overhead_s: float = 5e-6
-    """For each completion of an iteration: sampling, scheduling."""
+    """Sampling and scheduling per completion and iteration."""
     prefill_share: float = 0.5
-    """Of the peak in bfloat16, that prefills reach."""
+    """Share of the bfloat16 peak that prefills reach."""
     bytes_per_s: float | None = None
-    """That one rank sends or receives in a weight sync; None: `sync_rate`."""
+    """Bandwidth of one rank in a weight sync; None: `sync_rate`."""
     reduce_bytes_per_s: float = 25e9
-    """At which gradients are reduced and parameters gathered, for each trainer rank."""
+    """Bandwidth of a trainer rank for reducing gradients and gathering parameters."""
     turn_s: float = 1.0
-    """Of engines on the trainer's GPUs, to give their memory back, and again to take it."""
+    """Time for colocated engines to release their memory, and again to reclaim it."""
     pause_s: float = 0.1
-    """Of an engine, beside the transfer: pause, digests, going on."""
+    """Time of an engine's weight sync outside the transfer: pause, digests, resuming."""
     lanes: Lanes = "copies"
-    """Engines that a weight sync serves at once. copies: each copy of the trainer's model serves
-    one, with its own ranks, or by way of host memory all of its own; a number, or all: all ranks
-    serve so many."""
+    """Engines that a weight sync serves at once. copies: the ranks of each model copy serve one
+    engine (through host memory: all engines of the copy). A number or all: all ranks together."""
     is_overlapped: bool = False
-    """Beside the next step, also where the configuration does not say so (expert.weights.overlap).
-    """
+    """Overlap weight syncs with the next step, even without expert.weights.overlap."""
     verify_s: float = 0.1
-    """Of grading one completion."""
+    """Grading time of one completion."""
     verifier_servers: int | None = None
-    """None: verifier.answers.workers for each node of 8 GPUs."""
+    """None: verifier.answers.workers per node of 8 GPUs."""
     deaths_per_engine_hour: float = 0.0
     restart_s: float = 300.0
     dead: int = 0
 
 
 def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
-    """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
+    """The cluster model of a configuration on these GPUs. Raises InputError."""
     if config.generator.colocate and not config.generator.release_memory:
         raise InputError(
             "generator.colocate=true needs generator.release_memory=true in a simulation: trainer "
@@ -125,7 +122,7 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
 
 
 def kv_tokens_of(config: Config, assumed: Assumptions) -> int:
-    """Tokens that the KV cache of an engine could hold on these GPUs; 0: it does not fit."""
+    """Tokens that an engine's KV cache could hold on these GPUs; 0: the weights do not fit."""
     gpu = find_gpu(assumed.gpu)
     memory = engine_memory(
         read_shape(config.model.path),
@@ -137,9 +134,9 @@ def kv_tokens_of(config: Config, assumed: Assumptions) -> int:
 
 
 def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineModel:
-    """One iteration reads all weights and the cache, or computes the products, whichever is longer.
+    """An iteration takes as long as reading all weights and the cache, or as the products.
 
-    All weights: at 64 completions a mixture of 128 experts, 8 a token, misses 2 % of them.
+    All weights: at 64 completions a mixture of 128 experts with 8 per token misses 2 % of them.
     """
     generator, peak = config.generator, find_gpu(assumed.gpu).bf16_flops
     ranks = generator.tensor_parallel
@@ -151,7 +148,7 @@ def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineMo
     most_s = generator.max_running * token_flops / (ranks * peak * assumed.prefill_share)
     return EngineModel(
         base_s=read_s + assumed.iteration_overhead_s,
-        # A line from the time at few completions to that at max_running.
+        # Linear between few completions and max_running.
         per_running_s=max(0.0, most_s - read_s) / generator.max_running
         + assumed.request_overhead_s,
         per_kv_token_s=kv_bytes_per_token(shape, ranks, item) / rate,
@@ -189,7 +186,7 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
 
 
 def read_lanes(text: str) -> Lanes:
-    """Of the command line. Raises InputError."""
+    """Parse --lanes. Raises InputError."""
     if text == "all" or text == "copies":
         return text
     if not text.isdigit() or int(text) < 1:
@@ -200,7 +197,7 @@ def read_lanes(text: str) -> Lanes:
 
 
 def lanes_of(lanes: Lanes, *, copies: int, replicas: int) -> int:
-    """How many engines are served at once."""
+    """Number of engines served at once."""
     if lanes == "all":
         return replicas
     return copies if lanes == "copies" else lanes
@@ -219,7 +216,7 @@ def _sync(shape: ModelShape, config: Config, assumed: Assumptions) -> WeightSync
     return WeightSyncModel(
         replica_s=replica_s,
         lanes=lanes_of(lanes, copies=copies, replicas=config.generator.replicas),
-        # Copies that serve one engine each do not share what they can send.
+        # Copies that serve one engine each share no bandwidth.
         sender_share=0.0 if has_turns else sum(ranks) / (world * rate) / replica_s,
         is_overlapped=assumed.is_overlapped or config.weights.overlap,
         is_relayed=config.weights.relay and has_turns,

@@ -1,7 +1,7 @@
-"""What trainer, weight sync, verifiers and faults cost: the model of a cluster. Pure.
+"""The cluster model: costs of trainer, weight sync, verifiers and faults. Pure.
 
-Used by the simulation; engines are in `engine.py`. Filled from sizes of GPUs and the model
-(`hardware.py`) or from the records of a run (`calibration.py`).
+Engines are in `engine.py`. `hardware.py` fills the model from sizes of GPUs and model,
+`calibration.py` from the records of a run.
 """
 
 from collections.abc import Sequence
@@ -17,32 +17,32 @@ from megatron_rl.weights.layout.copies import turns_before, turns_busy
 class TrainerModel:
     """Seconds of a step, from the lengths of the sequences of each microbatch.
 
-    A microbatch takes `microbatch_s + token_s * tokens + pair_s * pairs`, where pairs are those of
-    a query and a key of its sequences, and the positions that fill it up; a minibatch as long as
-    its slowest data-parallel rank, and the optimizer.
+    A microbatch takes `microbatch_s + token_s * tokens + pair_s * pairs` (pairs of a query and a
+    key) and its padding. A minibatch takes as long as its slowest data-parallel rank, and the
+    optimizer.
     """
 
     token_s: float
     pair_s: float = 0.0
     microbatch_s: float = 0.0
     optimizer_s: float = 0.0
-    """Of each minibatch: reduction of gradients, update."""
+    """Per minibatch: reduction of gradients, update."""
     step_s: float = 0.0
-    """Of each step beside its minibatches."""
+    """Per step, outside its minibatches."""
     window: int | None = None
-    """Tokens that one sees; None: all before it."""
+    """Attention window in tokens; None: unlimited."""
     stages: int = 1
-    """Of the pipeline."""
+    """Pipeline stages."""
     virtual_stages: int = 1
     positions: int = 0
-    """That every microbatch has (`expert.train.pad_microbatches`); 0: those of its sequences."""
+    """Positions of every microbatch (`expert.train.pad_microbatches`); 0: its own tokens."""
     filling_s: float = 0.0
-    """Of a position that fills a microbatch up."""
+    """Per padding position."""
     ranks_meet: bool = False
-    """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
+    """Data-parallel ranks wait for each other in every microbatch (expert parallelism)."""
 
     def compute_s(self, plans: Sequence[MinibatchPlan]) -> float:
-        """Of all forward and backward passes of a step, and its optimizer steps but the last."""
+        """Seconds of all passes of a step and its optimizer steps except the last."""
         passes = [self._minibatch_s(plan) for plan in plans]
         return self.step_s + sum(passes) + self.optimizer_s * (len(plans) - 1)
 
@@ -53,7 +53,7 @@ class TrainerModel:
         else:
             slowest = max(sum(passes) for passes in ranks)
         if self.virtual_stages > 1:
-            # Placeholders are as long as other microbatches where all have one size.
+            # Padded placeholders take as long as other microbatches.
             slowest += -len(ranks[0]) % self.stages * self.positions * self.filling_s
         # The share is over the ideal time: (p - 1) / (v m + p - 1) of the whole.
         bubble = bubble_share(self.stages, self.virtual_stages, len(ranks[0]))
@@ -70,20 +70,20 @@ class TrainerModel:
 
 @dataclass(frozen=True)
 class WeightSyncModel:
-    """How weights come to the engines."""
+    """Costs of weight syncs."""
 
     replica_s: float
-    """From the pause of an engine until it goes on, with nobody beside it."""
+    """Pause of an engine that is served alone."""
     lanes: int = 1
-    """Engines that are served at once; 1: one after the other."""
+    """Engines served at once."""
     sender_share: float = 0.0
-    """Share of what all senders can send that one engine's transfer takes when it is alone."""
+    """Share of all senders' bandwidth that one engine's transfer takes alone."""
     fixed_s: float = 0.0
-    """Of a weight sync beside the transfers; engines go on meanwhile."""
+    """Time outside the transfers; engines generate meanwhile."""
     is_overlapped: bool = False
-    """Sent during the next step's passes, and joined before its optimizer step."""
+    """Sent during the next step's passes, ended before its optimizer step."""
     is_relayed: bool = False
-    """Engines pass weights on; each lane is the root of a tree (`weights/layout/copies.py`)."""
+    """Engines relay weights; each lane is the root of a tree (`weights/layout/copies.py`)."""
 
     def times(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
         """([(pause, resume) of each engine], seconds until the trainer is done)."""
@@ -113,37 +113,37 @@ class WeightSyncModel:
 
 @dataclass(frozen=True)
 class Turns:
-    """Engines on the trainer's GPUs that give their memory back while it computes."""
+    """Colocated engines that release their memory while the trainer computes."""
 
     release_s: float
-    """From when the trainer has its batch until it has the memory."""
+    """From the batch's arrival until the trainer has the memory."""
     reclaim_s: float
-    """Of a weight sync, until the engines have theirs again."""
+    """In a weight sync, until the engines have their memory."""
 
 
 @dataclass(frozen=True)
 class VerifierModel:
-    """Servers that grade, first come first served."""
+    """Grading servers, first come first served."""
 
     servers: int
     service_s: tuple[float, ...] = (0.0,)
-    """Seconds of grading, one of them for each completion: measured ones, or a single figure."""
+    """Grading times to draw from: measured times, or one assumed time."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Deaths of engines at random moments."""
+    """Random deaths of engines."""
 
     deaths_per_engine_hour: float = 0.0
     restart_s: float = 300.0
-    """From a death until the new engine has started; it waits for weights after that."""
+    """From a death until the new engine waits for weights."""
     dead_from_start: int = 0
     """Engines that never serve."""
 
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """All of it."""
+    """All costs of a cluster."""
 
     engine: EngineModel
     trainer: TrainerModel
@@ -151,4 +151,4 @@ class ClusterModel:
     verifier: VerifierModel
     faults: Faults = field(default_factory=Faults)
     turns: Turns | None = None
-    """None: engines have GPUs of their own."""
+    """None: engines and trainer share no GPU."""

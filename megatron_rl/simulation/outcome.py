@@ -1,7 +1,4 @@
-"""The figures of a simulated run: step time, and who waited for whom. Pure.
-
-Used by the simulation.
-"""
+"""The figures of a simulated run: step time and waiting times. Pure."""
 
 import dataclasses
 import statistics
@@ -15,44 +12,44 @@ from megatron_rl.simulation.verifiers import Verifiers
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Figures of the steady state: means over the measured steps. Times are seconds."""
+    """Means over the measured steps. Times are seconds."""
 
     step_s: float
     trainer_idle: float
-    """Share of the time that the trainer waited for batches."""
+    """Share of time that the trainer waited for batches."""
     generator_idle: float
-    """Share of the time that engines had nothing in flight, or were dead."""
+    """Share of time that engines had no completion or were dead."""
     slots_used: float
-    """Completions that ran, over those that engines could run at once."""
+    """Running completions over max_running."""
     running_mean: float
-    """Completions of a decoding iteration, on average."""
+    """Mean completions per iteration."""
     staleness_mean: float
     staleness_max: int
     sync_s: float
     stall_s: float
-    """Of a weight sync, in which the trainer could do nothing else."""
+    """Time of a weight sync in which the trainer waited."""
     compute_s: float
     wait_s: float
     latency_s: float
-    """From a completion's lease to its end, on average."""
+    """Mean from a completion's lease to its end."""
     tokens_per_s: float
-    """Generated completion tokens, all of them."""
+    """All generated completion tokens."""
     trained_tokens: float
-    """Of a step, prompts included."""
+    """Per step, including prompts."""
     zero_variance_share: float
-    """Groups dropped, over all that were closed."""
+    """Dropped groups over all closed groups."""
     retractions: float
-    """A step."""
+    """Per step."""
     deaths: int
     timeouts: int
     verifier_busy: float
-    """Share of the verifiers' servers' time."""
+    """Share of the servers' time."""
     verifier_s: float
-    """That a server took for a completion, on average."""
+    """Mean grading time of a completion."""
     verifier_wait_s: float
-    """That a completion waited for a server."""
+    """Mean wait of a completion for a server."""
     steps: int
-    """Measured."""
+    """Measured steps."""
     events: int
 
 
@@ -63,7 +60,7 @@ def sum_up(
     totals: FleetTotals,
     verifiers: Verifiers,
 ) -> Outcome:
-    """The figures of the measured steps; began_at: the end of the step before."""
+    """The figures of the measured steps; began_at: the end of the previous step."""
 
     def total(name: str) -> float:
         return sum(getattr(record, name) for record in records)

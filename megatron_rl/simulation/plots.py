@@ -1,7 +1,4 @@
-"""Plots of a comparison of settings as PNG.
-
-Used by `megatron-rl simulate --plots DIR`, which alone loads matplotlib.
-"""
+"""PNG plots that compare settings, for `megatron-rl simulate --plots DIR`."""
 
 import importlib.util
 import io
@@ -12,7 +9,7 @@ from megatron_rl.simulation.outcome import Outcome
 
 
 def check_library() -> None:
-    """Raise InputError without matplotlib; loads nothing."""
+    """Raise InputError without matplotlib; does not load it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "--plots needs matplotlib, which is not installed: install the version in "
@@ -21,7 +18,7 @@ def check_library() -> None:
 
 
 def draw_all(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, bytes]:
-    """File name -> PNG: the parts of the trainer's step; idle shares and staleness."""
+    """File name -> PNG: parts of the trainer's step; idle shares and staleness."""
     from matplotlib.figure import Figure
 
     found: dict[str, bytes] = {}

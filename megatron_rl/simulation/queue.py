@@ -1,7 +1,7 @@
-"""What all parts of a simulated run share: virtual time, and the product's own coordinator.
+"""Virtual time and the real coordinator, shared by all parts of a simulated run.
 
-Used by the simulation. The coordinator writes nothing and makes no arrays. Evaluations, stages,
-replay and the curriculum are off: the simulation shows the steady state of one configuration.
+The coordinator writes nothing and makes no arrays. Evaluations, stages, replay and the curriculum
+are off: the simulation shows the steady state of one configuration.
 """
 
 import heapq
@@ -32,7 +32,7 @@ TASK = "math"
 
 
 class VirtualRun:
-    """A clock that jumps from event to event, the queue, and the models of all that talk to it."""
+    """A clock that jumps from event to event, the queue, and the cluster model."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class VirtualRun:
         steps: int,
         recorder: Recorder | None = None,
     ) -> None:
-        """recorder: writes rollouts as a real run does; None: nothing is written."""
+        """recorder: writes rollouts like a real run; None: no files."""
         off = {"eval": EvalConfig(prompts=0), "stages": (), "replay": ReplayConfig()}
         train = config.train.model_copy(update={"steps": steps})
         self.config = config.model_copy(
@@ -53,9 +53,9 @@ class VirtualRun:
         self.now = 0.0
         """Virtual seconds."""
         self.events = 0
-        """Events that have happened."""
+        """Number of past events."""
         self.planned: list[MinibatchPlan] = []
-        """The minibatches that the queue has planned and nobody has taken."""
+        """The queue's planned minibatches that the trainer has not taken."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         prompts = [
@@ -72,26 +72,26 @@ class VirtualRun:
         )
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Let an event happen, now at the earliest; events of one time in the order of calls."""
+        """Schedule an event, now at the earliest; events of one time run in order of calls."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Let an event happen in `seconds`."""
+        """Schedule an event in `seconds`."""
         self.at(self.now + seconds, action)
 
     @property
     def next_at(self) -> float | None:
-        """When the next event is; None: there is none."""
+        """Time of the next event; None without one."""
         return self._events[0][0] if self._events else None
 
     def step(self) -> None:
-        """Let the next event happen."""
+        """Run the next event."""
         self.now, _, action = heapq.heappop(self._events)
         self.events += 1
         action()
 
     def say(self, endpoint: str, peer: str, message: AnyMessage) -> None:
-        """Send the queue a message."""
+        """Send a message to the queue."""
         self.queue.handle(endpoint, peer, message, self.now)
 
     def _keep_plan(
@@ -102,7 +102,7 @@ class VirtualRun:
 
 
 class _NoFiles(Recorder):
-    """A recorder that writes nothing, and makes no lines to write."""
+    """A recorder that writes nothing."""
 
     run_dir, dropped_file, keeps_evaluated = Path(), None, False
     put, written, is_full = 0, 0, False
@@ -118,13 +118,13 @@ class _NoFiles(Recorder):
 
 
 class _NoRows(JsonlWriter):
-    """A writer of metrics that keeps none."""
+    """A writer of metrics that drops all."""
 
     def __init__(self) -> None:
         pass
 
     def write(self, step: int, values: object) -> None:
-        """Keep nothing."""
+        """Drop the row."""
 
 
 _TOKEN = np.zeros((), np.int32)
@@ -134,7 +134,7 @@ _LOGPROB = np.zeros((), np.float32)
 def make_rollout(
     lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool
 ) -> Rollout:
-    """A rollout whose arrays take no memory; its text is its place in the group."""
+    """A rollout whose arrays take no memory; its text is its index in the group."""
     tokens = spans[-1].end
     return Rollout(
         lease_id,

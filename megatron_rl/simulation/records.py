@@ -1,8 +1,8 @@
-"""What a finished run's own files say of its steady state: figures to predict, and to fit to.
+"""Steady-state figures of a finished run, to fit to or to compare with.
 
 Used by `megatron-rl simulate --calibrate` and `tools.bench.simulate`. Reads metrics.jsonl and
-rollouts/. The first steps, in which the queue fills, and the last ones, for which no further group
-is opened, are left out.
+rollouts/. Leaves out the first steps, in which the queue fills, and the last steps, for which no
+further group opens.
 """
 
 from collections import defaultdict
@@ -24,13 +24,13 @@ from megatron_rl.protocol.rollout_files import (
 )
 
 WARM_UP = 5
-"""Steps left out at the beginning: that is also what a simulation leaves out."""
+"""Steps left out at the beginning, as in a simulation."""
 LEAST_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of the steady state, named as in a simulation's outcome."""
+    """Figures of the steady state, with the names of `Outcome`."""
 
     step_s: float
     trainer_idle: float
@@ -40,24 +40,24 @@ class Measured:
     sync_s: float
     compute_s: float
     latency_s: float
-    """From a completion's lease to its arrival, on average."""
+    """Mean from a completion's lease to its arrival."""
     rest_s: float
-    """Of a step, in which the trainer neither waits, nor computes, nor syncs."""
+    """Time of a step in which the trainer neither waits, computes nor syncs."""
     steps: int
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run and the steps of it that are looked at."""
+    """A run and its steady-state steps."""
 
     config: Config
     steps: list[dict[str, Any]]
-    """Rows of the trainer, one a step."""
+    """Rows of the trainer, one per step."""
     rollouts: list[RolloutRecord]
-    """Of training, all of them, with their times and without texts."""
+    """All training rollouts, with times and without texts."""
     began_at: float
     ended_at: float
-    """Unix seconds of the steps that are looked at."""
+    """Unix seconds of the first and last of these steps."""
 
     def within(self) -> list[RolloutRecord]:
         """Rollouts that arrived during these steps."""
@@ -69,7 +69,7 @@ class RunRecords:
 
 
 def read_run(run_dir: Path) -> RunRecords:
-    """The records of a run. Raises InputError where something is missing."""
+    """The records of a run. Raises InputError."""
     if not (run_dir / "config.toml").exists():
         raise InputError(f"--calibrate {run_dir} holds no run: it has no config.toml")
     config = load_config(run_dir / "config.toml")
@@ -126,7 +126,7 @@ def measure(run: RunRecords) -> Measured:
 
 
 def _idle_share(run: RunRecords) -> float:
-    """Share of the time, over all generators, in which one had nothing of the queue's."""
+    """Share of time that a generator had no lease, over all generators."""
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for record in run.rollouts:
         spans[record.generator].append((record.times.leased, record.times.done))

@@ -1,9 +1,9 @@
-"""The simulated trainer: asks for batches, computes, syncs weights, as `trainer/train.py` does.
+"""The simulated trainer: asks for batches, computes, syncs weights, like `trainer/train.py`.
 
-Used by the simulation. One step: wait for the batch, passes, optimizer, ask for the next batch,
-weight sync. With an overlapped weight sync (`WeightSyncModel.is_overlapped`) the trainer takes the
-next batch at once, and waits for the weight sync before the next optimizer step. With `Turns` the
-engines are paused from the batch until the weight sync has reached them.
+One step: wait for the batch, passes, optimizer, ask for the next batch, weight sync. With an
+overlapped weight sync (`WeightSyncModel.is_overlapped`) the trainer takes the next batch at once
+and waits for the sync before the next optimizer step. With `Turns` engines pause from the batch
+until their weight sync.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,24 @@ from megatron_rl.simulation.queue import VirtualRun
 
 @dataclass
 class StepRecord:
-    """One step, in seconds and versions; the later times are 0 until the step gets there."""
+    """One step, in seconds and versions; future times are 0."""
 
     began_at: float
     wait_s: float
     tokens: int
-    """Of prompts and completions."""
+    """Prompts and completions."""
     staleness_sum: float
     rollouts: int
     staleness_max: float
     groups: int
     groups_dropped: int
-    """For any reason, since the batch before; in a simulation nearly all have zero variance."""
+    """For any reason since the previous batch; nearly all have zero variance."""
     compute_s: float = 0.0
     ended_at: float = 0.0
     sync_s: float = 0.0
-    """From its beginning to its end, overlapped or not."""
+    """Duration of the weight sync, overlapped or not."""
     stall_s: float = 0.0
-    """Of the weight sync, in which the trainer could do nothing else."""
+    """Time of the weight sync in which the trainer waited."""
 
 
 class Trainer:
@@ -52,7 +52,7 @@ class Trainer:
         self._batch: RankBatch | None = None
         self._is_syncing = False
         self._after_sync: Callable[[], None] | None = None
-        """What an overlapped weight sync holds up."""
+        """Waits for the end of an overlapped weight sync."""
         self._synced = -1
         self._sync_s = 0.0
         self._admits_until = 0.0
@@ -64,7 +64,7 @@ class Trainer:
     # --- batches ----------------------------------------------------------------------------------
 
     def take_batch(self, batch: RankBatch) -> None:
-        """Take a share of the next batch; that of rank 0 stands for all."""
+        """Take a rank's share of the next batch; rank 0 stands for all."""
         if batch.dp_rank == 0:
             self._batch = batch
             self._begin_if_ready()
@@ -146,11 +146,11 @@ class Trainer:
     def _begin_sync(self, version: int, then: Callable[[], None]) -> None:
         members = self._fleet.live
         if not members:
-            # As the syncer: with no generator left it waits for one.
+            # Like the syncer, wait for a generator.
             self._run.later(1.0, partial(self._begin_sync, version, then))
             return
         times, total = self._sync_model.times(len(members))
-        # Before version 0 the engines have given no memory back.
+        # Before version 0 the engines have released no memory.
         reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
         self._is_syncing, self._sync_s = True, reclaim_s + total
         begins = self._run.now + reclaim_s
@@ -166,7 +166,7 @@ class Trainer:
         then()
 
     def admit(self, generator: Generator) -> None:
-        """A generator restarted: it gets weights while the trainer waits for a batch."""
+        """Sync weights to a restarted generator while the trainer waits for a batch."""
         if not self._is_waiting or self._synced < 0 or self._is_syncing:
             return
         begins = max(self._run.now, self._admits_until)

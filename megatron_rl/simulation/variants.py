@@ -1,17 +1,17 @@
-"""Settings to compare: `--sweep key=v1,v2`, and every combination of several. Pure.
+"""Settings to compare: all combinations of `--sweep key=v1,v2`. Pure.
 
-Used by `megatron-rl simulate`. A key with a dot is one of the configuration; the others are here:
+Used by `megatron-rl simulate`. A key with a dot is a configuration key; the others are:
 
 | key                | changes                                                                    |
 |--------------------|----------------------------------------------------------------------------|
-| `split`            | GPUs of the trainer, of --gpus in all; the rest are engines'. `auto`: all  |
-|                    | that the layout allows, at most MOST_SPLITS                                |
+| `split`            | GPUs of the trainer, out of --gpus; engines take the rest. `auto`: all     |
+|                    | splits that the layout allows, at most MOST_SPLITS                         |
 | `tp`               | tensor ranks of an engine on the same GPUs: replicas, max_running and the  |
 |                    | KV cache follow                                                            |
 | `lanes`, `overlap`, `verifier_servers`, `verify_s`, `dead`, `mfu` | as options of these names |
 
-With `sampling.max_new_tokens`, generator.context_tokens follows, and train.microbatch_tokens where
-it would be less.
+With `sampling.max_new_tokens`, generator.context_tokens follows, and train.microbatch_tokens if it
+would be less.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megatron_rl.simulation.hardware import Assumptions, kv_tokens_of, read_lane
 
 MOST_SPLITS = 12
 KV_SHARE = 0.9
-"""Of the tokens that a KV cache could hold, that another engine layout is given."""
+"""Share of the possible KV cache that another engine layout gets."""
 Load = Callable[[Sequence[str]], Config]
 """The configuration with these overrides. Raises InputError, or ConfigError."""
 
@@ -34,13 +34,13 @@ class Variant:
     """One setting."""
 
     values: dict[str, str]
-    """By swept key; empty: the configuration as it is."""
+    """Values by swept key; empty: the unchanged configuration."""
     config: Config
     assumed: Assumptions
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         short = (f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
         return ", ".join(short) or "as it is"
 
@@ -72,7 +72,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 def make_variants(
     load: Load, sweeps: Sequence[tuple[str, list[str]]], assumed: Assumptions, gpus: int | None
 ) -> list[Variant]:
-    """Every combination. Raises InputError."""
+    """All combinations. Raises InputError."""
     base = load([])
     if base.generator.colocate and any(key == "split" for key, _ in sweeps):
         raise InputError("--sweep split: with generator.colocate engines have no GPUs of theirs")
@@ -92,7 +92,7 @@ def make_variants(
 
 def _variant(load: Load, setting: dict[str, str], assumed: Assumptions, gpus: int) -> Variant:
     overrides: list[str] = []
-    # Other keys first: a split counts the ranks of an engine as they are then.
+    # Other keys first: a split depends on the ranks of an engine.
     for key in sorted(setting, key=lambda key: (key == "split", key == "tp")):
         value = setting[key]
         if "." in key:
@@ -131,7 +131,7 @@ def _split(config: Config, trainer: int, gpus: int) -> list[str]:
 
 
 def _all_splits(config: Config, gpus: int) -> list[str]:
-    """Trainer's GPUs of all possible splits without idle GPUs, thinned evenly."""
+    """Trainer GPUs of the possible splits without idle GPUs, thinned evenly."""
     replica, ranks = _replica_gpus(config), config.generator.tensor_parallel
     parallel = config.parallel
     splits = []

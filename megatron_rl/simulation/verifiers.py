@@ -1,6 +1,6 @@
-"""The simulated verifiers: a number of servers that grade in the order of arrival.
+"""The simulated verifiers: servers that grade in order of arrival.
 
-Used by the simulation. One peer of the queue stands for the worker pools of all nodes.
+One peer of the queue stands for the worker pools of all nodes.
 """
 
 import random
@@ -21,7 +21,7 @@ from megatron_rl.simulation.queue import VirtualRun
 
 NAME = "verifier"
 PENDING_PER_SERVER = 64
-"""Requests that the queue may give to a pool of many servers, for each server."""
+"""Requests per server that the queue may give to a pool of many servers."""
 
 
 class Verifiers:
@@ -33,21 +33,21 @@ class Verifiers:
         self._slots = max(pending, self._model.servers * PENDING_PER_SERVER)
         self._draw = random.Random(f"{run.workload.seed}/grading")
         self._waiting: deque[tuple[float, ScoreRequest]] = deque()
-        """(when it arrived, request)"""
+        """(arrival time, request)"""
         self._busy = 0
         self.reset()
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Restart the totals."""
         self.busy_s = 0.0
-        """Of all servers together, for the requests that they have begun."""
+        """Grading time of all started requests."""
         self.waited_s = 0.0
-        """Of all requests together, until a server took them."""
+        """Wait of all started requests for a server."""
         self.graded = 0
-        """Requests that a server took."""
+        """Started requests."""
 
     def announce(self) -> None:
-        """Tell the queue of the pools; also their heartbeat."""
+        """Announce the pools to the queue; also their heartbeat."""
         ready = VerifierReady(dict.fromkeys(WORKER_POOLS, self._slots), 1)
         self._run.say(VERIFY, NAME, ready)
 
@@ -57,7 +57,7 @@ class Verifiers:
         self._serve()
 
     def take_classes(self, request: ClassRequest) -> None:
-        """Find all wrong answers different, in no time."""
+        """Put every wrong answer into its own class, in no time."""
         done = ClassDone(request.request_id, list(range(len(request.texts))))
         self._run.later(0.0, lambda: self._run.say(VERIFY, NAME, done))
 

@@ -1,10 +1,8 @@
-"""What is generated: lengths of completions, and which prompts tell anything. Pure.
+"""Lengths and verdicts of simulated completions, drawn independently. Pure.
 
-Used by the simulation. A completion's length and verdict depend on the seed, the number of its
-group and its place in it alone, never on when or where it is generated: what an engine loses comes
-back with the same length, and two settings are compared on the same completions.
-
-Lengths and verdicts are drawn independently of each other.
+A completion's length and verdict depend only on the seed, its group and its index, never on time or
+engine. A lost completion returns with the same length, and settings are compared on the same
+completions.
 """
 
 import math
@@ -17,17 +15,17 @@ _LEAST = 1e-3
 
 
 class Lengths(Protocol):
-    """Completion tokens."""
+    """A distribution of completion tokens."""
 
     def draw(self, group: random.Random, completion: random.Random, cap: int) -> int:
-        """Of one completion: `group` is the same for all of a prompt."""
+        """Tokens of one completion; `group` is the same for all completions of a prompt."""
 
 
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """exp(N(log median, sigma^2)), of which a part is the prompt's: longer problems think longer.
+    """exp(N(log median, sigma^2)).
 
-    correlation: share of the variance of log length that completions of a prompt have in common.
+    correlation: share of the variance of log length that completions of a prompt share.
     """
 
     median_tokens: float
@@ -43,26 +41,26 @@ class LogNormalLengths:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Those of a run's own completions, prompt by prompt."""
+    """Lengths of a run's completions, prompt by prompt."""
 
     groups: tuple[tuple[int, ...], ...]
     """Completion tokens of each group."""
 
     def draw(self, group: random.Random, completion: random.Random, cap: int) -> int:
-        """Of a random completion of a random group, which is the same for all of a prompt."""
+        """Length of a random completion of the prompt's random recorded group."""
         lengths = self.groups[int(group.random() * len(self.groups))]
         return max(1, min(cap, lengths[int(completion.random() * len(lengths))]))
 
 
 @dataclass(frozen=True)
 class PassRates:
-    """Beta-distributed chances of prompts that a completion is right."""
+    """Beta-distributed pass rates of prompts."""
 
     alpha: float
     beta: float
 
     def zero_variance_share(self, size: int) -> float:
-        """Share of groups of a size whose completions are all right or all wrong.
+        """Share of groups of `size` whose completions are all right or all wrong.
 
         E[p^n] + E[(1-p)^n] under Beta(alpha, beta).
         """
@@ -74,8 +72,7 @@ class PassRates:
 
     @classmethod
     def of(cls, mean: float, zero_variance_share: float, size: int) -> "PassRates":
-        """With this mean, and this share of zero-variance groups of a size, or the nearest
-        possible."""
+        """Pass rates with this mean and (nearly) this share of zero-variance groups of `size`."""
         low, high = math.log(_LEAST), math.log(_MOST)
         for _ in range(80):
             middle = (low + high) / 2
@@ -93,7 +90,7 @@ class PassRates:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run generates and how it is judged."""
+    """Completions of a run and their verdicts."""
 
     lengths: Lengths
     prompt_tokens: int
