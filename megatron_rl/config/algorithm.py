@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Section, merged
 
 REGRESSIONS = ("regression", "cross_entropy")
 """Shapings that read the reference policy's logprobs."""
@@ -267,7 +267,7 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.preset={name!r} is none of {', '.join(sorted(PRESETS))}{hint}"
             )
-        return _merged(PRESETS[name].values, given)
+        return merged(PRESETS[name].values, given)
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:
@@ -383,15 +383,3 @@ class AlgorithmConfig(Section):
     @property
     def _reads_reference(self) -> bool:
         return self.kl.placement != "none" or self.shaping.name in REGRESSIONS
-
-
-def _merged(preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's values, with given values in their place; sections merge key by key."""
-    merged = dict(preset)
-    for key, value in given.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merged(old, value)
-        else:
-            merged[key] = value
-    return merged

@@ -15,16 +15,11 @@ _Tree = Mapping[str, Any]
 
 
 def _shares_data(tree: _Tree) -> bool:
-    return _count(tree, "data") > 1
+    return (_number(tree, "parallel", "data") or 1) > 1
 
 
 def _shares_tensors(tree: _Tree) -> bool:
-    return _count(tree, "tensor") > 1
-
-
-def _count(tree: _Tree, name: str) -> int:
-    found = _section(tree, "parallel").get(name, 1)
-    return found if isinstance(found, int) else 1
+    return (_number(tree, "parallel", "tensor") or 1) > 1
 
 
 def _samples(tree: _Tree) -> int:
@@ -58,9 +53,8 @@ def _request_timeout_s(tree: _Tree) -> float:
 
 
 def _lease_timeout_s(tree: _Tree) -> float:
-    given = _section(tree, "generator").get("request_timeout_s")
-    request_s = given if isinstance(given, int | float) else _request_timeout_s(tree)
-    return 1.2 * request_s
+    request_s = _number(tree, "generator", "request_timeout_s")
+    return 1.2 * (_request_timeout_s(tree) if request_s is None else request_s)
 
 
 def _batch_timeout_s(tree: _Tree) -> float:
@@ -72,14 +66,19 @@ def _eval_timeout_s(tree: _Tree) -> float:
 
 
 def _lease_s(tree: _Tree) -> float:
-    given = _section(tree, "queue").get("lease_timeout_s")
-    return given if isinstance(given, int | float) else _lease_timeout_s(tree)
+    given = _number(tree, "queue", "lease_timeout_s")
+    return _lease_timeout_s(tree) if given is None else given
 
 
 def patience_of(tree: _Tree) -> float:
     """`run.patience`, or 1 for a missing or invalid value, which the check of the tree refuses."""
-    given = _section(tree, "run").get("patience", 1.0)
-    return given if isinstance(given, int | float) else 1.0
+    given = _number(tree, "run", "patience")
+    return 1.0 if given is None else given
+
+
+def _number(tree: _Tree, section: str, name: str) -> float | None:
+    found = _section(tree, section).get(name)
+    return found if isinstance(found, int | float) else None
 
 
 def _longest(tree: _Tree) -> int:

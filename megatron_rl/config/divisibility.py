@@ -42,45 +42,42 @@ def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_p
 
     Engines copy key-value heads and pad MLP units, so these sizes are free.
     """
-    if heads % size:
-        raise InputError(
-            f"{key} = {size} does not divide the model's {heads} attention "
-            f"heads; nearest possible: {nearest_divisor(heads, size)}"
-        )
+    _check_divides(key, size, f"the model's {heads} attention heads", heads)
 
 
 def check_engine_experts(tensor: int, expert: int, counts: Counts) -> None:
     """Raise InputError unless an engine's `tensor` ranks can divide the experts `expert`-fold."""
     if expert == 1:
         return
-    name = f"generator.expert_parallel = {expert}"
+    key = "generator.expert_parallel"
     if not counts.experts:
-        raise InputError(f"{name}, but the model has no experts: use 1")
-    if counts.experts % expert or tensor % expert:
-        possible = math.gcd(counts.experts, tensor)
-        raise InputError(
-            f"{name} must divide the model's {counts.experts} experts and "
-            f"generator.tensor_parallel = {tensor}; "
-            f"nearest possible: {nearest_divisor(possible, expert)}"
-        )
+        raise InputError(f"{key} = {expert}, but the model has no experts: use 1")
+    what = f"the model's {counts.experts} experts and generator.tensor_parallel = {tensor}"
+    _check_divides(key, expert, what, counts.experts, tensor)
     if counts.expert_ffn % (tensor // expert):
         raise InputError(
-            f"{name} of generator.tensor_parallel = {tensor} leaves {tensor // expert} ranks for "
-            f"each expert, which do not divide its {counts.expert_ffn} units: use {tensor}"
+            f"{key} = {expert} of generator.tensor_parallel = {tensor} leaves {tensor // expert} "
+            f"ranks for each expert, which do not divide its {counts.expert_ffn} units: "
+            f"use {tensor}"
+        )
+
+
+def _check_divides(key: str, size: int, what: str, *counts: int) -> None:
+    """Raise InputError, with the nearest possible size, unless `size` divides all counts."""
+    common = math.gcd(*counts)
+    if common % size:
+        raise InputError(
+            f"{key} = {size} does not divide {what}; nearest possible: "
+            f"{nearest_divisor(common, size)}"
         )
 
 
 def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
-    size = parallel.tensor
-    heads = f"{counts.heads} attention heads and {counts.kv_heads} key-value heads"
-    possible = math.gcd(counts.heads, counts.kv_heads, counts.ffn)
-    for what, count in ((heads, math.gcd(counts.heads, counts.kv_heads)),
-                        (f"{counts.ffn} MLP units", counts.ffn)):  # fmt: skip
-        if count % size:
-            raise InputError(
-                f"parallel.tensor = {size} does not divide the model's {what}; "
-                f"nearest possible: {nearest_divisor(possible, size)}"
-            )
+    what = f"the model's {counts.heads} attention heads and {counts.kv_heads} key-value heads"
+    if counts.ffn:
+        what += f" and {counts.ffn} MLP units"
+    sizes = (counts.heads, counts.kv_heads, counts.ffn)
+    _check_divides("parallel.tensor", parallel.tensor, what, *sizes)
 
 
 def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
@@ -88,17 +85,10 @@ def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
     if parallel.has_uneven_stages:
         _check_uneven(parallel, layers)
         return
-    if layers % stages:
-        raise InputError(
-            f"parallel.pipeline = {stages} does not divide the model's {layers} layers; "
-            f"nearest possible: {nearest_divisor(layers, stages)}"
-        )
-    if layers // stages % chunks:
-        raise InputError(
-            f"parallel.virtual_stages = {chunks} does not divide the {layers // stages} layers "
-            f"of each of parallel.pipeline = {stages} stages; "
-            f"nearest possible: {nearest_divisor(layers // stages, chunks)}"
-        )
+    _check_divides("parallel.pipeline", stages, f"the model's {layers} layers", layers)
+    each = layers // stages
+    what = f"the {each} layers of each of parallel.pipeline = {stages} stages"
+    _check_divides("parallel.virtual_stages", chunks, what, each)
 
 
 def _check_uneven(parallel: ParallelConfig, layers: int) -> None:
@@ -117,20 +107,15 @@ def _check_uneven(parallel: ParallelConfig, layers: int) -> None:
 def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
     ranks = parallel.tensor * parallel.context * parallel.data
     shared = parallel.expert_tensor
-    if counts.expert_ffn % shared or ranks % shared:
-        possible = math.gcd(counts.expert_ffn, ranks)
-        raise InputError(
-            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units "
-            f"of an expert and parallel.tensor x context x data = {ranks}; "
-            f"nearest possible: {nearest_divisor(possible, shared)}"
-        )
-    if counts.experts % parallel.expert or ranks // shared % parallel.expert:
-        possible = math.gcd(counts.experts, ranks // shared)
-        raise InputError(
-            f"parallel.expert = {parallel.expert} must divide the model's {counts.experts} experts "
-            f"and parallel.tensor x context x data / expert_tensor = {ranks // shared}; "
-            f"nearest possible: {nearest_divisor(possible, parallel.expert)}"
-        )
+    what = (
+        f"the {counts.expert_ffn} units of an expert and parallel.tensor x context x data = {ranks}"
+    )
+    _check_divides("parallel.expert_tensor", shared, what, counts.expert_ffn, ranks)
+    what = (
+        f"the model's {counts.experts} experts and parallel.tensor x context x data / "
+        f"expert_tensor = {ranks // shared}"
+    )
+    _check_divides("parallel.expert", parallel.expert, what, counts.experts, ranks // shared)
     if parallel.tensor > 1 and not parallel.sequence:
         # With it each tensor rank routes its part of the tokens; without it, all tokens.
         raise InputError(

@@ -14,6 +14,7 @@ from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.expert import own_key, without_expert
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.config.section import merged
 
 OVERRIDE = "command line"
 DEFAULT = "default"
@@ -46,7 +47,7 @@ class Layers:
         algorithm = given.get("algorithm")
         if isinstance(algorithm, dict) and "preset" in algorithm:
             self._forget_other_preset(algorithm["preset"])
-        _merge(self.tree, given)
+        self.tree = merged(self.tree, given)
         self._note(given, "", str(path))
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
@@ -83,12 +84,9 @@ class Layers:
         """The origin of a key's value in the resolved configuration."""
         if key in self._origins:
             return self._origins[key]
-        algorithm = self.tree.get("algorithm", {})
-        preset = (
-            algorithm.get("preset", DEFAULT_PRESET)
-            if isinstance(algorithm, dict)
-            else DEFAULT_PRESET
-        )
+        algorithm = self.tree.get("algorithm")
+        given = algorithm if isinstance(algorithm, dict) else {}
+        preset = given.get("preset", DEFAULT_PRESET)
         filled = {f"algorithm.{leaf}" for leaf, _ in leaves(PRESETS[preset].values, "")}
         if key in filled:
             return f"preset {preset}"
@@ -105,15 +103,6 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{key}.{number}")
     else:
         yield key, value
-
-
-def _merge(tree: dict[str, Any], given: dict[str, Any]) -> None:
-    for key, value in given.items():
-        old = tree.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            _merge(old, value)
-        else:
-            tree[key] = value
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:

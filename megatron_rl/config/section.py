@@ -1,5 +1,7 @@
 """Base of all sections of the configuration tree. Imported by every process."""
 
+from typing import Any
+
 import pydantic
 
 
@@ -9,3 +11,13 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+
+def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The base's values, with given values in their place; tables merge key by key."""
+    found = dict(base)
+    for key, value in given.items():
+        old = found.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        found[key] = merged(old, value) if both else value
+    return found
