@@ -27,7 +27,7 @@ import xxhash
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.tool import Outcome, Progress, Tally, check_share, no_progress
-from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.prompt import normalized
 
 HASHES = 128
 SCHEME = "affine32"

@@ -14,7 +14,7 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.curation.rows import Row, read_jsonl
-from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import Prompt
 from verification.format import FORMAT_CHECKS

@@ -17,7 +17,7 @@ from megatron_rl.data.prompts import describe_own_system
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.hub import read_hub
 from megatron_rl.data.tables.source import Reading, RowFault, read_files
-from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 from verification import settings

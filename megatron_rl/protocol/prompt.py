@@ -2,7 +2,10 @@
 
 import msgspec
 
-from megatron_rl.protocol.questions import normalized
+
+def normalized(text: str) -> str:
+    """Equal for texts that differ only in case and spacing."""
+    return " ".join(text.casefold().split())
 
 
 class LengthRule(msgspec.Struct, frozen=True):

@@ -122,7 +122,7 @@ class RolloutFile(NamedTuple):
 
 
 class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
-    """A record with its arrays, which are views of the whole file; copy them to keep them."""
+    """A record with its arrays."""
 
     source: RolloutFile
     line: int
@@ -254,47 +254,39 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
     """The rollouts of one file with their arrays; as `read_rollouts`."""
     # All lines before the words: a running queue writes the words of a line first.
     records = list(read_records(file.path, torn))
-    words_path = file.path.with_suffix(WORDS)
-    words = None
-    # The queue may remove the file at any time.
-    with contextlib.suppress(FileNotFoundError):
-        # Not a memory map: reading a map of a truncated file kills the process.
-        words = np.fromfile(words_path, _INT)
-    for line, record in enumerate(records, 1):
-        place = f"{file.path}:{line}"
-        if record.words is None:
-            raise InputError(f"{place} has no token ids: it was recorded without them "
-                             "(queue.record_tokens = false, or an older release)")  # fmt: skip
-        if words is None:
-            raise missing_words(file.path, place)
-        prompt_ids, token_ids, logprobs = _slice(record, words, place)
-        yield RecordedRollout(
-            **msgspec.structs.asdict(record),
-            source=file,
-            line=line,
-            prompt_ids=prompt_ids,
-            token_ids=token_ids,
-            logprobs=logprobs,
-        )
+    with contextlib.ExitStack() as stack:
+        words = None
+        # The queue may remove the file at any time; an open file stays readable.
+        with contextlib.suppress(FileNotFoundError):
+            words = stack.enter_context(file.path.with_suffix(WORDS).open("rb"))
+        for line, record in enumerate(records, 1):
+            place = f"{file.path}:{line}"
+            if record.words is None:
+                raise InputError(
+                    f"{place} has no token ids: it was recorded without them "
+                    "(queue.record_tokens = false, or an older release)"
+                )
+            if words is None:
+                raise missing_words(file.path, place)
+            prompt_ids, token_ids, logprobs = _read_words(record, words, place)
+            yield RecordedRollout(
+                **msgspec.structs.asdict(record),
+                source=file,
+                line=line,
+                prompt_ids=prompt_ids,
+                token_ids=token_ids,
+                logprobs=logprobs,
+            )
 
 
 def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(prompt ids, token ids, logprobs) of one record, read alone. Raises InputError."""
-    assert record.words is not None
-    path, place = lines.with_suffix(WORDS), f"{lines}: group {record.group}, index {record.index}"
-    prompt_at, tokens_at = record.words
+    """(prompt ids, token ids, logprobs) of one record. Raises InputError."""
+    place = f"{lines}: group {record.group}, index {record.index}"
     try:
-        with path.open("rb") as file:
-            _check_extent(record, os.fstat(file.fileno()).st_size // WORD_BYTES, place)
-            file.seek(prompt_at * WORD_BYTES)
-            prompt_ids = np.fromfile(file, _INT, record.prompt_tokens)
-            file.seek(tokens_at * WORD_BYTES)
-            words = np.fromfile(file, _INT, 2 * record.tokens)
+        with lines.with_suffix(WORDS).open("rb") as words:
+            return _read_words(record, words, place)
     except FileNotFoundError as error:
         raise missing_words(lines, place) from error
-    token_ids, logprobs = words[: record.tokens], words[record.tokens :].view(_FLOAT)
-    _check_fault(record, prompt_ids, token_ids, logprobs, place)
-    return prompt_ids, token_ids, logprobs
 
 
 def missing_words(lines: Path, place: str) -> InputError:
@@ -318,48 +310,33 @@ def _thinned_before(folder: Path) -> int:
         raise InputError(f"{folder / _THINNED} is damaged: {error}; remove it") from error
 
 
-def _slice(
-    record: RolloutRecord, words: np.ndarray, place: str
+def _read_words(
+    record: RolloutRecord, words: BinaryIO, place: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(prompt ids, token ids, logprobs) of a record. Raises InputError."""
-    assert record.words is not None
-    prompt_at, tokens_at = record.words
-    _check_extent(record, len(words), place)
-    logprobs_at = tokens_at + record.tokens
-    prompt_ids = words[prompt_at : prompt_at + record.prompt_tokens]
-    token_ids = words[tokens_at:logprobs_at]
-    logprobs = words[logprobs_at : logprobs_at + record.tokens].view(_FLOAT)
-    _check_fault(record, prompt_ids, token_ids, logprobs, place)
-    return prompt_ids, token_ids, logprobs
-
-
-def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
-    """Raise InputError if the record exceeds that number of words."""
     assert record.words is not None
     prompt_at, tokens_at = record.words
     prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens
-    if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > words:
+    size = os.fstat(words.fileno()).st_size // WORD_BYTES
+    if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > size:
         raise InputError(
             f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of its "
-            f"{WORDS} file, which has {words}: one of the two files was cut or replaced"
+            f"{WORDS} file, which has {size}: one of the two files was cut or replaced"
         )
-
-
-def _check_fault(
-    record: RolloutRecord,
-    prompt_ids: np.ndarray,
-    token_ids: np.ndarray,
-    logprobs: np.ndarray,
-    place: str,
-) -> None:
-    """Raise InputError if arrays contradict the line or are not its arrays."""
+    # Not a memory map: reading a map of a truncated file kills the process.
+    words.seek(prompt_at * WORD_BYTES)
+    prompt_ids = np.fromfile(words, _INT, record.prompt_tokens)
+    words.seek(tokens_at * WORD_BYTES)
+    found = np.fromfile(words, _INT, 2 * record.tokens)
+    token_ids, logprobs = found[: record.tokens], found[record.tokens :].view(_FLOAT)
     if fault := _find_fault(record, prompt_ids, token_ids, logprobs):
         raise InputError(f"{place}: {fault}")
+    return prompt_ids, token_ids, logprobs
 
 
 def _find_fault(
     record: RolloutRecord, prompt_ids: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> str:
+    """Why arrays contradict the line or belong to another one; empty if they fit."""
     edges = [0, *(span.end for span in record.spans)]
     if [span.start for span in record.spans] != edges[:-1] or edges[-1] != record.tokens:
         return f"version spans {record.spans} do not cover its {record.tokens} tokens"

@@ -96,6 +96,8 @@ class BatchOrder:
     step: int
     groups: list[Group]
     """Groups sampled for this batch."""
+    dropped: DroppedGroups
+    """Counts since the previous batch."""
     replayed: Drawn
     stage: Config
     advantage_functions: AdvantageFunctions
@@ -126,8 +128,9 @@ def order_batch(
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
     return BatchOrder(
-        step, groups, replayed, stage, advantage_functions, dp_size, cost, metrics.entries()
-    )
+        step, groups, dropped, replayed, stage, advantage_functions, dp_size, cost,
+        metrics.entries(),
+    )  # fmt: skip
 
 
 def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:

@@ -29,6 +29,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import Activity
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.batches import BatchOrder
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
@@ -38,12 +39,7 @@ from megatron_rl.rollout_queue.peer_rows import GeneratorRows, RollCall
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.stall import StallDeadline
-from megatron_rl.rollout_queue.trainer_requests import (
-    BatchBuilder,
-    BatchRequests,
-    BuiltBatch,
-    StateRequests,
-)
+from megatron_rl.rollout_queue.trainer_requests import BatchBuilder, BatchRequests, StateRequests
 from megatron_rl.rollout_queue.training_groups import GroupOpener, TrainingGroups
 
 log = logging.getLogger(__name__)
@@ -98,7 +94,7 @@ class Coordinator:
         self._requests = BatchRequests(config.train.steps)
         self._maker = maker or BatchMaker()
         self._states = StateRequests(recorder)
-        self._deadline = StallDeadline(config, now)
+        self.deadline = StallDeadline(config, now)
         self._judged_at = now
         self._roll_call = RollCall(config.generator.replicas)
         self._generator_rows = GeneratorRows()
@@ -138,24 +134,13 @@ class Coordinator:
         self._evaluations.resume(state)
         self._first_version = state.step
 
-    def await_cold_start(self) -> None:
-        """Wait without a limit for supervised training; call before the first message.
-
-        The wait ends at `expect_trainer` or at the trainer's first message.
-        """
-        self._deadline.await_cold_start()
-
-    def expect_trainer(self, now: float) -> None:
-        """Supervised training is over: the stall deadline counts from now on."""
-        self._deadline.expect_trainer(now)
-
     # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
         """Handle one message. Raises WireError if it contradicts the state."""
         # A trainer rank that sends anything has ended the cold start.
         if endpoint == BATCHES:
-            self.expect_trainer(now)
+            self.deadline.expect_trainer(now)
         match message:
             case GeneratorReady():
                 self._leases.announce(peer, message, now)
@@ -172,12 +157,12 @@ class Coordinator:
                 self._on_score(peer, message, now)
             case ClassDone():
                 if (group := self._scoring.take_classes(peer, message, now)) is not None:
-                    self._deadline.note_progress(now)
+                    self.deadline.note_progress(now)
                     self._ends.close(group)
             case ScoreFailed():
                 # The number of attempts is bounded, so a failure is progress.
                 if self._scoring.take_failure(peer, message, now):
-                    self._deadline.note_progress(now)
+                    self.deadline.note_progress(now)
             case NextBatch():
                 self._on_synced(WeightsSynced(message.held_version, message.is_final), now)
                 self._requests.ask(peer, message)
@@ -192,7 +177,7 @@ class Coordinator:
         group = self._leases.take_rollout(peer, done.rollout, now)
         if group is None:
             return
-        self._deadline.note_progress(now)
+        self.deadline.note_progress(now)
         self._activity.add_rollout(done.rollout)
         self._scoring.submit(group, done.rollout)
 
@@ -200,7 +185,7 @@ class Coordinator:
         found = self._scoring.take_score(peer, done, now)
         if found is None:
             return
-        self._deadline.note_progress(now)
+        self.deadline.note_progress(now)
         group, scored = found
         self._breaker.note_scored(group)
         # The group may have been dropped after this score was asked for.
@@ -215,7 +200,7 @@ class Coordinator:
         # Each request repeats the version, and messages of two sockets may overtake each other.
         if synced.version <= self._synced:
             return
-        self._deadline.note_progress(now)
+        self.deadline.note_progress(now)
         if self._synced < 0 and synced.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {synced.version}, the queue with "
@@ -237,7 +222,7 @@ class Coordinator:
         built = self._requests.built_steps
         if self._states.is_repeated(peer, asked.step, built_steps=built):
             return
-        self._deadline.note_progress(now)
+        self.deadline.note_progress(now)
         # Groups of a later batch would be neither trained on nor unfinished, so a run resumed from
         # this state would lose them.
         if self._training is None or built != asked.step:
@@ -282,38 +267,38 @@ class Coordinator:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
-        built = self._build_batch()
-        if built is not None:
+        order = self._build_batch()
+        if order is not None:
             self._evaluations.note_batch()
-            self._requests.begin(built.order.step)
-            self._maker.put(built.order)
+            self._requests.begin(order.step)
+            self._maker.put(order)
         if (batch := self._maker.take()) is not None:
             self._requests.put(batch)
         for peer, answer in self._requests.answers():
-            self._deadline.note_progress(now)
+            self.deadline.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
-        if built is not None:
-            self._recorder.write_step(built.order.step, built.groups, now)
+        if order is not None:
+            self._recorder.write_step(order.step, order.groups, now)
 
-    def _build_batch(self) -> BuiltBatch | None:
+    def _build_batch(self) -> BatchOrder | None:
         """The batch that a rank waits for, if it can be built."""
         asked = self._requests.next_to_build()
         if (
             asked is None
             or self.is_dealing
-            or self._recorder.is_full
+            or self._recorder.writer.is_full
             or not self._evaluations.allows_batch(asked[0], self._synced)
         ):
             return None
         assert self._builder is not None
-        built = self._builder.build(*asked)
-        if built is not None:
+        order = self._builder.build(*asked)
+        if order is not None:
             log.info(
                 "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts",
-                asked[0], len(built.groups), dict(built.dropped.reasons),
+                order.step, len(order.groups), dict(order.dropped.reasons),
                 self._groups.untaken, self._leases.late_rollouts,
             )  # fmt: skip
-        return built
+        return order
 
     @property
     def is_dealing(self) -> bool:
@@ -321,7 +306,7 @@ class Coordinator:
         return self._maker.is_busy
 
     def _next_lease(self, now: float) -> Outgoing | None:
-        if self._recorder.is_full:
+        if self._recorder.writer.is_full:
             return None
         is_training = self._synced >= 0 and self._finished_at is None
         next_step = max(self._requests.built_steps, self._synced) if is_training else None
@@ -340,7 +325,7 @@ class Coordinator:
         has_heard_all: no message waits unread. If False, no peer counts as silent yet, for at most
         the heartbeat timeout.
         """
-        self._recorder.check()
+        self._recorder.writer.check()
         if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
             self._judged_at = now
             self._leases.expire(now)
@@ -358,7 +343,7 @@ class Coordinator:
             or self._evaluations.running
             or self._requests.waiting_ranks
         )
-        self._deadline.check(now, is_work_out=is_work_out, state=state)
+        self.deadline.check(now, is_work_out=is_work_out, state=state)
 
     def _write_rows(self, now: float, *, in_flight: int, is_last: bool = False) -> None:
         records = self._recorder.dropped_file
@@ -370,7 +355,7 @@ class Coordinator:
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:
             return
-        is_late = now - self._finished_at > self._deadline.dismissal_s
+        is_late = now - self._finished_at > self.deadline.dismissal_s
         self.is_over = self._requests.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:

@@ -61,7 +61,7 @@ class Recorder:
         self.run_dir = run_dir
         self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
+        self.writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
         self._to_unix_s = to_unix_s
         self._next_step = 0
         self.dropped_file: Path | None = None
@@ -97,7 +97,7 @@ class Recorder:
     def write_step(self, step: int, groups: list[Group], now: float) -> None:
         """Write the groups of the batch of `step`, which is formed now."""
         stem = f"step_{step:06d}"
-        self._writer.write(Job(stem, [], is_first=True, formed_step=step))
+        self.writer.write(Job(stem, [], is_first=True, formed_step=step))
         for group in groups:
             self._write(stem, self._entries(group, trained_at=now))
         self._next_step, self.dropped_file = step + 1, None
@@ -139,8 +139,9 @@ class Recorder:
         keeps_lines: remove only the records of dropped rollouts.
         """
         if label not in self._evaluations:
-            # Directly: no waiting job writes this file.
-            self._remove(_dropped_stem(label))
+            # Directly: no waiting job writes these files. Lines first, as in `resume_at`.
+            for suffix in (LINES, WORDS):
+                (self._dir / (_dropped_stem(label) + suffix)).unlink(missing_ok=True)
         self._begun.add(label)
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
 
@@ -151,33 +152,9 @@ class Recorder:
         for group in groups:
             self._write(f"eval_{label}", self._entries(group))
 
-    @property
-    def put(self) -> int:
-        """Number of jobs so far."""
-        return self._writer.put
-
-    @property
-    def written(self) -> int:
-        """Number of jobs on the disk; jobs are written in order."""
-        return self._writer.written
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so many jobs wait for the disk that generation should pause."""
-        return self._writer.is_full
-
-    def check(self) -> None:
-        """Raise InputError after a failed write, DeadlineExceeded if the disk is too slow."""
-        self._writer.check()
-
-    def _remove(self, stem: str) -> None:
-        """Remove both files of a name, lines first: no reader looks for words without lines."""
-        for suffix in (LINES, WORDS):
-            (self._dir / (stem + suffix)).unlink(missing_ok=True)
-
     def _write(self, stem: str, entries: list[Entry], *, is_first: bool = False) -> Path:
         """Append to both files of a name, or replace them; returns the file of lines."""
-        self._writer.write(Job(stem, entries, is_first))
+        self.writer.write(Job(stem, entries, is_first))
         return self._dir / (stem + LINES)
 
     def _entries(

@@ -17,7 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.epochs import ShuffledEpochs
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import (
     WORDS,
     RolloutFile,

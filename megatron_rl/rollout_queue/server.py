@@ -86,7 +86,7 @@ def serve(
         now = clock.read()
         if now >= tick_at:
             if cold_start is not None and cold_start.exists():
-                coordinator.expect_trainer(now)
+                coordinator.deadline.expect_trainer(now)
                 cold_start = None
             has_heard_all = inbox.drain()
             now = clock.read()
@@ -212,7 +212,7 @@ def main(
         if state is not None:
             coordinator.resume(state)
         if cold_start is not None:
-            coordinator.await_cold_start()
+            coordinator.deadline.await_cold_start()
         routers = {
             endpoint.name: stack.enter_context(_open_router(config.ports, endpoint))
             for endpoint in (PROMPTS, VERIFY, BATCHES)

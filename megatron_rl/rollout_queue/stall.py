@@ -63,7 +63,7 @@ class StallDeadline:
         self._is_trainer_expected = True
 
     def await_cold_start(self) -> None:
-        """Supervised training comes first: wait for `expect_trainer` without a limit."""
+        """Wait for `expect_trainer` without a limit; call before the first message."""
         self._is_trainer_expected = False
 
     def expect_trainer(self, now: float) -> None:

@@ -5,7 +5,6 @@ and may repeat this until the batch of the next step is built. A state is sent w
 records are on the disk, since a run that resumes from it does not write them again.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,19 +17,11 @@ from megatron_rl.protocol.types import NextBatch, Prompt, RankBatch, Stop
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.batches import BatchOrder, order_batch
 from megatron_rl.rollout_queue.group_end import GroupEnd
-from megatron_rl.rollout_queue.groups import DroppedGroups, Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay import NOTHING, open_replay
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    peer: str
-    step: int
-    dp_size: int
 
 
 class BatchRequests:
@@ -41,7 +32,8 @@ class BatchRequests:
         self._first_step = 0
         self.built_steps = 0
         """Number of built batches, including one that is still dealt to ranks."""
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, tuple[str, NextBatch]] = {}
+        """Rank -> (peer, request)."""
         self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
         self._dp_size = 0
@@ -71,7 +63,7 @@ class BatchRequests:
                 "Start both again, with the same checkpoint.resume"
             )
         self._dp_size = request.dp_size
-        self._requests[request.dp_rank] = _Request(peer, request.step, request.dp_size)
+        self._requests[request.dp_rank] = peer, request
 
     def _is_repeated(self, request: NextBatch) -> bool:
         """Whether an answer crossed this request. A trainer that went back asks more than once."""
@@ -86,7 +78,7 @@ class BatchRequests:
 
     def next_to_build(self) -> tuple[int, int] | None:
         """(step, dp_size) of a batch that a rank waits for and that is not built."""
-        for request in self._requests.values():
+        for _, request in self._requests.values():
             if self.built_steps <= request.step < self._steps:
                 return request.step, request.dp_size
         return None
@@ -103,12 +95,12 @@ class BatchRequests:
     def answers(self) -> list[tuple[str, RankBatch | Stop]]:
         """(peer, share) of each request that can be answered; Stop beyond the last step."""
         answers: list[tuple[str, RankBatch | Stop]] = []
-        for rank, request in list(self._requests.items()):
+        for rank, (peer, request) in list(self._requests.items()):
             if request.step >= self._steps:
-                answers.append((request.peer, Stop(f"all {self._steps} steps are done")))
+                answers.append((peer, Stop(f"all {self._steps} steps are done")))
                 self._stopped.add(rank)
             elif self._batch and request.step == self.built_steps - 1:
-                answers.append((request.peer, self._batch[rank]))
+                answers.append((peer, self._batch[rank]))
             else:
                 continue
             self._answered[rank] = request.step
@@ -124,16 +116,6 @@ class BatchRequests:
     def is_dismissed(self) -> bool:
         """Whether every data-parallel rank was told to stop."""
         return self._dp_size > 0 and len(self._stopped) == self._dp_size
-
-
-class BuiltBatch(NamedTuple):
-    """A batch to deal to ranks, and its groups."""
-
-    order: BatchOrder
-    groups: list[Group]
-    """Groups sampled for the batch."""
-    dropped: DroppedGroups
-    """Counts since the previous batch."""
 
 
 class BatchBuilder:
@@ -154,7 +136,7 @@ class BatchBuilder:
         if self._replay is not None:
             self._replay.resume_at(step)
 
-    def build(self, step: int, dp_size: int) -> BuiltBatch | None:
+    def build(self, step: int, dp_size: int) -> BatchOrder | None:
         """The batch of a step; None while groups are missing."""
         training = self._training
         taken = self._ends.take_batch(step)
@@ -175,7 +157,7 @@ class BatchBuilder:
         )
         # Before the batch is dealt, because the metrics decide which groups are opened next.
         training.note_batch(RankBatch(step, 0, [], order.metrics))
-        return BuiltBatch(order, groups, dropped)
+        return order
 
 
 class _Saving(NamedTuple):
@@ -205,12 +187,12 @@ class StateRequests:
     def put(self, peer: str, state: QueueState) -> None:
         """Queue a state until all records so far are on the disk."""
         self._saved_step = state.step
-        self._waiting.append(_Saving(peer, state, self._recorder.put))
+        self._waiting.append(_Saving(peer, state, self._recorder.writer.put))
 
     def answers(self) -> list[tuple[str, QueueState]]:
         """(peer, state) of the requests whose records are all on the disk."""
         answers = []
-        while self._waiting and self._recorder.written >= self._waiting[0].records:
+        while self._waiting and self._recorder.writer.written >= self._waiting[0].records:
             saving = self._waiting.pop(0)
             answers.append((saving.peer, saving.state))
         return answers

@@ -43,9 +43,8 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
     queue.serve()
     queue.coordinator.handle(BATCHES, "t", WeightsSynced(0), queue.now)
     queue.play(12)
-    formed = queue.coordinator._builder.build(0, RANKS)
-    assert formed is not None
-    order = formed.order
+    order = queue.coordinator._builder.build(0, RANKS)
+    assert order is not None
     [plan] = plan_batch(order.groups, order.stage, order.dp_size, order.cost)
     assert len(plan.lengths) == 16
 

@@ -252,7 +252,7 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
         }
         stack.enter_context(Router("127.0.0.1", ports["weights"]))
         clock = LoopClock()
-        coordinator._deadline.note_progress(clock.read())
+        coordinator.deadline.note_progress(clock.read())
         generators, verifier = Generators(folder, ports), Verifier(ports[VERIFY])
         trainer = Trainer(ports[BATCHES], generators)
         for one in (generators, verifier, trainer):

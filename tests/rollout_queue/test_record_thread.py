@@ -88,16 +88,16 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
         started = time.monotonic()
         for number in range(5):
             recorder.write_evaluation("e", [make_group(number, [1.0])] if number else [])
-            fullness.append(recorder.is_full)
+            fullness.append(recorder.writer.is_full)
         assert fullness == [False, False, True, True, True]
         assert time.monotonic() - started < 0.5
-        assert (recorder.put, recorder.written) == (5, 0)
+        assert (recorder.writer.put, recorder.writer.written) == (5, 0)
         files.format_check.set()
         ends_at = time.monotonic() + 10
-        while recorder.written < recorder.put:
+        while recorder.writer.written < recorder.writer.put:
             assert time.monotonic() < ends_at
             time.sleep(0.01)
-        assert not recorder.is_full
+        assert not recorder.writer.is_full
         assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -106,10 +106,10 @@ def test_a_disk_that_takes_nothing_for_too_long_is_refused(tmp_path: Path) -> No
     thread = RecordThread(files, jobs=2, limit_s=0.3)
     recorder = Recorder(tmp_path, writer=thread)
     recorder.write_evaluation("e", [make_group(1, [1.0])])
-    recorder.check()
+    recorder.writer.check()
     time.sleep(0.4)
     with pytest.raises(DeadlineExceeded, match="groups wait .* the disk took none for 0 s"):
-        recorder.check()
+        recorder.writer.check()
     files.format_check.set()
     thread.close()
     assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1]
@@ -162,7 +162,7 @@ def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
         thread._thread.join(10)
     act = {
         "write": lambda: recorder.write_step(0, [], now=1.0),
-        "check": recorder.check,
+        "check": recorder.writer.check,
         "close": thread.close,
     }[meets_it]
     with pytest.raises(InputError, match=r"could not be recorded in .*No space left.* resumes"):
@@ -189,7 +189,7 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
     queue = PlayedQueue(tmp_path, lambda prompt, index: make_score(float(index == 0)))
     files = GatedFiles(tmp_path / "rollouts")
     with RecordThread(files, jobs=50, limit_s=20) as thread:
-        queue.coordinator._recorder._writer = thread
+        queue.coordinator._recorder.writer = thread
         queue.start()
         queue.play(6)
         assert len(queue.batches) == 1 and list(files.folder.iterdir()) == []
@@ -200,7 +200,7 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
         assert time.monotonic() - started < 0.5
         files.format_check.set()
         recorder = queue.coordinator._recorder
-        while recorder.written < recorder.put:
+        while recorder.writer.written < recorder.writer.put:
             assert time.monotonic() - started < 10
             time.sleep(0.01)
         assert len([r for r in read_rollouts(tmp_path) if r.source.step == 0]) == 8

@@ -142,7 +142,7 @@ def test_a_stall_of_the_queue_costs_no_generator(
     ):
         clock = LoopClock()
         now = clock.read()
-        coordinator._deadline.note_progress(now)
+        coordinator.deadline.note_progress(now)
         coordinator._judged_at = now
         coordinator.handle(BATCHES, "t", WeightsSynced(0), now)
         coordinator.handle(BATCHES, "t", NextBatch(0, 0, 1), now)
