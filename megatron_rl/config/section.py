@@ -18,6 +18,7 @@ def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     found = dict(base)
     for key, value in given.items():
         old = found.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        found[key] = merged(old, value) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merged(old, value)
+        found[key] = value
     return found
