@@ -2,7 +2,7 @@
 
 Entry: `python -m generation.follower --config RUN_DIR/config.toml --index 3 --node 1 --nodes 2`. It
 answers the calls of the engine's leader (`meeting.py`), a generator on another node, and runs a
-server child for each incarnation of the engine, until the leader ends the run. Weights reach its
+server child for each session of the engine, until the leader ends the run. Weights reach its
 ranks directly; everything else goes through the leader. One event loop.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
-    """Run this node's part of every incarnation of the engine. Raises DeadlineExceeded."""
+    """Run this node's part of every session of the engine. Raises DeadlineExceeded."""
     known = ""
     while True:
         try:
@@ -43,10 +43,8 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
                 f"s (expert.generator.start_timeout_s): no {call} that leads to it"
             ) from error
         note_ready()
-        known = found.incarnation
-        mine = node_setup(
-            setup, node, nodes, meets_at=found.meets_at, incarnation=found.incarnation
-        )
+        known = found.session
+        mine = node_setup(setup, node, nodes, meets_at=found.meets_at, session=found.session)
         child = ServerChild(mine.log_path)
         waiting = asyncio.ensure_future(listener.wait())
         try:
@@ -60,10 +58,10 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
             died.cancel()
             if waiting.done() and waiting.result():
                 return
-            log.warning("this incarnation of the engine is over; waiting for the next call")
+            log.warning("this session of the engine is over; waiting for the next call")
         finally:
             waiting.cancel()
-            # The server first: the leader starts the next incarnation when the connection ends.
+            # The server first: the leader starts the next session when the connection ends.
             await child.close()
             listener.close()
 

@@ -2,7 +2,7 @@
 
 Used by the generator process that leads the engine and by the followers on its other nodes. The
 leader writes a *call* into the run's folder, which all nodes share: its address, and a secret name
-of this incarnation of the engine. A follower connects, sends the name, and starts its part of the
+of this session of the engine. A follower connects, sends the name, and starts its part of the
 server. From then on both send a line every BEAT_S. A side that receives nothing for SILENT_S, or
 sees the connection close, ends its part. An engine is restarted whole: the leader writes a new
 call, and the followers answer it.
@@ -33,11 +33,11 @@ _BEAT, _END = b"\n", b"end\n"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Address of the leader, for one incarnation of the engine."""
+    """Address of the leader, for one session of the engine."""
 
     address: str
     port: int
-    incarnation: str
+    session: str
     meets_at: str
     """Rendezvous of the ranks of all nodes, as address:port."""
 
@@ -48,20 +48,20 @@ def call_path(run_dir: Path, index: int) -> Path:
 
 
 def read_call(path: Path, *, known: str = "") -> Call | None:
-    """Read the call; None: there is none, or it is that of the incarnation `known`."""
+    """Read the call; None: there is none, or it is that of the session `known`."""
     try:
         call = msgspec.json.decode(path.read_bytes(), type=Call)
     except FileNotFoundError:
         return None
-    return None if call.incarnation == known else call
+    return None if call.session == known else call
 
 
 class Meeting:
-    """The leader's side of one incarnation of the engine."""
+    """The leader's side of one session of the engine."""
 
     def __init__(self, path: Path, address: str, followers: int, meets_at: str) -> None:
         """address: of this node, for the followers."""
-        self.incarnation = secrets.token_hex(16)
+        self.session = secrets.token_hex(16)
         self._path, self._address, self._followers = path, address, followers
         self._meets_at = meets_at
         self._server: asyncio.Server | None = None
@@ -75,13 +75,13 @@ class Meeting:
         port = self._server.sockets[0].getsockname()[1]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         staging = self._path.with_suffix(".partial")
-        call = Call(self._address, port, self.incarnation, self._meets_at)
+        call = Call(self._address, port, self.session, self._meets_at)
         staging.write_bytes(msgspec.json.encode(call))
         os.replace(staging, self._path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection; close it if it does not know the name."""
-        rank = await _rank_of(reader, self.incarnation)
+        rank = await _rank_of(reader, self.session)
         if self._is_closed or not 0 < rank <= self._followers or rank in self._writers:
             writer.close()
             return
@@ -114,7 +114,7 @@ class Meeting:
             writer.close()
         if self._server is not None:
             self._server.close()
-        if (call := read_call(self._path)) is not None and call.incarnation == self.incarnation:
+        if (call := read_call(self._path)) is not None and call.session == self.session:
             self._path.unlink()
 
 
@@ -142,7 +142,7 @@ class Listener:
 
 
 async def answer(path: Path, rank: int, *, known: str, patience_s: float) -> tuple[Call, Listener]:
-    """Connect to the leader of another incarnation than `known`, as part `rank` of the engine.
+    """Connect to the leader of another session than `known`, as part `rank` of the engine.
 
     Raises TimeoutError without a reachable leader within patience_s.
     """
@@ -154,20 +154,20 @@ async def answer(path: Path, rank: int, *, known: str, patience_s: float) -> tup
                 with suppress(OSError, TimeoutError):
                     connecting = asyncio.open_connection(call.address, call.port)
                     reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
-                    writer.write(f"{call.incarnation} {rank}\n".encode())
+                    writer.write(f"{call.session} {rank}\n".encode())
                     return call, Listener(reader, writer)
             await asyncio.sleep(LOOK_S)
 
 
-async def _rank_of(reader: asyncio.StreamReader, incarnation: str) -> int:
-    """Rank that a follower sends; 0 for a peer that does not know the incarnation's name."""
+async def _rank_of(reader: asyncio.StreamReader, session: str) -> int:
+    """Rank that a follower sends; 0 for a peer that does not know the session's name."""
     try:
         line = await asyncio.wait_for(reader.readline(), CONNECT_S)
     except (TimeoutError, ConnectionError, ValueError):
         return 0
     name, _, rank = line.decode(errors="replace").strip().partition(" ")
     # As bytes: compare_digest takes only ASCII text, and a stranger may write anything.
-    is_known = hmac.compare_digest(name.encode(), incarnation.encode())
+    is_known = hmac.compare_digest(name.encode(), session.encode())
     return int(rank) if is_known and rank.isdecimal() else 0
 
 

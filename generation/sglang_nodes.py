@@ -22,7 +22,7 @@ class SpreadSGLangEngine(SGLangEngine):
         meets_at = f"{address}:{setup.port + 1}"
         self._meeting = Meeting(call, address, nodes - 1, meets_at)
         super().__init__(
-            node_setup(setup, 0, nodes, meets_at=meets_at, incarnation=self._meeting.incarnation)
+            node_setup(setup, 0, nodes, meets_at=meets_at, session=self._meeting.session)
         )
         self._is_over = False
 
@@ -58,13 +58,13 @@ class SpreadSGLangEngine(SGLangEngine):
         self._is_over = True
 
     async def close(self) -> None:
-        """Kill this server; the other nodes end theirs, and await the next incarnation or end."""
+        """Kill this server; the other nodes end theirs, and await the next session or end."""
         await self._meeting.close(is_over=self._is_over)
         await super().close()
 
 
 def node_setup(
-    setup: EngineSetup, rank: int, nodes: int, *, meets_at: str, incarnation: str
+    setup: EngineSetup, rank: int, nodes: int, *, meets_at: str, session: str
 ) -> EngineSetup:
     """Setup of one node's server; meets_at: rendezvous of all ranks, on node 0."""
     log_path = setup.log_path
@@ -72,10 +72,10 @@ def node_setup(
         log_path = log_path.with_stem(f"{log_path.stem}-node-{rank}")
     return replace(
         setup, nodes=nodes, node_rank=rank, meets_at=meets_at,
-        orders=orders_of(setup.log_path, incarnation), log_path=log_path,
+        orders=orders_of(setup.log_path, session), log_path=log_path,
     )  # fmt: skip
 
 
-def orders_of(log_path: Path, incarnation: str) -> Path:
-    """File of an incarnation's orders: another node may still see those of an older one."""
-    return log_path.with_suffix(f".{incarnation[:8]}.order.json")
+def orders_of(log_path: Path, session: str) -> Path:
+    """File of a session's orders: another node may still see those of an older one."""
+    return log_path.with_suffix(f".{session[:8]}.order.json")

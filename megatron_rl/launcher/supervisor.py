@@ -3,7 +3,7 @@
 Used by `node.py`, in one thread. Every child leads a process group, so that Ctrl-C at the terminal
 reaches only the launcher. Linux sends a child SIGTERM when the launcher dies. While a Supervisor is
 open, the launcher is a child subreaper: a grandchild whose parent died becomes its child. So `stop`
-finds every descendant, and a role restarts only when nothing is left of its earlier incarnation.
+finds every descendant, and a role restarts only when nothing is left of its earlier session.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Role:
     process: subprocess.Popen[bytes]
     log_path: Path
     log_start: int
-    """Bytes of the log from earlier incarnations."""
+    """Bytes of the log from earlier sessions."""
     started: float
     """time.monotonic() of the start."""
     outlives: str | None = None
@@ -83,7 +83,7 @@ class Role:
     is_death_answered: bool = False
     """The supervisor has handled its death, and the run continues."""
     is_restarted: bool = False
-    """It is not the first incarnation in its phase."""
+    """It is not the first session in its phase."""
     silent_since: float | None = None
     """time.monotonic() since when the queue misses the running role."""
     is_given_up: bool = False

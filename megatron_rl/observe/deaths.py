@@ -36,7 +36,7 @@ class Ending:
     """Exit code of the started process; -N when signal N ended it."""
     log_path: Path
     log_start: int
-    """Bytes of the log from earlier incarnations."""
+    """Bytes of the log from earlier sessions."""
 
 
 class RoleDied(RuntimeError):

@@ -38,7 +38,7 @@ def test_a_follower_learns_whether_the_run_or_a_life_is_over(tmp_path: Path) -> 
         leader = Meeting(path, HERE, 1, MEETS_AT)
         await leader.open()
         call, listener = await answer(path, 1, known="", patience_s=5)
-        assert call.incarnation == leader.incarnation
+        assert call.session == leader.session
         waiting = asyncio.ensure_future(listener.wait())
         await asyncio.sleep(0.2)
         assert not waiting.done()
@@ -81,7 +81,7 @@ def test_strangers_and_second_comers_are_sent_away(tmp_path: Path) -> None:
         call, _ = await answer(tmp_path / "call", 1, known="", patience_s=5)
         await asyncio.sleep(0.1)
         found = []
-        known = [f"{call.incarnation} {rank}" for rank in (1, 2, 0)]
+        known = [f"{call.session} {rank}" for rank in (1, 2, 0)]
         for line in (*known, "0" * 32 + " 1", "GET /"):
             reader, writer = await asyncio.open_connection(call.address, call.port)
             writer.write(line.encode() + b"\n")
@@ -98,7 +98,7 @@ def test_a_call_of_an_earlier_job_is_replaced_and_none_ends_the_wait(tmp_path: P
     path = call_path(tmp_path, 0)
     path.parent.mkdir()
     # Port 1 of this host refuses.
-    path.write_text(json.dumps({"address": HERE, "port": 1, "incarnation": "old", "meets_at": ""}))
+    path.write_text(json.dumps({"address": HERE, "port": 1, "session": "old", "meets_at": ""}))
     assert read_call(path) == Call(HERE, 1, "old", "") and read_call(path, known="old") is None
 
     async def play() -> str:
@@ -107,11 +107,11 @@ def test_a_call_of_an_earlier_job_is_replaced_and_none_ends_the_wait(tmp_path: P
         leader = Meeting(path, HERE, 1, MEETS_AT)
         await leader.open()
         call, _ = await following
-        assert call.incarnation == leader.incarnation
+        assert call.session == leader.session
         await leader.close(is_over=False)
         with pytest.raises(TimeoutError):
             await answer(path, 1, known="", patience_s=0.6)
-        return call.incarnation
+        return call.session
 
     assert run(play())
 
@@ -182,8 +182,7 @@ def test_all_hosts_of_a_life_have_one_file_of_orders_and_a_log_each(tmp_path: Pa
     (tmp_path / "old" / "config.json").write_text("{}")
     setup = make_setup(tmp_path, tmp_path / "sglang-3.log")
     lead, second = (
-        node_setup(setup, rank, 2, meets_at="10.0.0.9:1", incarnation="0123456789")
-        for rank in (0, 1)
+        node_setup(setup, rank, 2, meets_at="10.0.0.9:1", session="0123456789") for rank in (0, 1)
     )
     assert (lead.log_path.name, second.log_path.name) == ("sglang-3.log", "sglang-3-node-1.log")
     orders = {server_environment(one)[ORDERS_VARIABLE] for one in (lead, second)}

@@ -85,7 +85,7 @@ class GeneratorLink:
 
     def _let_start(self, peer: str, session: int) -> None:
         if self._starting.get(peer, session) != session:
-            # The incarnation that was told to start has ended.
+            # The session that was told to start has ended.
             del self._starting[peer]
         if self.peers.pop(peer, None) is not None:
             self._failures[peer] = "it restarted"
@@ -128,7 +128,7 @@ class GeneratorLink:
         """Start to serve a generator: its answers to earlier requests no longer count.
 
         session: of the Hello for which the messages are made. No later message goes to another
-        incarnation, even if its Hello came while another generator was served.
+        session, even if its Hello came while another generator was served.
         """
         self._forget_answers(peer)
         self._sessions[peer] = session

@@ -66,10 +66,10 @@ class Backoff:
 
     def note_failed(self, name: str, session: int) -> int:
         """Return how many weight syncs leave it out: 0 at first, then 2, 4, at most 8."""
-        incarnation = name, session
-        self._failures[incarnation] = failures = self._failures.get(incarnation, 0) + 1
+        key = name, session
+        self._failures[key] = failures = self._failures.get(key, 0) + 1
         passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
-        self._due_at[incarnation] = self._weight_syncs + passed_by + bool(passed_by)
+        self._due_at[key] = self._weight_syncs + passed_by + bool(passed_by)
         return passed_by
 
     def note_served(self, name: str, session: int) -> None:
