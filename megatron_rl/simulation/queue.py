@@ -24,6 +24,7 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.workload import Workload
 
@@ -105,16 +106,15 @@ class _NoFiles(Recorder):
     """A recorder that writes nothing."""
 
     run_dir, dropped_file, keeps_evaluated = Path(), None, False
-    put, written, is_full = 0, 0, False
 
     def __init__(self) -> None:
-        pass
+        self.writer = RecordFiles(self.run_dir, keeps_tokens=False)
 
     def _ignore(self, *_: object, **__: object) -> Path:
         return self.run_dir
 
     write_step = write_dropped = write_left_out = write_ungraded = _ignore
-    begin_evaluation = write_evaluation = check = _ignore
+    begin_evaluation = write_evaluation = _ignore
 
 
 class _NoRows(JsonlWriter):
