@@ -185,7 +185,7 @@ def disagreements(
 
 
 def beside_bare(scores: Sequence[Score | ScoreFailed]) -> dict[tuple[bool, bool], int]:
-    """(right by us, right by math-verify alone) -> completions, where both gave a verdict."""
+    """(right by us, right by math-verify alone) -> completions, where both were asked."""
     counts: dict[tuple[bool, bool], int] = {}
     for score in scores:
         if not isinstance(score, ScoreFailed) and "says_bare" in score.parts:

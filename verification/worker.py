@@ -14,8 +14,8 @@ ClassDone or ScoreFailed, ends on Stop. One thread:
 
 The queue keeps to the room of each worker pool, so the socket is always read: no worker pool waits
 behind another. Both count a request in every worker pool that a step of its task needs
-(`RewardConfig.steps_of`). The worker refuses requests beyond that room,
-which a restarted queue may send.
+(`RewardConfig.steps_of`). The worker refuses requests beyond MAX_OVERBOOKING times that
+room, which a restarted queue may send.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`; and words that take an answer back.
+"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`; and words that retract an answer.
 
 Pure string code; runs in the verifier and its grading processes.
 """

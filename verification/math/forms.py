@@ -80,7 +80,7 @@ def is_other_form(first: str, second: str, problem: str) -> bool:
 
 
 def form_of(text: str) -> str:
-    """The name of the form that a number is written in; empty for what is none."""
+    """Name of the form in which a number is written; empty for other text."""
     return next((name for name, pattern in _FORMS if pattern.fullmatch(text)), "")
 
 
@@ -119,7 +119,7 @@ def _holds_numeral(problem: str, numeral: str) -> bool:
 
 
 def _is_other_clock(first: str, second: str, problem: str) -> bool:
-    """Whether a time of the problem stands there by the other clock than the one asked for."""
+    """Whether a time of the problem is given by another clock than the one asked for."""
     times = [parse_hour(text) or parse_colon(text) for text in (first, second)]
     if not all(isinstance(time, ClockTime) for time in times):
         return False

@@ -1,7 +1,7 @@
 """The operations that an expression holds, counted by kind.
 
-Pure string code in time linear in the text; runs in the verifier and its grading processes. What
-our grammar of expressions reads is counted in the tree, other texts by their tokens; two texts are
+Pure string code in time linear in the text; runs in the verifier and its grading processes. Texts
+that our grammar reads are counted in the tree, other texts by their tokens; two texts are
 comparable when both are counted the same way.
 """
 

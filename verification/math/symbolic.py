@@ -1,7 +1,7 @@
 """Operations of calculus on trees, evaluated exactly by SymPy.
 
 Runs in grading processes only. Nothing is parsed by SymPy: trees are built into its objects and
-back, and what it leaves unevaluated has no tree.
+back, and unevaluated results have no tree.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Units of measure: what they are called and how they convert.
+"""Units of measure: names and conversion factors.
 
 Pure string code; runs in the verifier and its grading processes.
 """
@@ -18,7 +18,7 @@ GENERIC = "unit"
 
 
 class Unit(NamedTuple):
-    """What follows a number: 1 of it is `factor` of its dimension's base unit."""
+    """A unit after a number: 1 unit is `factor` base units of its dimension."""
 
     dimension: str
     """Sorted `base^power` factors; empty for a pure number, as percent is."""
