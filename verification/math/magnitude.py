@@ -1,4 +1,4 @@
-"""Bounds on the numbers that a text would compute, in advance.
+"""Upper bounds of the sizes of a text's values, without computing the values.
 
 Pure string code in time linear in the text; runs in the verifier and its grading processes. One
 pass keeps, for every value, an upper bound of its size in bits: of numerator and denominator

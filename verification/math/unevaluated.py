@@ -231,7 +231,7 @@ def _calls(text: str) -> list[str]:
 
 
 def _settled(tree: Tree, *, cancels: bool) -> Tree:
-    """A tree without neutral parts: `+0`, `*1`, `^1`, products with 0.
+    """A tree without redundant parts: `+0`, `*1`, `^1`, products with 0.
 
     cancels: also without `+5-5` and `*2/2`.
     """

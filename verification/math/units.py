@@ -83,7 +83,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 @functools.lru_cache(maxsize=1024)
 def settle_units(first: str, second: str) -> tuple[str, str]:
-    """Both normalised texts, with letters that may be a unit or factors spelled as either.
+    """Both normalised texts, with letters that may be a unit or factors disambiguated.
 
     They are factors where the other text holds them as symbols, and a unit where the other text
     holds a unit of that dimension: `\\text{m}` then, and `5*m` before.
