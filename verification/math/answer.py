@@ -71,7 +71,7 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 
     is_same = None
     if has_operation(first) or has_operation(second):
-        # The operation may stand in a label alone: \lim_{x\to0}\frac{\sin x}{x}=1.
+        # The operation may occur only in a label: \lim_{x\to0}\frac{\sin x}{x}=1.
         first, second = without_names(first, second)
     # To the grammar of expressions d/dx is a fraction of products.
     if not has_operation(first) and not has_operation(second):

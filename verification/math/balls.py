@@ -371,7 +371,7 @@ def _magnitude_bits(value: acb) -> int:
     mantissa, exponent = value.abs_lower().man_exp()
     if mantissa == 0:
         mantissa, exponent = value.abs_upper().man_exp()
-        # What is surely small is small; what only has a wide ball around zero says nothing.
+        # A surely small value is small; a wide ball around zero gives no information.
         return max(0, int(exponent) + mantissa.height_bits()) if mantissa else 0
     return int(exponent) + mantissa.height_bits()
 

@@ -87,7 +87,7 @@ def may_be_progression(tree: Tree) -> bool:
 
 
 def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
-    """Whether a tree is `11k+7` for a residue and a modulus, whatever its letter."""
+    """Whether a tree is `11k+7` for a residue and a modulus, with any letter."""
     names = symbols_of(tree)
     if not may_be_progression(tree):
         return False

@@ -93,7 +93,7 @@ def _asks(problem: str, form: str) -> bool:
 
 
 def _holds(problem: str, number: str) -> bool:
-    """Whether a number stands in a problem, fractions with a slash or a bar."""
+    """Whether a problem contains a number, fractions with a slash or a bar."""
     text = _slashed(without_marks(normalise(problem[:MAX_PROBLEM_CHARS])))
     if _FORMS[0][1].fullmatch(number) or re.fullmatch(r"-?[0-9]*\.[0-9]+", number):
         value = abs(Fraction(number.replace(",", "")))
@@ -109,7 +109,7 @@ def _slashed(text: str) -> str:
 
 
 def _holds_numeral(problem: str, numeral: str) -> bool:
-    """Whether `1101_2` stands in a problem, or 1101 in one that speaks of bases."""
+    """Whether a problem contains `1101_2`, or 1101 and a mention of bases."""
     if _holds(problem, numeral):
         return True
     text = problem[:MAX_PROBLEM_CHARS]

@@ -51,7 +51,7 @@ class _Group:
     tower: list[_Size] = field(default_factory=list)
     """A base and the exponents behind it, until the factor ends."""
     role: str = "factor"
-    """What the next operand is: factor, exponent, divisor, skipped, or an argument's command."""
+    """Role of the next operand: factor, exponent, divisor, skipped, or an argument's command."""
     function: str = ""
     """A function whose exponent or base comes before its argument, as in `\\log_2 x`."""
     top: _Size | None = None

@@ -13,7 +13,7 @@ from fractions import Fraction
 from verification.math.expression import parse_expression
 from verification.math.trees import MINUS_ONE, ONE, Tree, num, symbols_of
 
-# Kinds that could be carried out as they stand, whatever the reference looks like.
+# Kinds that could be carried out as written, for any form of the reference.
 SUM, PRODUCT, POWER = "sum of numbers", "product of numbers", "power of a number"
 BRACKETS, REDUCIBLE, SIGN = "brackets", "reducible", "sign"
 FRACTION, NESTED = "fraction of names", "power of a power"

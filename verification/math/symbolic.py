@@ -93,7 +93,7 @@ def _evaluated(compute: Callable[[], Any]) -> Tree:
     try:
         return _tree(compute())
     except (
-        # What SymPy 1.14 raises for input that it does not handle.
+        # Exceptions of SymPy 1.14 for input that it does not handle.
         *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError),
         *(TypeError, ValueError, PoleError, BasePolynomialError),
     ) as error:

@@ -5,8 +5,8 @@ on answers that are equal to the reference alone. `\\cos 60^\\circ` equals `\\fr
 any expression that a problem asks to evaluate, to factor or to simplify: copying it is no answer.
 
 An answer is unevaluated when it holds an operation that the reference does not (see `operations`)
-and, under "refuse_copied", stands in the problem (see `copied`) as a whole or with its function.
-Under "refuse" it need not stand there, but the operation must be one that can be carried out as it
+and, under "refuse_copied", is in the problem (see `copied`) as a whole or with its function.
+Under "refuse" it need not be there, but the operation must be one that can be carried out as it
 is written. A number in another form than the one asked for counts too (see `forms`). The reference
 itself is never refused; and where the problem shows the reference with its operations, it does not
 ask for them to be worked out.

@@ -14,7 +14,7 @@ MAX_UNIT_CHARS = 60
 PERCENT = "%"
 NOTHING = "nothing"
 GENERIC = "unit"
-"""Of whatever length: 5 units are 5, but 5 square units are not 5 cubic units."""
+"""A unit of unknown length: 5 units are 5, but 5 square units are not 5 cubic units."""
 
 
 class Unit(NamedTuple):

@@ -152,7 +152,7 @@ def _split(text: str, *, is_liberal: bool = False) -> _Split:
     compound = read_compound(text)
     if compound is not None:
         return _Split(compound[0], "\\text", compound[1])
-    # A unit stands at the end, so a bounded tail holds it; no search starts within a command.
+    # A unit is at the end, so a bounded tail holds it; no search starts within a command.
     start = max(0, len(text) - MAX_UNIT_CHARS)
     command = text.rfind("\\", max(0, start - 20), start)
     start = command if command >= 0 else start

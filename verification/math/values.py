@@ -46,7 +46,7 @@ def same_value(first: Tree, second: Tree) -> bool | None:
         agreed = _agree_at_points(first, second, names)
     except (Unbounded, Undecided, RecursionError):
         agreed = None
-    # What is too large to compute still equals itself.
+    # A value too large to compute still equals itself.
     return True if agreed is None and _form(first) == _form(second) else agreed
 
 
