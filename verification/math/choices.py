@@ -21,7 +21,7 @@ _CONFIRMED = re.compile(
     r"(?:(?:correct|right|true|best)(?: (?:answer|choice|option))?|answer|choice|option)[.}]{0,2}"
 )
 _TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
-# Text behind a letter that makes the answer more than the letter: at the start, anywhere.
+# Text behind a letter that makes it another answer than the letter: at the start, anywhere.
 _TURNED = re.compile(
     r"(?:\\text\{)? ?(?:[A-J](?![A-Za-z])[).:,;/&}]{0,3}$"
     r"|(?i:is|isn't|are|was|wasn't|or|and|but|nor|then|versus|vs|else|either|instead|if|unless)(?![A-Za-z])"

@@ -1,7 +1,7 @@
 """Whether an answer is a number of the problem in another form than the one asked for.
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes.
-`\\frac38` stands in "Write \\frac38 as a decimal", `321_4` in "Find the value of 321_4", and
+`\\frac38` occurs in "Write \\frac38 as a decimal", `321_4` in "Find the value of 321_4", and
 3:30 PM in "Write 3:30 PM in 24-hour form".
 """
 
