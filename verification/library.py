@@ -28,7 +28,7 @@ from verification.verdict import GradingError
 
 MAX_PENDING = 512
 CLASSES_AT_ONCE = 32
-"""Class requests under way: each has at most one comparison in the pool."""
+"""Concurrent class requests: each has at most one comparison in the pool."""
 POLL_S = 0.1
 
 
@@ -43,7 +43,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     entry: str = ""
     """JSON that the task needs: a reasoning_gym entry, the tests of a program."""
     problem: str = ""
-    """The question, for its language, and because copying it is no answer."""
+    """The question: gives the language, and a copy of it is refused as an answer."""
     language: str = ""
     """Language that the response must be in; empty: that of the problem."""
     tokens: int = 0
@@ -58,7 +58,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grading:
-    """A pool of grading processes for samples from anywhere."""
+    """A pool of grading processes for samples from any source."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Grading:
         return [found[number] for number in range(len(found))]
 
     def stream(self, samples: Iterable[Sample]) -> Iterator[tuple[int, Score | ScoreFailed]]:
-        """(number of the sample, score) as they are finished; takes samples as there is room."""
+        """(index of the sample, score) as they finish; takes samples when there is room."""
         for number, sample in enumerate(samples):
             try:
                 found = screen(_request(number, sample), self._rules)
@@ -112,7 +112,7 @@ class Grading:
     def classes(self, requests: Sequence[ClassRequest]) -> list[ClassDone | ScoreFailed]:
         """Which texts of each request give the same answer, in the order of the requests.
 
-        A request that fails is tried once more by itself; ScoreFailed where that fails too.
+        A failed request is retried once, alone; ScoreFailed if that fails too.
         """
         found = dict(self._classify(list(enumerate(requests)), at_once=CLASSES_AT_ONCE))
         failed = [n for n, answer in sorted(found.items()) if isinstance(answer, ScoreFailed)]
@@ -149,7 +149,7 @@ class Grading:
             yield finished.request_id, score
 
     def _await_pool(self, limit_s: float) -> None:
-        """Wait until the pool has something to be collected, at most limit_s."""
+        """Wait until the pool has results to collect, at most limit_s."""
         deadline_s = self.pool.next_deadline_s
         if deadline_s is not None:
             limit_s = min(limit_s, max(0.0, deadline_s - time.monotonic()))

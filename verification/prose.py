@@ -15,7 +15,7 @@ DENSE_LETTERS = 4
 MIN_WORDS = 4
 """Words in a row from which the content of a wrapper is prose: no formula has as many."""
 MIN_SCATTERED_WORDS = 6
-"""Words of three letters or more that make the content of a wrapper prose, wherever they stand."""
+"""Words of three letters or more, anywhere, that make the content of a wrapper prose."""
 MIN_WORDS_IN_CODE = 5
 """The same for a line of code without a comment sign: `for word in words` is none."""
 MIN_PROSE_SHARE = 0.5
@@ -66,7 +66,7 @@ _SINGLE_LETTER = re.compile(r"(?<![\w'\u2019])[A-Za-z\u0391-\u03c9](?![\w'\u2019
 _SENTENCE_END = re.compile(
     r"[.!?:;\u2026](?=[\s\"'\u201d\u2019)\]]|$)|[\u3002\uff01\uff1f\uff1b\u061f\u0964]"
 )
-# A word has letters of one of the alphabets; between words stand spaces and the signs of sentences.
+# A word has letters of one of the alphabets; between words are spaces and punctuation.
 _LETTER = r"[^\W\d_][\u0300-\u036f\u0900-\u0dff]*+"
 _WORD = rf"(?:{_LETTER})++(?:['\u2019-](?:{_LETTER})++)*+"
 _SIGNS = r"\"\u201c\u201d(\u2013\u2014-"
@@ -83,7 +83,7 @@ _KEYWORD = re.compile(
 
 
 class Prose(NamedTuple):
-    """The sentences of a text: words parted by single spaces; none is empty."""
+    """The sentences of a text: words separated by single spaces; none is empty."""
 
     open: list[str]
     """Plain prose."""
@@ -120,7 +120,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def strip_for_language(text: str) -> str:
-    """The open prose of a text on one line: its words, parted by single spaces."""
+    """The open prose of a text on one line: its words, separated by single spaces."""
     return " ".join(read_prose(text).open)
 
 
@@ -136,7 +136,7 @@ def count_dense(prose: str) -> int:
 
 
 def _words_of(content: str) -> str:
-    """The words of a formula, a box, a tag or inline code where they are prose, on a line."""
+    """The words of a formula, a box, a tag or inline code if they are prose, on a line."""
     content = _COMMAND.sub(" ", _TEX_SPACE.sub(" ", content.replace("_", " ")))
     runs = [run[0] for run in _RUN.finditer(content)]
     # A sentence may be cut into pieces by signs: then it is known by the number of its words.
@@ -147,7 +147,7 @@ def _words_of(content: str) -> str:
 
 
 def _count_words(run: str) -> int:
-    """Words of a run; 0 where most are as short as names of variables."""
+    """Words of a run; 0 if most are as short as names of variables."""
     words = [word for word in run.split() if len(word) > 1]
     return len(words) if 2 * len(_LONG_WORD.findall(run)) >= len(words) else 0
 
@@ -162,7 +162,7 @@ def _open_fenced(text: str, wrapped: list[str], *, has_comments: bool) -> str:
 
 
 def _prose_of_code(source: str, *, has_comments: bool) -> str:
-    """The prose of a code block where most of it is prose."""
+    """The prose of a code block if most of the block is prose."""
     found = [_prose_of_line(line, has_comments=has_comments) for line in source.split("\n")]
     prose = "\n".join(line for line in found if line.strip())
     letters = sum(map(str.isalpha, source))

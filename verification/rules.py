@@ -29,7 +29,7 @@ class RewardRules(pydantic.BaseModel):
 
     @property
     def length_rule(self) -> LengthRule:
-        """How the length of a completion is judged whose request does not say it."""
+        """The length rule for completions whose request gives none."""
         reward = self.reward
         return LengthRule(self.max_tokens, reward.length_margin_tokens, reward.length)
 

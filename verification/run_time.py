@@ -1,4 +1,4 @@
-"""What the host gave a process: time on a core, and time for which it was kept from one.
+"""Time of a process on a core, and time for which the host kept it from one.
 
 Used by the verifier about its grading processes, and by a grading process about what runs in its
 sandbox. Everything is read from outside, so that the watched programs need no /proc and can forge
@@ -31,7 +31,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """All that a process started and what that started, as far as it lives."""
+    """Living descendants of a process."""
     found: list[int] = []
     left = [pid]
     while left:
@@ -59,7 +59,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _is_ready(pid: int, tid: int) -> bool:
-    """Whether a thread runs, or waits for a core or a disk: never by its own will."""
+    """Whether a thread runs, or waits involuntarily, for a core or a disk."""
     try:
         text = Path(f"/proc/{pid}/task/{tid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -75,7 +75,7 @@ def host_stall_s(interval_s: float) -> float:
 
 
 class Watch:
-    """Time of some processes since the watch began: what they used and what they were denied."""
+    """CPU time and time kept from a core, of some processes since the watch began."""
 
     def __init__(
         self, root: int, now: float, *, ignored: Collection[int] = (), with_root: bool = False
@@ -99,7 +99,7 @@ class Watch:
         """Time for which all were kept from a core, or not yet born."""
 
     def look(self, now: float) -> None:
-        """Take in what happened since the last look."""
+        """Add the times since the last look."""
         interval_s, self._last_s = now - self._last_s, now
         pids = self._pids()
         self._used_s |= {pid: max(process_cpu_s(pid), self._used_s.get(pid, 0.0)) for pid in pids}
@@ -112,7 +112,7 @@ class Watch:
 
     @property
     def total_cpu_s(self) -> float:
-        """CPU time that all have used, those that ended included as far as they were seen."""
+        """CPU time of all processes, ended ones included as far as they were seen."""
         return sum(self._used_s.values())
 
     def _pids(self) -> list[int]:
@@ -137,7 +137,7 @@ class Watch:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, of all that it counts here."""
+    """Processes that the kernel has killed for lack of memory, as far as it counts them here."""
     with open("/proc/vmstat") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
 

@@ -60,7 +60,7 @@ def take_step(question: Question, rules: RewardRules) -> Finding:
 
 
 def score(request: ScoreRequest, rules: RewardRules) -> Score:
-    """The score of a completion, all steps taken here: the order of grading in one place.
+    """The score of a completion, with all steps in this process, in grading order.
 
     As unbounded as `take_step`. The verifier does the same across its processes.
     """

@@ -10,9 +10,9 @@ class Verdict(NamedTuple):
     reason: str
     """"correct", "wrong_answer", or why the answer could not be compared."""
     tests: tuple[int, int] = (0, 0)
-    """Tests that a program passed, and all there were, where they were counted."""
+    """Tests that a program passed, and number of tests, if counted."""
     detail: str = ""
-    """For readers: the test that a program failed first, and what it printed."""
+    """For readers: the first test that a program failed, and its output."""
 
 
 CORRECT = Verdict(True, "correct")
@@ -26,4 +26,4 @@ class GradingError(RuntimeError):
 
 
 class HostBusy(GradingError):
-    """The host gave no time or no memory to grade: to be tried again when it is quieter."""
+    """The host had no time or memory for grading; retry when it is quieter."""

@@ -8,14 +8,14 @@ ClassDone or ScoreFailed, ends on Stop. One thread:
 |---|---|---|
 | a request | the socket | scores it where text decides, else pool.submit; or desk.take |
 | a grading process | the pool's descriptor | pool.collect, sends what is finished |
-| quick comparisons that are left | not at all: it only looks | desk.advance |
-| the earliest deadline | the poll's timeout | pool.collect kills what is late |
+| remaining quick comparisons | the poll, which does not block | desk.advance |
+| the earliest deadline | the poll's timeout | pool.collect kills late processes |
 | the next heartbeat | the poll's timeout | sends VerifierReady |
 
 The queue keeps to the room of each worker pool, so the socket is always read: no worker pool waits
 behind another. Both count a request in every worker pool that a step of its task needs
-(`RewardConfig.steps_of`). A queue that restarts, is met again by zmq, and asks beyond that room is
-refused.
+(`RewardConfig.steps_of`). The worker refuses requests beyond MAX_OVERBOOKING times that
+room, which a restarted queue may send.
 """
 
 import argparse
@@ -62,7 +62,7 @@ HEARTBEAT_S = 2.0
 BURST_MESSAGES = 64
 """Requests taken before the pool gets its turn."""
 MAX_OVERBOOKING = 2
-"""A queue that restarted does not know what its predecessor asked for."""
+"""A restarted queue does not know the requests of its predecessor."""
 log = logging.getLogger(__name__)
 
 

@@ -2,8 +2,7 @@
 
 `compare_quickly` is pure string and number code and runs in the verifier; `compute` decides the
 rest and calls SymPy, which may hang or eat memory on hostile text: it runs only in a grading
-process. math-verify is asked for its opinion in audits alone: it compares what it can parse of a
-text, and that may be a part.
+process. Only audits call math-verify: it compares the part of a text that it can parse.
 
 The rules: answers are equal when they mean the same mathematics, whichever is the reference.
 Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per cent is a factor, so
@@ -21,7 +20,7 @@ from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 def compare_quickly(
     answer: str, reference: str, *, accept_missing_unit: bool = True
 ) -> Verdict | None:
-    """Verdict where plain text decides: equal text, numbers, units, words; else None.
+    """Verdict if plain text decides: equal text, numbers, units, words; else None.
 
     Time linear in the texts, and no exception on any text. Reasons of refusal: answer_too_long,
     too_many_digits, answer_too_deep, explosive_answer, and reference_too_long.
@@ -59,10 +58,10 @@ def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 
 
 def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
-    """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves open.
+    """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves undecided.
 
-    Call it only for such a pair: it does not repeat the refusals that bound time and memory. A pair
-    that nothing decides is wrong for the reason "undecided".
+    Call it only for such a pair: it does not repeat the refusals that bound time and memory. An
+    undecided pair is wrong for the reason "undecided".
     """
     first, second = _spelled(_trim(answer), _trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
@@ -72,7 +71,7 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 
     is_same = None
     if has_operation(first) or has_operation(second):
-        # The operation may stand in a label alone: \lim_{x\to0}\frac{\sin x}{x}=1.
+        # The operation may occur only in a label: \lim_{x\to0}\frac{\sin x}{x}=1.
         first, second = without_names(first, second)
     # To the grammar of expressions d/dx is a fraction of products.
     if not has_operation(first) and not has_operation(second):
@@ -85,10 +84,10 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 
 
 def opinions(answer: str, reference: str) -> dict[str, bool | None]:
-    """What each parser says by itself; None where it cannot tell. For audits of disagreement.
+    """Verdict of each parser alone; None if it cannot tell. For audits of disagreement.
 
     "text" is equality after normalisation, "number" plain readings, "structure" our grammar,
-    "math_verify" the library. Refused pairs get no opinion but of the text. As unbounded as
+    "math_verify" the library. Refused pairs get only the verdict of "text". As unbounded as
     `compare`.
     """
     if max(len(answer), len(reference)) > MAX_CHARS:
@@ -112,9 +111,9 @@ def opinions(answer: str, reference: str) -> dict[str, bool | None]:
 
 
 def why_illegible(answer: str) -> str:
-    """Why no comparison can rely on the answer; empty where it is read.
+    """Why no comparison can rely on the answer; empty if a parser reads it.
 
-    Words alone are read: they are compared as words.
+    An answer in words alone is read, as words.
     """
     from verification.math.readings import read
 
@@ -133,7 +132,7 @@ def why_illegible(answer: str) -> str:
 
 
 def find_illegible(answers: list[str]) -> dict[int, str]:
-    """Why answers are not read, by their place in the list."""
+    """Why answers are not read, by index in the list."""
     return {place: why for place, answer in enumerate(answers) if (why := why_illegible(answer))}
 
 
@@ -146,7 +145,7 @@ def prepare() -> None:
 
 
 def _spelled(answer: str, reference: str) -> tuple[str, str]:
-    """Both texts normalised, bold letters that are sets of numbers as such."""
+    """Both texts normalised, with bold letters for sets of numbers read as sets."""
     return (
         normalise(with_bold_sets(answer, reference)),
         normalise(with_bold_sets(reference, answer)),

@@ -1,13 +1,13 @@
 """Functions by name: whether `P(2)` is a value of P or twice P.
 
 Runs in grading processes. A letter before parentheses can be a factor or a function. The texts of
-both sides are read together: their use of a letter tells its meaning. Where they leave it open,
-both meanings must give the same verdict, so that no answer earns the convenient one.
+both sides are read together: their use of a letter tells its meaning. If the meaning is open,
+both meanings must give the same verdict, so that no answer profits from the ambiguity.
 
 | written | meaning |
 |---|---|
 | `f(..)`, `g(..)`, `y'(..)`, `P(2,3)` | a function |
-| `n(n+1)`: the letter stands inside too | a factor |
+| `n(n+1)`: the letter is inside too | a factor |
 | `a(b+c)` and elsewhere `ab+ac`: a sum inside, and the letter also without parentheses | a factor |
 | the same, a capital with `n-1`, `x+1` and the like inside | open |
 | all else: `I(0)`, `B(t)`, `x(2)` | open |
@@ -43,7 +43,7 @@ _SIMPLE_SUM = re.compile(r"(?:[0-9]*(?:[A-Za-z]|\\[a-z]+ ?)|[0-9]+)")
 
 
 class _Use(NamedTuple):
-    """A name in a text; `inside` is None where it stands alone, and `end` where it ends."""
+    """A name in a text; `inside` is None for a name alone; `end` is the end of its text."""
 
     name: str
     inside: str | None
@@ -52,7 +52,7 @@ class _Use(NamedTuple):
 
 
 def settled_pairs(first: str, second: str) -> list[tuple[str, str]]:
-    """Both texts with every application marked: one pair a meaning that the texts leave open."""
+    """Both texts with every application marked: one pair per meaning that the texts leave open."""
     if not any(mark in text for text in (first, second) for mark in "(["):
         return [(first, second)]
     uses = (_uses(first), _uses(second))
@@ -87,7 +87,7 @@ def with_names_for_applications(first: Tree, second: Tree) -> tuple[Tree, Tree] 
 
 
 def _meaning(name: str, uses: list[_Use]) -> str:
-    """FUNCTION_MARK or FACTOR_MARK, or empty where the texts leave it open."""
+    """FUNCTION_MARK or FACTOR_MARK, or empty if the texts leave it open."""
     own = [use for use in uses if use.name == name]
     if any(use.is_function for use in own):
         return FUNCTION_MARK
@@ -130,7 +130,7 @@ def _uses(text: str) -> list[_Use]:
 
 
 def _inside(text: str, start: int) -> str | None:
-    """What stands in the brackets that open at `start`; None when they do not close."""
+    """Text in the brackets that open at `start`; None when they do not close."""
     opening = text[start]
     depth = 0
     for place in range(start, len(text)):
@@ -157,7 +157,7 @@ def _is_sum(inside: str) -> bool:
 
 
 def _is_index(inside: str) -> bool:
-    """`n-1`, `t+h`, `2x+1`: what functions and sequences are taken at."""
+    """`n-1`, `t+h`, `2x+1`: typical arguments of functions and sequences."""
     terms = _terms(inside)
     has_index = any(_INDEX.search(term) for term in terms)
     return len(terms) == 2 and has_index and all(map(_SIMPLE_SUM.fullmatch, terms))

@@ -2,8 +2,8 @@
 
 Runs in grading processes. FLINT's balls (`arb`) carry a proven bound of their error. No ball tells
 a value on a jump or a branch cut from a value near it: `Unsure` asks for more bits. From
-`settle_bits` on, a ball that holds the place and is smaller than 2^-settle_bits counts as lying on
-it.
+`settle_bits` on, a ball that holds such a point and is smaller than 2^-settle_bits counts as that
+point.
 """
 
 import math
@@ -69,7 +69,7 @@ class Evaluation:
         return self._is_zero(value.real) and self._is_zero(value.imag)
 
     def difference(self, first: Value, second: Value) -> Value:
-        """What two values differ by; infinity where just one is infinite."""
+        """Difference of two values; infinity if just one is infinite."""
         if isinstance(first, float) or isinstance(second, float):
             return fmpq(0) if first is second or first == second else math.inf
         with ctx.workprec(self._precision_bits):
@@ -177,7 +177,7 @@ class Evaluation:
         return acb(self._real(value))
 
     def _rational(self, value: Value) -> fmpq | None:
-        """The value as a rational number where it is known to be one."""
+        """The value as a rational number if it is known to be one."""
         if not isinstance(value, acb):
             return value if isinstance(value, fmpq) else None
         if not value.imag.contains(0) or not value.real.contains_integer():
@@ -371,7 +371,7 @@ def _magnitude_bits(value: acb) -> int:
     mantissa, exponent = value.abs_lower().man_exp()
     if mantissa == 0:
         mantissa, exponent = value.abs_upper().man_exp()
-        # What is surely small is small; what only has a wide ball around zero says nothing.
+        # A surely small value is small; a wide ball around zero gives no information.
         return max(0, int(exponent) + mantissa.height_bits()) if mantissa else 0
     return int(exponent) + mantissa.height_bits()
 

@@ -1,8 +1,8 @@
-"""Names that a text may choose as it likes: whole numbers of general solutions, free constants.
+"""Names that a text may choose freely: whole numbers of general solutions, free constants.
 
 Runs in grading processes. `2k\\pi` and `2n\\pi` are one set of angles, `x^2+C` and `x^2+c` one
-family of functions. A whole number is bound where the text says so (`k \\in \\integers`) or where
-it counts periods; a constant where it is added to, or multiplies, a function of a variable.
+family of functions. A whole number is bound if the text says so (`k \\in \\integers`) or where
+it counts periods; a constant if it is added to, or multiplies, a function of a variable.
 """
 
 import itertools
@@ -87,7 +87,7 @@ def may_be_progression(tree: Tree) -> bool:
 
 
 def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
-    """Whether a tree is `11k+7` for a residue and a modulus, whatever its letter."""
+    """Whether a tree is `11k+7` for a residue and a modulus, with any letter."""
     names = symbols_of(tree)
     if not may_be_progression(tree):
         return False
@@ -97,7 +97,7 @@ def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
 
 
 def same_but_for_constants(first: Tree, second: Tree) -> bool | None:
-    """Whether two trees are equal when their free constants are given each other's names."""
+    """Whether two trees are equal up to the names of their free constants."""
     constants, others = _free_constants(first), _free_constants(second)
     if _INDEXED_CONSTANT.fullmatch(min(others, default="")) and len(others) > 1:
         constants = constants or _letter_constants(first, len(others))
@@ -117,7 +117,7 @@ def same_but_for_constants(first: Tree, second: Tree) -> bool | None:
 
 
 def _without_condition(text: str) -> tuple[str, str, str]:
-    """A text without its condition, the letter and the domain that this one names."""
+    """A text without its condition, and the condition's letter and domain."""
     match = _CONDITION.search(text)
     if match is None:
         return text, "", ""
@@ -201,7 +201,7 @@ def _free_constants(tree: Tree) -> frozenset[str]:
 
 
 def _stands_outside(tree: Tree, symbol: Tree) -> bool:
-    """Whether a symbol is a term of a tree, or a factor of a term, and stands nowhere else."""
+    """Whether a symbol occurs only as a term of a tree or a factor of a term."""
     terms = tree[1:] if tree[0] == "sum" else (tree,)
     holding = [term for term in terms if symbol[1] in symbols_of(term)]
     if len(holding) != 1:
@@ -222,7 +222,7 @@ def _letter_constants(tree: Tree, count: int) -> frozenset[str]:
 
 
 def _renamed_constant(tree: Tree, other: Tree, constants: frozenset[str]) -> frozenset[str]:
-    """The A or K of the other tree that stands where this one has its one free constant."""
+    """The A or K of the other tree in the position of this tree's only free constant."""
     names = symbols_of(other) - symbols_of(tree)
     is_one = len(constants) == len(names) == 1 and not _INDEXED_CONSTANT.fullmatch(min(constants))
     is_free = is_one and names <= {"A", "K"} and _stands_outside(other, ("sym", *names))

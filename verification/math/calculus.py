@@ -33,11 +33,11 @@ _POWER_BEHIND_NAME = re.compile(r"(?<![\\A-Za-z_^])([A-Za-z])(?=[0-9]+\^)")
 
 
 class NotRead(ValueError):
-    """The text holds something that is no operation of this module."""
+    """The text holds something other than the operations of this module."""
 
 
 class _Operation(NamedTuple):
-    """An operation's value, and where its text ends."""
+    """An operation's value, and the end of its text."""
 
     value: Tree
     end: int
@@ -100,7 +100,7 @@ def _operation(text: str, match: re.Match[str], values: dict[Tree, Tree]) -> _Op
             raise NotRead(text)
         body, end = _term(text, match.end())
         if text.startswith(("+", "-"), end):
-            # Whether d/dx x^2 + 1 means the derivative of both, nobody knows.
+            # d/dx x^2 + 1 is ambiguous: the derivative of one term or of both.
             raise NotRead(text)
         return _Operation(derivative(_parse(body, values), match["variable"], int(order)), end)
     below, above, start = _scripts(text, match.end())
@@ -126,7 +126,7 @@ def _operation(text: str, match: re.Match[str], values: dict[Tree, Tree]) -> _Op
 
 
 def _scripts(text: str, start: int) -> tuple[str, str, int]:
-    """What stands below and above an operator, and where its body starts."""
+    """Text below and above an operator, and the start of its body."""
     scripts = {"_": "", "^": ""}
     while start < len(text) and text[start] in scripts and not scripts[text[start]]:
         mark = text[start]
@@ -137,7 +137,7 @@ def _scripts(text: str, start: int) -> tuple[str, str, int]:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Where the token or braced group that starts here ends."""
+    """End of the token or braced group that starts here."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
         depth += (token[0] == "{") - (token[0] == "}")
@@ -167,7 +167,7 @@ def _terms(text: str, start: int) -> tuple[str, int]:
 
 
 def _integrand(text: str, start: int) -> tuple[str, str, int]:
-    """The integrand that starts here, its variable, and where its differential ends."""
+    """The integrand that starts here, its variable, and the end of its differential."""
     position = start
     while position < len(text):
         differential = _DIFFERENTIAL.match(text, position)

@@ -1,4 +1,4 @@
-"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`; and words that take an answer back.
+"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`; and words that retract an answer.
 
 Pure string code; runs in the verifier and its grading processes.
 """
@@ -21,7 +21,7 @@ _CONFIRMED = re.compile(
     r"(?:(?:correct|right|true|best)(?: (?:answer|choice|option))?|answer|choice|option)[.}]{0,2}"
 )
 _TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
-# What stands behind a letter and makes it another answer than the letter: at the start, anywhere.
+# Text behind a letter that makes it another answer than the letter: at the start, anywhere.
 _TURNED = re.compile(
     r"(?:\\text\{)? ?(?:[A-J](?![A-Za-z])[).:,;/&}]{0,3}$"
     r"|(?i:is|isn't|are|was|wasn't|or|and|but|nor|then|versus|vs|else|either|instead|if|unless)(?![A-Za-z])"

@@ -1,9 +1,9 @@
-"""Whether an expression stands in the text of a problem, however it is written down.
+"""Whether the text of a problem contains an expression, in any notation.
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes. An
 expression is taken for the bag of its numbers and names: order, brackets, signs, layout and
 neutral zeros and ones do not count. A power counts as its equal factors, a root as one of degree 2.
-Two expressions of equal value and with the same bag are hardly ever two different ones.
+Expressions of equal value with the same bag are hardly ever different.
 """
 
 import functools
@@ -21,7 +21,7 @@ MAX_PROBLEM_CHARS = 20_000
 MAX_COPIES = 12
 MAX_LEAVES = 4000
 BREAK = "."
-"""Between leaves that ordinary words part."""
+"""Separates leaves that have ordinary words between them."""
 
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[A-Za-z]+|[^\s]")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[A-Za-z]*\}(?:\{[lcr| ]{0,20}\})?")
@@ -38,7 +38,7 @@ _EXPONENT = re.compile(
     r"-?(?:(?P<whole>[0-9]{1,4})|(?P<half>0?\.5)|(?P<top>[0-9]{1,2})/(?P<bottom>[0-9]{1,2})"
     r"|\\frac\{(?P<upper>[0-9]{1,2})\}\{(?P<lower>[0-9]{1,2})\}|2\^-1|2\^\{-1\})"
 )
-# Operations by the names that problems give them.
+# Operations by their names in problems.
 _NAMES = {
     "sine": "sin", "cosine": "cos", "tangent": "tan", "cotangent": "cot", "secant": "sec",
     "cosecant": "csc", "lg": "log", "logarithm": "log", "gcf": "gcd", "hcf": "gcd",
@@ -89,7 +89,7 @@ class Leaves(NamedTuple):
 
 
 def stands_in(expression: str, problem: str, *trees: Tree) -> bool:
-    """Whether a normalised expression, or one of its trees, stands in a problem's text."""
+    """Whether a problem's text contains a normalised expression or one of its trees."""
     bags = [leaves_of(expression, grouped) for grouped in (False, True)]
     bags += [Leaves(tuple(tree_leaves(tree)), bags[0].functions) for tree in trees]
     for grouped in (False, True):
@@ -100,7 +100,7 @@ def stands_in(expression: str, problem: str, *trees: Tree) -> bool:
 
 
 def is_run(problem: str, tree: Tree) -> bool:
-    """Whether an expression is all that stands between two breaks of a problem.
+    """Whether an expression fills the space between two breaks of a problem.
 
     So `3+4` of `\\sqrt{(3+4)^2}` for "Compute 3+4."
     """
@@ -124,7 +124,7 @@ def _runs(problem: str) -> frozenset[frozenset[tuple[str, int]]]:
 
 
 def _is_weak(sequence: Iterable[str]) -> bool:
-    """Whether there is little to tell an expression by, so that zeros and ones count too."""
+    """Whether an expression has so few distinct leaves that zeros and ones count too."""
     return len(set(_without_neutral(sequence))) < 2
 
 
@@ -134,7 +134,7 @@ def _without_neutral(sequence: Iterable[str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def leaves_of_problem(problem: str, grouped: bool) -> Leaves:
-    """Leaves of a problem; a long one is read so far as the limit."""
+    """Leaves of a problem; a long problem is read up to the limit."""
     return leaves_of(normalise(problem[:MAX_PROBLEM_CHARS]), grouped)
 
 
@@ -203,7 +203,7 @@ def _is_run(wanted: tuple[str, ...], found: tuple[str, ...]) -> bool:
         wanted, found = _without_neutral(wanted), _without_neutral(found)
     if not wanted:
         return False
-    # What is missing (positive) or too much (negative) in the window.
+    # Leaves missing (positive) or in excess (negative) in the window.
     missing = Counter(wanted)
     size = len(wanted)
     unequal = len(missing)
@@ -343,7 +343,7 @@ class _Reader:
             self._leaves.append(bottom)
 
     def _exponent(self) -> tuple[str, int]:
-        """Text of the exponent behind the caret, without brackets around it, and where it ends."""
+        """Text of the exponent behind the caret, without brackets around it, and its end."""
         place, depth, parts = self._place, 0, []
         while place < min(len(self._tokens), self._place + 16):
             token = self._tokens[place]

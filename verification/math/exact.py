@@ -1,6 +1,6 @@
-"""Exact results of functions of rational numbers, and the ways in which computing a value ends.
+"""Exact results of functions of rational numbers, and exceptions of computing a value.
 
-Runs in grading processes. Each function returns None where the result is no rational number, or has
+Runs in grading processes. Each function returns None if the result is not rational, or has
 more than MAX_EXACT_BITS.
 """
 
@@ -31,7 +31,7 @@ class Unbounded(ArithmeticError):
 
 
 class Exhausted(Unbounded):
-    """The comparison has had all the time it may take."""
+    """The comparison has used up its time."""
 
 
 class Unsure(ArithmeticError):
@@ -39,20 +39,20 @@ class Unsure(ArithmeticError):
 
 
 class Work:
-    """What is left of the time that one comparison may take."""
+    """Remaining time of one comparison."""
 
     def __init__(self, units: int = MAX_WORK) -> None:
         self._left = units
 
     def spend(self, units: int) -> None:
-        """Take units away. Exhausted when none are left."""
+        """Subtract units. Exhausted when none are left."""
         self._left -= units
         if self._left < 0:
             raise Exhausted
 
 
 def exact_power(base: fmpq, exponent: fmpq) -> fmpq | None:
-    """A rational power where it is rational and small enough to write out."""
+    """A power if it is rational and small enough to write out."""
     if base < 0 and exponent.q % 2 == 0:
         return None
     root = base if exponent.q == 1 else _exact_root(base, exponent.q)
@@ -75,7 +75,7 @@ def _exact_root(base: fmpq, degree: fmpz) -> fmpq | None:
 
 
 def exact_logarithm(value: fmpq, base: fmpq) -> fmpq | None:
-    """log_base(value) where it is a fraction with a small denominator."""
+    """log_base(value) if it is a fraction with a small denominator."""
     if value <= 0 or base <= 0 or base == 1:
         return None
     with ctx.workprec(64):

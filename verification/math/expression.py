@@ -1,6 +1,6 @@
 """A grammar of mathematical expressions: text -> tree.
 
-Runs in grading processes. The grammar is closed: what it does not know is refused, nothing is
+Runs in grading processes. The grammar is closed: unknown text is refused, nothing is
 evaluated, and time is linear in the text.
 """
 
@@ -39,7 +39,7 @@ _PAIRS = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil"), "|": ("|", 
 
 
 class NotAnExpression(ValueError):
-    """The text is no expression of this grammar."""
+    """The text is not an expression of this grammar."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -299,7 +299,7 @@ class _Parser:
         raise NotAnExpression(name)
 
     def _applied(self, name: str) -> Tree:
-        """A function that only its name is known of, and what it is applied to."""
+        """A function of which only the name is known, and its arguments."""
         if self._peek() == "of":
             self._take()
         return ("apply", name, *self._arguments())
@@ -353,7 +353,7 @@ class _Parser:
         return ("pow", tree, exponent) if exponent else tree
 
     def _argument(self) -> Tree:
-        """What a function is applied to: a group in parentheses, or the factors that follow."""
+        """Argument of a function: a group in parentheses, or the factors that follow."""
         if self._peek() in ("(", "{", "["):
             return self._atom()
         sign = self._sign()

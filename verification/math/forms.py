@@ -1,7 +1,7 @@
 """Whether an answer is a number of the problem in another form than the one asked for.
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes.
-`\\frac38` stands in "Write \\frac38 as a decimal", `321_4` in "Find the value of 321_4", and
+`\\frac38` occurs in "Write \\frac38 as a decimal", `321_4` in "Find the value of 321_4", and
 3:30 PM in "Write 3:30 PM in 24-hour form".
 """
 
@@ -80,7 +80,7 @@ def is_other_form(first: str, second: str, problem: str) -> bool:
 
 
 def form_of(text: str) -> str:
-    """The name of the form that a number is written in; empty for what is none."""
+    """Name of the form in which a number is written; empty for other text."""
     return next((name for name, pattern in _FORMS if pattern.fullmatch(text)), "")
 
 
@@ -93,7 +93,7 @@ def _asks(problem: str, form: str) -> bool:
 
 
 def _holds(problem: str, number: str) -> bool:
-    """Whether a number stands in a problem, fractions with a slash or a bar."""
+    """Whether a problem contains a number, fractions with a slash or a bar."""
     text = _slashed(without_marks(normalise(problem[:MAX_PROBLEM_CHARS])))
     if _FORMS[0][1].fullmatch(number) or re.fullmatch(r"-?[0-9]*\.[0-9]+", number):
         value = abs(Fraction(number.replace(",", "")))
@@ -109,7 +109,7 @@ def _slashed(text: str) -> str:
 
 
 def _holds_numeral(problem: str, numeral: str) -> bool:
-    """Whether `1101_2` stands in a problem, or 1101 in one that speaks of bases."""
+    """Whether a problem contains `1101_2`, or 1101 and a mention of bases."""
     if _holds(problem, numeral):
         return True
     text = problem[:MAX_PROBLEM_CHARS]
@@ -119,7 +119,7 @@ def _holds_numeral(problem: str, numeral: str) -> bool:
 
 
 def _is_other_clock(first: str, second: str, problem: str) -> bool:
-    """Whether a time of the problem stands there by the other clock than the one asked for."""
+    """Whether a time of the problem is given by another clock than the one asked for."""
     times = [parse_hour(text) or parse_colon(text) for text in (first, second)]
     if not all(isinstance(time, ClockTime) for time in times):
         return False

@@ -2,7 +2,7 @@
 
 Runs in grading processes. Both sides are rational functions and absolute values of them. Their
 zeros, poles and sign changes cut the line; between two of these the inequality holds everywhere or
-nowhere, so one rational point decides, and each cut is decided by itself.
+nowhere, so one rational point decides; each cut is decided separately.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def _holds(value: Tree, sign: str) -> bool:
 
 
 def _sign(value: Tree) -> int | None:
-    """-1, 0 or 1; None without a real value."""
+    """Sign as -1, 0 or 1; None without a real value."""
     if same_value(value, ZERO):
         return 0
     number = real_value(value)

@@ -1,7 +1,7 @@
 """Names, left-hand sides, chains of equations and roundings around a value.
 
-Runs in grading processes. `x=5`, `f(2)=5`, `\\cos A=5`, `a+b=5` and `n=3+2=5` all give the value 5
-to somebody who asked for it. An answer that states two different values states none.
+Runs in grading processes. `x=5`, `f(2)=5`, `\\cos A=5`, `a+b=5` and `n=3+2=5` all give the value 5.
+An answer that states two different values states none.
 """
 
 import functools
@@ -66,14 +66,14 @@ MAX_ROUNDING = Fraction(1, 20)
 
 @dataclass(frozen=True)
 class Assignment:
-    """A name and its value; `f(x)=x^2` too. An empty name is one that says nothing."""
+    """A name and its value; `f(x)=x^2` too. An empty name carries no information."""
 
     name: str
     value: str
 
 
 def is_relation(text: str) -> bool:
-    """Whether an inequality or membership stands outside all brackets."""
+    """Whether an inequality or membership sign is outside all brackets."""
     if not _RELATION.search(text):
         return False
     text = _ENVIRONMENT.sub("", text)
@@ -196,7 +196,7 @@ def _is_single(text: str) -> bool:
 
 
 def _is_label(left: str, value: str) -> bool:
-    """Whether an equation only says whose value its right side is."""
+    """Whether an equation only names the value of its right side."""
     if _VERB.search(left):
         return False
     if _LABEL.fullmatch(left):
@@ -247,7 +247,7 @@ def _left_tree(left: str) -> Tree | None:
 
 
 def _free_names(tree: Tree) -> frozenset[str]:
-    """Symbols that stand outside functions."""
+    """Symbols outside functions."""
     # |z| is asked for where a complex number is.
     is_modulus = tree == ("call", "abs", ("sym", "z"))
     if is_modulus or tree[0] == "apply" or (tree[0] == "call" and tree[1] in _TRIGONOMETRY):
@@ -310,7 +310,7 @@ def _tree(text: str) -> Tree | None:
 
 
 def _is_wrong_rounding(side: str) -> bool:
-    """Whether a side says that a number is about another which it does not round to."""
+    """Whether a side states that a number is about another to which it does not round."""
     parts = [part.strip() for part in split_at(side, "\\approx")]
     parts = [part for part in parts if part]
     if len(parts) < 2:

@@ -1,4 +1,4 @@
-"""math-verify's opinions on two answers, for audits: they decide no verdict.
+"""math-verify's verdicts on two answers, for audits: they decide no verdict.
 
 Runs in grading processes only: its grammar and SymPy may take unbounded time and memory. Its own
 timeouts are off: they replace signal handlers, and the grading process has limits already.
@@ -23,7 +23,7 @@ _NAMES = {
 def same_by_library(first: str, second: str) -> bool | None:
     """Whether math-verify calls two normalised texts equal both ways round.
 
-    None when it cannot read one of them; it may parse a fragment of a text and compare that.
+    None if it cannot read one of the texts; it may parse a fragment of a text and compare that.
     Decimals are exact: 0.333 is not 1/3. Only its LaTeX grammar is used: its other reader hands
     text to `sympy.parse_expr`.
     """
@@ -44,7 +44,7 @@ def same_by_library(first: str, second: str) -> bool | None:
 def same_by_bare_library(answer: str, reference: str) -> bool:
     """Whether math-verify alone, as most trainers use it, takes the boxed answer for the reference.
 
-    False where it cannot read one of them.
+    False if it cannot read one of the texts.
     """
     from math_verify import parse, verify
 

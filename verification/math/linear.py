@@ -1,8 +1,8 @@
 r"""Sums, multiples, products, powers and transposes of matrices and vectors, worked out.
 
 Pure string code on normalised texts; runs in grading processes. `\frac15(3,4,0)` and
-`(1,2)+t(3,4)` are vectors, a matrix times a column is one. Two vectors side by side are no product:
-nobody knows which one.
+`(1,2)+t(3,4)` are vectors, a matrix times a column is one. Two adjacent vectors are not a product:
+which product is ambiguous.
 """
 
 import re
@@ -40,7 +40,7 @@ class Linear(NamedTuple):
 
 
 class _NotLinear(ValueError):
-    """The text is no sum or product of matrices or vectors."""
+    """The text is not a sum or product of matrices or vectors."""
 
 
 def read_linear(text: str) -> Linear | None:
@@ -147,7 +147,7 @@ def _scalar_factor(text: str) -> list[str]:
 
 
 def _scalar_end(text: str, place: int) -> int:
-    """Where the next token ends; a group in brackets is one."""
+    """End of the next token; a group in brackets is one token."""
     match = _BRACKET.match(text, place)
     if match is None or match[0] not in ("(", "[", "{"):
         command = re.compile(r"\\[A-Za-z]+").match(text, place)

@@ -1,4 +1,4 @@
-"""How large the numbers grow that a text asks for, without computing them.
+"""Upper bounds of the sizes of a text's values, without computing the values.
 
 Pure string code in time linear in the text; runs in the verifier and its grading processes. One
 pass keeps, for every value, an upper bound of its size in bits: of numerator and denominator
@@ -21,7 +21,7 @@ _TOKEN = re.compile(
 )
 # Without these a text of bounded length asks for no long number.
 _GROWTH = re.compile(r"[\^!]|[0-9][eE]|\\binom")
-# Their values are small whatever they are applied to.
+# Their values are small for all arguments.
 _TAMING = frozenset(
     "\\ln \\log \\lg \\sin \\cos \\tan \\cot \\sec \\csc \\arcsin \\arccos \\arctan".split()
 )
@@ -44,14 +44,14 @@ _SYMBOL = _Size(3.0, 3.0, True)
 
 @dataclass
 class _Group:
-    """What stands between two brackets, as far as it has been read."""
+    """Text between two brackets, as far as it has been read."""
 
     total: _Size | None = None
     product: _Size | None = None
     tower: list[_Size] = field(default_factory=list)
     """A base and the exponents behind it, until the factor ends."""
     role: str = "factor"
-    """What the next operand is: factor, exponent, divisor, skipped, or an argument's command."""
+    """Role of the next operand: factor, exponent, divisor, skipped, or an argument's command."""
     function: str = ""
     """A function whose exponent or base comes before its argument, as in `\\log_2 x`."""
     top: _Size | None = None
@@ -102,7 +102,7 @@ def _operand(match: re.Match[str]) -> _Size:
 
 
 def _take(group: _Group, operand: _Size) -> float:
-    """Use an operand as the group expects it; the bits of what it makes."""
+    """Use an operand as the group expects it; return the bits of the result."""
     role, group.role = group.role, "factor"
     if role == "skipped":
         group.role, group.function = group.function or "factor", ""

@@ -1,4 +1,4 @@
-"""What people write in several notations: combinations, systems, vectors, residue classes.
+"""Values with several notations: combinations, systems, vectors, residue classes.
 
 Pure string code on normalised texts; runs in grading processes.
 """
@@ -67,7 +67,7 @@ class Congruence:
     modulus: int
 
     def classes(self) -> Counter[Fraction]:
-        """How often each least residue is named."""
+        """Count of each least residue named."""
         return Counter(residue % self.modulus for residue in self.residues)
 
 
@@ -89,7 +89,7 @@ def respell(text: str, other: str) -> str:
 def with_bold_sets(text: str, other: str) -> str:
     r"""A raw text with `\mathbf{R}` as the real numbers where it is a set for certain.
 
-    It is one behind `\in`, and where the other text names that set or, for R, infinity.
+    It is a set behind `\in`, and where the other text names that set or, for R, infinity.
     """
     if "\\mathbf" not in text and "\\bold" not in text and "\\textbf" not in text:
         return text

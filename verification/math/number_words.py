@@ -83,7 +83,7 @@ def spell_bases(text: str) -> str:
 
 
 def read_number_words(words: list[str]) -> tuple[Fraction, int] | None:
-    """The number that words begin with, and how many of them it takes; None without one."""
+    """The number that words begin with, and its length in words; None without a number."""
     words = words[:MAX_WORDS]
     is_negative = words[:1] in (["minus"], ["negative"])
     start = int(is_negative)

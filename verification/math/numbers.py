@@ -49,7 +49,7 @@ class ClockTime(NamedTuple):
     minutes: int
     seconds: int
     half: str
-    """"a", "p", or empty where the text says neither."""
+    """"a", "p", or empty if the text gives neither."""
 
 
 class Ratio(NamedTuple):

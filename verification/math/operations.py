@@ -1,7 +1,7 @@
 """The operations that an expression holds, counted by kind.
 
-Pure string code in time linear in the text; runs in the verifier and its grading processes. What
-our grammar of expressions reads is counted in the tree, other texts by their tokens; two texts are
+Pure string code in time linear in the text; runs in the verifier and its grading processes. Texts
+that our grammar reads are counted in the tree, other texts by their tokens; two texts are
 comparable when both are counted the same way.
 """
 
@@ -13,7 +13,7 @@ from fractions import Fraction
 from verification.math.expression import parse_expression
 from verification.math.trees import MINUS_ONE, ONE, Tree, num, symbols_of
 
-# Kinds that could be carried out as they stand, whatever the reference looks like.
+# Kinds that could be carried out as written, for any form of the reference.
 SUM, PRODUCT, POWER = "sum of numbers", "product of numbers", "power of a number"
 BRACKETS, REDUCIBLE, SIGN = "brackets", "reducible", "sign"
 FRACTION, NESTED = "fraction of names", "power of a power"

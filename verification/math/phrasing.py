@@ -15,12 +15,12 @@ import re
 # --- styling --------------------------------------------------------------------------------------
 
 _ARGUMENT = r"(?:\{[^{}]{0,80}\}|\[[^\[\]]{0,80}\])"
-# With what stands in their braces.
+# Removed with the content of their braces.
 _INVISIBLE = re.compile(
     r"\\(?:[hv]?phantom|[hv]space|label|tag|ref|vskip|noalign|rule)(?![A-Za-z])\*? ?"
     rf"{_ARGUMENT}{{1,3}}|\\(?:[hm]?kern|[hm]skip) ?-?[0-9.]{{1,9}} ?(?:pt|em|ex|mm|cm|mu|in)"
 )
-# The commands alone: what stands in their last braces is the answer.
+# Only the commands are removed: the content of their last braces is the answer.
 _DECORATION = re.compile(
     r"\\(?:textcolor|colorbox|color)(?![A-Za-z]) ?(?:\[[^\[\]]{0,40}\])?\{[^{}]{0,40}\}"
     r"|\\fcolorbox ?\{[^{}]{0,40}\} ?\{[^{}]{0,40}\}"
@@ -50,7 +50,7 @@ _UNIT_COMMANDS = {
     "degreeCelsius": "\\deg C", "celsius": "\\deg C", "dollar": "\\$", "cdot": " ", "usd": "\\$",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+) ?")
-# Texts of these alone, as most are, hold nothing to take away.
+# Most texts consist of these alone and hold nothing to remove.
 _ANY_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.?)|\{(?= ?[,:])", re.DOTALL)
 _PLAIN_COMMANDS = {f"\\{char}" for char in "{}(),;!%$"} | {
     f"\\{name}"
@@ -129,7 +129,7 @@ _FINISHED = re.compile(r"\\(?:pi|infty|alpha|beta|theta|circ|emptyset|deg|quad|q
 
 
 def part_statements(text: str) -> str:
-    """The text with a comma where a gap parts two statements, or two numbers and nothing else."""
+    """The text with a comma where a gap separates two statements, or two numbers alone."""
     gaps = [match for match in _GAP.finditer(text) if match.start() and match.end() < len(text)]
     if not gaps:
         return text
@@ -157,7 +157,7 @@ def _is_open(left: str) -> bool:
 
 
 def _depths(text: str, places: list[int]) -> list[int]:
-    """How many brackets and environments are open at each place."""
+    """Number of open brackets and environments at each position."""
     depths, depth, index = [], 0, 0
     for match in _ANY_BRACKET.finditer(text):
         while index < len(places) and places[index] <= match.start():
@@ -197,7 +197,7 @@ _CHAIN = re.compile(
     r"(?P<rest>(?:[-+*/(){}0-9., ]|\\(?:frac|sqrt|pi|deg)(?![a-z])){1,80}=.*)",
     re.DOTALL,
 )
-# What stands behind a label must be one value, not an equation or a list of labels.
+# The text behind a label must be one value, not an equation or a list of labels.
 _NO_VALUE = re.compile(r"[=<>:;]|\\(?:le|ge|ne|in|approx|equiv)(?![a-z])|, |\\text\{[^{}]*:")
 _TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 _EXCEPT = re.compile(

@@ -1,7 +1,7 @@
 """Answers that plain text decides: numbers with units, times, ratios, choices, words.
 
-Pure string code; runs in the verifier and its grading processes. What two readings mean to each
-other is written symmetrically: swapping answer and reference never changes a verdict.
+Pure string code; runs in the verifier and its grading processes. Comparison of readings is
+symmetric: swapping answer and reference never changes a verdict.
 """
 
 import functools
@@ -65,7 +65,7 @@ Plain = Number | ClockTime | Ratio | Choice | Choices | Words
 
 @functools.lru_cache(maxsize=1024)
 def read_plain(text: str) -> Plain | None:
-    """What a normalised text plainly is; None when it needs a parser."""
+    """Plain reading of a normalised text; None when it needs a parser."""
     if not text:
         return None
     if text == EMPTY_SET:
@@ -126,7 +126,7 @@ def _read_pair(first: str, second: str) -> tuple[Plain | None, Plain | None]:
 
 
 def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
-    """Verdict by the letters of lettered choices, or the two texts that are left to compare.
+    """Verdict by the letters of lettered choices, or the two texts that remain to compare.
 
     `(B) 7` equals `B` by its letter and `7` by its text; where both have letter and text, both
     must agree.

@@ -38,9 +38,9 @@ def is_whole_name(name: str) -> bool:
 
 
 def points_of(first: Tree, second: Tree, names: list[str]) -> tuple[int, Iterator[Point]]:
-    """How many points tell two trees apart, few for smooth functions, many for others; and points.
+    """Number of points to compare (few for smooth functions, many for others), and the points.
 
-    There are more than that, for functions that are real at few of them.
+    There are more points than that number, for functions that are real at few points.
     """
     spellings = sorted((repr(first), repr(second)))
     seed = hashlib.sha256("\n".join(spellings).encode("utf-8", "surrogatepass")).digest()
@@ -84,12 +84,12 @@ def _literals(first: Tree, second: Tree) -> list[Fraction]:
 
 
 def _grade(tree: Tree, names: list[str]) -> int:
-    """How many points a tree needs: more where signs, branches or steps tell it from another."""
+    """Number of points for a tree: more where signs, branches or steps distinguish it."""
     return max(_grade_of_root(part, names) for part in subtrees(tree))
 
 
 def _grade_of_root(tree: Tree, names: list[str]) -> int:
-    """How many points the operation at the root of a tree needs."""
+    """Number of points for the operation at the root of a tree."""
     if tree[0] == "pow":
         return _grade_of_power(tree, names)
     if tree[0] != "call":

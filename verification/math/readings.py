@@ -1,4 +1,4 @@
-"""What a text can mean: every reading of an answer with structure.
+"""Every reading of an answer with structure.
 
 Runs in grading processes. A text outside the grammars has no reading; nothing is evaluated but
 whether an equation between numbers is true.
@@ -41,7 +41,7 @@ _MATRIX = re.compile(
 )
 _MATRIX_BRACKETS = (("(", ")"), ("[", "]"), ("|", "|"))
 _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
-# What may stand before the condition of a piece.
+# Words that may precede the condition of a piece.
 _CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _TIGHT_COMMA = re.compile(r",(?! )")
@@ -115,7 +115,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A value a condition, in any order."""
+    """One value per condition, in any order."""
 
     rows: tuple[tuple[str, str], ...]
 
@@ -127,7 +127,7 @@ Reading = (
 
 
 def without_names(first: str, second: str) -> tuple[str, str]:
-    """Both texts, a name that only one of them gives to its value taken away: `x=5` and `5`."""
+    """Both texts, without a name that only one text gives to its value: `x=5` and `5`."""
     first, second = settle_approximation(first), settle_approximation(second)
     if ("=" in first) == ("=" in second):
         return first, second
@@ -370,7 +370,7 @@ def _is_set(text: str) -> bool:
 
 
 def _read_equation(text: str) -> tuple[Reading, ...]:
-    """An equation, as the assignment it may be and as one between its sides."""
+    """Readings of an equation: as an assignment, if it may be one, and between its sides."""
     sides = [side.strip() for side in split_at(text, "=")]
     if is_relation(text) or not all(sides) or contradicts_itself(text):
         return ()

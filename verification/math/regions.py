@@ -1,4 +1,4 @@
-"""Subsets of the real line: intervals, unions, inequalities and what people write for them.
+"""Subsets of the real line: intervals, unions, inequalities and their notations.
 
 Runs in grading processes. Two regions are compared by membership: their endpoints cut the line
 into points and gaps, and both must contain the same ones. So unions, overlaps, complements and
@@ -30,7 +30,7 @@ _BUILDER = re.compile(r"([^|:]{1,30})[|:](.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """End of an interval: its text, and its value where it has one."""
+    """End of an interval: its text, and its value if it has one."""
 
     text: str
     value: Real | float | None
@@ -112,7 +112,7 @@ def same_region(first: Region, second: Region) -> bool | None:
 
 
 def _holds_infinity(region: Region) -> bool:
-    """Whether a region is written with a bracket that takes in an infinite end."""
+    """Whether a region is written with a bracket that includes an infinite end."""
     pairs = ((region.low, region.is_low_in), (region.high, region.is_high_in))
     is_own = any(is_in and end is not None and isinstance(end.value, float) for end, is_in in pairs)
     return is_own or any(map(_holds_infinity, region.parts))
@@ -156,7 +156,7 @@ def _combined(kind: str, pieces: list[str]) -> Region | None:
 
 
 def _joined_by_word(word: str, pieces: list[str]) -> Region | None:
-    """What `or` and `and` between regions mean; None where a careful reader would ask.
+    """The meaning of `or` and `and` between regions; None if it is ambiguous.
 
     Between conditions on x, `or` is the union and `and` the intersection. Between intervals both
     only list them, and between points they are no region at all. A piece that adds nothing, as in
@@ -176,7 +176,7 @@ def _joined_by_word(word: str, pieces: list[str]) -> Region | None:
 
 
 def _joined_by_comma(pieces: list[str]) -> Region | None:
-    """`x>0, x\\ne2` holds both conditions; `x<1, x>3`, which nothing holds, lists two rays."""
+    """`x>0, x\\ne2` holds both conditions; `x<1, x>3`, which no x satisfies, lists two rays."""
     excluded = ""
     conditions = []
     for piece in pieces:
@@ -212,7 +212,7 @@ def _is_redundant(region: Region) -> bool:
 
 
 def _is_disjoint(parts: tuple[Region, ...]) -> bool:
-    """Whether no part is known to share more than an end with another."""
+    """Whether no two parts are known to share more than an end."""
     pairs = ((a, b) for k, a in enumerate(parts) for b in parts[:k])
     return all(
         same_region(both, NOTHING) is not False or _is_finite_overlap(both)
@@ -336,7 +336,7 @@ def _stretch(low: Tree | None, high: Tree | None, is_point: bool) -> Region:
 
 
 def _distance(sides: list[str], signs: list[str]) -> Region | None:
-    """`|x-a| < r`, or the other way round, as the interval around a or what lies outside it."""
+    """`|x-a| < r`, or the other way round, as the interval around a or its complement."""
     if len(sides) == 2 and not _DISTANCE.fullmatch(sides[0]):
         sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
     match = _DISTANCE.fullmatch(sides[0])

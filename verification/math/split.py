@@ -10,7 +10,7 @@ _OPENING = {"(", "[", "{", "\\{", "\\langle"}
 
 
 def enclosed(text: str, opening: str = "(", closing: str = ")") -> str | None:
-    """What stands between a pair of brackets around the whole text; None without such a pair."""
+    """Text between a pair of brackets around the whole text; None without such a pair."""
     if not text.startswith(opening) or not text.endswith(closing):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -20,7 +20,7 @@ def enclosed(text: str, opening: str = "(", closing: str = ")") -> str | None:
 
 
 def split_at(text: str, *marks: str) -> list[str]:
-    """Pieces between marks that stand outside all brackets; the whole text without a mark."""
+    """Pieces between marks outside all brackets; the whole text without a mark."""
     if not any(mark in text for mark in marks):
         return [text]
     pattern = re.compile("|".join(map(re.escape, marks)))

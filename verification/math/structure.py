@@ -98,16 +98,16 @@ def same_structure(
     pairs = settled_pairs(first, second)
     results = [comparison.same(read(one), read(other)) for one, other in pairs]
     if len(results) == 1:
-        # An equation that nobody can read is not the value of a text without one.
+        # An equation that no parser can read is not the value of a text without one.
         is_equation = [len(split_at(text, "=")) > 1 for text in (first, second)]
         return False if results[0] is None and is_equation[0] != is_equation[1] else results[0]
-    # The texts leave open whether P(2) is a product: both meanings must agree, and no other
+    # If the texts leave open whether P(2) is a product, both meanings must agree; no other
     # parser may choose one.
     return all(result is True for result in results)
 
 
 def _same_tree(first: Tree, second: Tree) -> bool | None:
-    """Whether two expressions are equal, with whatever names they bind."""
+    """Whether two expressions are equal, up to the names that they bind."""
     pair = with_names_for_applications(first, second)
     if pair is None:
         return None
@@ -292,7 +292,7 @@ class _Comparison:
     def _covered(
         self, items: tuple[str, ...], others: tuple[str, ...], *, is_set: bool
     ) -> bool | None:
-        """Whether every item has an equal among the others; each one its own if no set."""
+        """Whether every item has an equal among the others; distinct equals unless for a set."""
         if not is_set and len(items) != len(others):
             return False
         free = list(others)

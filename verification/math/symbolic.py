@@ -1,7 +1,7 @@
 """Operations of calculus on trees, evaluated exactly by SymPy.
 
 Runs in grading processes only. Nothing is parsed by SymPy: trees are built into its objects and
-back, and what it leaves unevaluated has no tree.
+back, and unevaluated results have no tree.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def _evaluated(compute: Callable[[], Any]) -> Tree:
     try:
         return _tree(compute())
     except (
-        # What SymPy 1.14 raises for input that it does not handle.
+        # Exceptions of SymPy 1.14 for input that it does not handle.
         *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError),
         *(TypeError, ValueError, PoleError, BasePolynomialError),
     ) as error:

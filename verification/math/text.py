@@ -176,7 +176,7 @@ def _spell_cross(match: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
-    """The text in one spelling: ASCII and LaTeX, single spaces only where they part tokens.
+    """The text in one spelling: ASCII and LaTeX, single spaces only where they separate tokens.
 
     Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
     For texts of at most MAX_CHARS.
@@ -207,7 +207,7 @@ def normalise(text: str) -> str:
         text = spell_bases(text)
     text = _BRACED_CHAR.sub(r"\1\2", spell_factors(text))
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
-    # Dots that leave something out are no full stop.
+    # An ellipsis is not a full stop.
     # The sign of inches, or an end of quotation.
     text = text if text.startswith('"') else _INCHES.sub("''", text)
     text = text.strip(' "')
@@ -237,7 +237,7 @@ def _bare_words(text: str) -> str:
 
 
 def _is_balanced(inner: str, closing: str) -> bool:
-    """Whether the delimiters taken away around a text belonged together."""
+    """Whether the delimiters removed around a text were a pair."""
     if closing != "}":
         return closing not in inner
     depth = 0
@@ -249,7 +249,7 @@ def _is_balanced(inner: str, closing: str) -> bool:
 
 
 def _without_math_delimiters(text: str) -> str:
-    """Text whose bare dollar signs are gone if they pair up, else read as the currency."""
+    """Text without its bare dollar signs if they pair up, else with them as the currency."""
     bare = text.replace("\\$", "")
     if bare.count("$") % 2 == 0:
         return text.replace("\\$", "\0").replace("$", "").replace("\0", "\\$")
@@ -287,7 +287,7 @@ def _spell_text(match: re.Match[str]) -> str:
 
 
 def without_marks(text: str) -> str:
-    """A normalised text as it is read aloud: no text marks, no idle spaces."""
+    """A normalised text without text marks and redundant spaces."""
     return _IDLE_READING.sub("", _TEXT.sub(r"\1", text))
 
 

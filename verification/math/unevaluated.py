@@ -1,12 +1,12 @@
-"""Whether a right answer still leaves to be done what the problem asks for.
+"""Whether a right answer leaves the operation undone that the problem asks for.
 
 Pure string code in time linear in the texts; runs in the verifier and its grading processes, and
 on answers that are equal to the reference alone. `\\cos 60^\\circ` equals `\\frac{1}{2}`, as does
 any expression that a problem asks to evaluate, to factor or to simplify: copying it is no answer.
 
 An answer is unevaluated when it holds an operation that the reference does not (see `operations`)
-and, under "refuse_copied", stands in the problem (see `copied`) as a whole or with its function.
-Under "refuse" it need not stand there, but the operation must be one that can be carried out as it
+and, under "refuse_copied", is in the problem (see `copied`) as a whole or with its function.
+Under "refuse" it need not be there, but the operation must be one that can be carried out as it
 is written. A number in another form than the one asked for counts too (see `forms`). The reference
 itself is never refused; and where the problem shows the reference with its operations, it does not
 ask for them to be worked out.
@@ -67,7 +67,7 @@ MAX_PARTS = 60
 
 
 def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedRule) -> bool:
-    """Whether a right answer holds what it was asked to work out; see the module's words."""
+    """Whether a right answer holds an operation that it should evaluate; see the module."""
     if rule == "accept" or max(len(answer), len(reference)) > MAX_CHARS:
         return False
     first, second = normalise(_trim(answer)), normalise(_trim(reference))
@@ -104,7 +104,7 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
 
 
 def _shows(problem: str, reference: str) -> bool:
-    """Whether the reference stands in the problem by itself, not within a longer expression."""
+    """Whether the problem contains the reference alone, not within a longer expression."""
     text = normalise(problem[:MAX_PROBLEM_CHARS])
     # A word before or behind it is no factor, but a single letter is.
     before = r"(?<![-0-9+*/^({\\])(?<![^A-Za-z\\][A-Za-z])"
@@ -160,7 +160,7 @@ def _has_number(tree: Tree) -> bool:
 
 
 def _is_linear_copy(first: str, second: str, problem: str, rule: UnevaluatedRule) -> bool:
-    """Whether a sum, product, power or transpose of matrices in numbers is left to be done."""
+    """Whether a sum, product, power or transpose of matrices in numbers remains to be done."""
     operands = operands_of(first)
     if not operands or operands_of(second) or _LETTER.search(_TRANSPOSE.sub("", first)):
         return False
@@ -212,7 +212,7 @@ def _in_percent(match: re.Match[str]) -> str:
 
 
 def _calls(text: str) -> list[str]:
-    """Functions of a text with what they are applied to."""
+    """Functions of a text with their arguments."""
     calls = []
     for match in list(_CALL_START.finditer(text))[:MAX_CALLS]:
         depth, end = 0, len(text)
@@ -231,7 +231,7 @@ def _calls(text: str) -> list[str]:
 
 
 def _settled(tree: Tree, *, cancels: bool) -> Tree:
-    """A tree without what adds nothing: `+0`, `*1`, `^1`, products with 0.
+    """A tree without redundant parts: `+0`, `*1`, `^1`, products with 0.
 
     cancels: also without `+5-5` and `*2/2`.
     """

@@ -1,4 +1,4 @@
-"""Units of measure: what they are called and how they convert.
+"""Units of measure: names and conversion factors.
 
 Pure string code; runs in the verifier and its grading processes.
 """
@@ -14,11 +14,11 @@ MAX_UNIT_CHARS = 60
 PERCENT = "%"
 NOTHING = "nothing"
 GENERIC = "unit"
-"""Of whatever length: 5 units are 5, but 5 square units are not 5 cubic units."""
+"""A unit of unknown length: 5 units are 5, but 5 square units are not 5 cubic units."""
 
 
 class Unit(NamedTuple):
-    """What follows a number: 1 of it is `factor` of its dimension's base unit."""
+    """A unit after a number: 1 unit is `factor` base units of its dimension."""
 
     dimension: str
     """Sorted `base^power` factors; empty for a pure number, as percent is."""

@@ -1,7 +1,7 @@
 """Units of measure at the end of an answer, and whether two quantities are equal.
 
 Pure string code; runs in the verifier and its grading processes. Letters without a mark may be a
-unit or factors. By itself a text holds a unit only where that is plain: `5 m`, `6\\pi cm`, but not
+unit or factors. A text alone holds a unit only where that is plain: `5 m`, `6\\pi cm`, but not
 `\\pi r^2 h`, `2mg` or `5m`. `settle_units` reads two texts together: `5m` is a length where the
 other text is `5\\text{ m}`, and `5 m` is a product where it is `m+4m`.
 """
@@ -83,7 +83,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 @functools.lru_cache(maxsize=1024)
 def settle_units(first: str, second: str) -> tuple[str, str]:
-    """Both normalised texts, letters that may be a unit or factors spelled as what they are.
+    """Both normalised texts, with letters that may be a unit or factors disambiguated.
 
     They are factors where the other text holds them as symbols, and a unit where the other text
     holds a unit of that dimension: `\\text{m}` then, and `5*m` before.
@@ -120,7 +120,7 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
 
 
 def _in_radians(split: _Split) -> str:
-    """An angle as the number that it is."""
+    """An angle as a number, in radians."""
     assert split.unit is not None
     if split.unit.dimension == _RADIAN:
         return split.rest.strip()
@@ -152,7 +152,7 @@ def _split(text: str, *, is_liberal: bool = False) -> _Split:
     compound = read_compound(text)
     if compound is not None:
         return _Split(compound[0], "\\text", compound[1])
-    # A unit stands at the end, so a bounded tail holds it; no search starts within a command.
+    # A unit is at the end, so a bounded tail holds it; no search starts within a command.
     start = max(0, len(text) - MAX_UNIT_CHARS)
     command = text.rfind("\\", max(0, start - 20), start)
     start = command if command >= 0 else start
@@ -189,7 +189,7 @@ def _is_balanced(tail: str) -> bool:
 
 
 def _is_plainly_unit(before: str, tail: str) -> bool:
-    """Whether bare letters behind a text are a unit, whatever the other text is."""
+    """Whether bare letters behind a text are a unit for any other text."""
     words = _WORD.findall(tail)
     is_long = len(words[0]) > 1
     is_like_product = not is_long or words[0] in _PRODUCT_LIKE

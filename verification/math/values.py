@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Undecided(ArithmeticError):
-    """Two values agree as far as they can be computed, and that is not far enough."""
+    """Two values agree as far as they can be computed, which is too few bits to decide."""
 
 
 def same_value(first: Tree, second: Tree) -> bool | None:
@@ -46,7 +46,7 @@ def same_value(first: Tree, second: Tree) -> bool | None:
         agreed = _agree_at_points(first, second, names)
     except (Unbounded, Undecided, RecursionError):
         agreed = None
-    # What is too large to compute still equals itself.
+    # A value too large to compute still equals itself.
     return True if agreed is None and _form(first) == _form(second) else agreed
 
 
@@ -81,7 +81,7 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
 
 
 def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None:
-    """Whether two trees agree at their points; None where too few tell."""
+    """Whether two trees agree at their points; None if too few points tell."""
     has_i = any(("const", "i") in subtrees(tree) for tree in (first, second))
     modes = (False,) if has_i else (True, False)
     work = Work()
@@ -155,7 +155,7 @@ def _has_modulus(tree: Tree) -> bool:
 
 
 def _has_branch(tree: Tree) -> bool:
-    """Whether a tree holds a root or logarithm, which may be real in places alone."""
+    """Whether a tree holds a root or logarithm, which may be real only at some points."""
     return any(
         (part[0] == "pow" and (part[2][0] != "num" or part[2][1].denominator > 1))
         or (part[0] == "call" and part[1] in ("root", *_LOGARITHMS))
@@ -201,7 +201,7 @@ def _agree_at(
             try:
                 values.append(run.value(tree))
             except Undefined:
-                # Where symbols have values, or arguments may be complex, the point is to blame.
+                # Where symbols have values, or arguments may be complex, the point is the cause.
                 if point or is_real:
                     return None
         if len(values) < 2:
