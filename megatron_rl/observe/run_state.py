@@ -24,9 +24,10 @@ from megatron_rl.protocol.metrics import (
 )
 from megatron_rl.rollout_queue.peer_rows import (
     GENERATORS,
+    GENERATORS_WANTED,
     MISSING,
     VERIFIERS,
-    WANTED,
+    VERIFIERS_WANTED,
     generators_text,
 )
 
@@ -165,8 +166,8 @@ class Peers:
         self.missing = {name: known.get(name, row["time"]) for name in row[MISSING].split()}
         self.newly_missing = [name for name in self.missing if name not in known]
         self._counts = (
-            f"engines {row[GENERATORS]} of {row[GENERATORS + WANTED]}, "
-            f"verifiers {row[VERIFIERS]} of {row[VERIFIERS + WANTED]}"
+            f"engines {row[GENERATORS]} of {row[GENERATORS_WANTED]}, "
+            f"verifiers {row[VERIFIERS]} of {row[VERIFIERS_WANTED]}"
         )
 
     def text(self) -> str:

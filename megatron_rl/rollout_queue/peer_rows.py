@@ -12,9 +12,9 @@ from megatron_rl.protocol.generator_messages import EngineActivity
 
 REPORTING, TOKENS = "generator/reporting", "generator/tokens"
 SLOWEST, SLOWEST_TOKENS_PER_S = "generator/slowest", "generator/busy_tokens_per_s_min"
-GENERATORS, VERIFIERS = "peers/generators", "peers/verifiers"
+GENERATORS, GENERATORS_WANTED = "peers/generators", "peers/generators_wanted"
+VERIFIERS, VERIFIERS_WANTED = "peers/verifiers", "peers/verifiers_wanted"
 MISSING = "peers/missing"
-WANTED = "_wanted"
 UNFINISHED, UNFINISHED_S = "generator/longest_unfinished", "generator/unfinished_s_max"
 _ROW_S, _LATE_ROW_S = 5.0, 60.0
 _LATE_S = 600.0
@@ -141,9 +141,9 @@ class RollCall:
         missing = (self._generators - now_generators) | (self._verifiers - now_verifiers)
         row: Row = {
             GENERATORS: len(now_generators),
-            GENERATORS + WANTED: max(self._replicas, len(self._generators)),
+            GENERATORS_WANTED: max(self._replicas, len(self._generators)),
             VERIFIERS: len(now_verifiers),
-            VERIFIERS + WANTED: len(self._verifiers),
+            VERIFIERS_WANTED: len(self._verifiers),
             MISSING: " ".join(sorted(missing)),
         }
         is_known = row == self._told or not (self._generators or self._verifiers)

@@ -1,4 +1,4 @@
-"""FusedAdam computes torch's AdamW, and mends what torch's AdamW breaks in Megatron."""
+"""ForeachAdam computes torch's AdamW, and mends what torch's AdamW breaks in Megatron."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.backend.cpu import adam
-from megatron_rl.backend.cpu.adam import FusedAdam
+from megatron_rl.backend.cpu.adam import ForeachAdam
 from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.optimizer import build_optimizer
 from tests.distributed import run_ranks
@@ -18,7 +18,7 @@ def test_updates_equal_those_of_torch() -> None:
     start = [torch.randn(5, 3), torch.randn(7)]
     ours, theirs = ([tensor.clone().requires_grad_() for tensor in start] for _ in range(2))
     options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    optimizers = [FusedAdam(ours, **options), torch.optim.AdamW(theirs, **options)]
+    optimizers = [ForeachAdam(ours, **options), torch.optim.AdamW(theirs, **options)]
     for _ in range(10):
         for mine, reference in zip(ours, theirs, strict=True):
             mine.grad = torch.randn_like(mine)
@@ -32,7 +32,7 @@ def test_updates_equal_those_of_torch() -> None:
 def test_parameter_without_gradient_is_left_alone() -> None:
     parameters = [torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)]
     parameters[0].grad = torch.ones(2)
-    optimizer = FusedAdam(parameters, lr=0.1)
+    optimizer = ForeachAdam(parameters, lr=0.1)
     optimizer.step()
     assert torch.equal(parameters[1], torch.ones(2)) and parameters[1] not in optimizer.state
     torch.testing.assert_close(parameters[0], torch.full((2,), 0.9))

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU in loops against plain torch."""
+"""RMSNorm, SwiGLU and AdamW in loops against plain torch."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.backend.cpu import pointwise
+from megatron_rl.backend.cpu import adam, pointwise
+from megatron_rl.backend.cpu.adam import ForeachAdam
 from megatron_rl.backend.cpu.pointwise import RMSNorm, swiglu
 
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
@@ -63,6 +64,29 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
         assert found.isfinite().sum() == 31
         (gradient,) = torch.autograd.grad(found, both, torch.full_like(found, torch.nan))
         assert gradient.isnan().all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_loop_updates_as_the_foreach_kernels(
+    decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(5, 3), torch.randn(70), torch.randn(1)]
+    grads = [[torch.randn_like(tensor) for tensor in start] for _ in range(4)]
+    results = []
+    for has_loop in (True, False):
+        if not has_loop:
+            monkeypatch.setattr(adam, "_can_loop", lambda *arrays: False)
+        params = [tensor.clone().requires_grad_() for tensor in start]
+        optimizer = ForeachAdam(params, lr=0.03, betas=(0.8, 0.95), weight_decay=decay)
+        for each in grads:
+            for param, grad in zip(params, each, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        states = [optimizer.state[param] for param in params]
+        results.append([*params, *(state[name] for state in states for name in sorted(state))])
+    for looped, foreach in zip(*results, strict=True):
+        torch.testing.assert_close(looped, foreach, rtol=1e-6, atol=1e-6)
 
 
 def test_plain_torch_is_left_for_other_dtypes() -> None:
