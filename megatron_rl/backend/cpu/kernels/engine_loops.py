@@ -48,9 +48,7 @@ def are_available() -> bool:
     try:
         compiled()
     except build.CompilerFailed as error:
-        log.warning(
-            "SGLang decodes several times slower on this CPU without loops in C++: %s", error
-        )
+        log.warning("SGLang decodes slower on this CPU without loops in C++: %s", error)
         return False
     return True
 
