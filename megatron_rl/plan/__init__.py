@@ -1,4 +1,4 @@
-"""What a run will need, from sizes alone: memory, FLOPs, seconds, bytes. No torch, no device.
+"""Predicts memory, FLOPs, seconds and bytes of a run from its sizes. No torch, no device.
 
-Run by `megatron-rl plan`, before anything is started.
+Run by `megatron-rl plan`, before anything starts.
 """

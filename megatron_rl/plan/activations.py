@@ -15,19 +15,19 @@ from megatron_rl.weights.layout.shape import ModelShape
 Recompute = Literal["none", "selective", "full"]
 FLOAT32_BYTES = 4
 LOGIT_BYTES = 8
-"""Of each logit that is held whole: the float32 value and its float32 gradient."""
+"""Bytes of a logit: the float32 value and its float32 gradient."""
 
 _UNIT_ELEMENTS = 5
-"""Of a gated MLP, without fusions (megatron-core 0.16.1, mlp.py:224): gate and up, silu(gate), up
+"""Elements of an unfused gated MLP (megatron-core 0.16.1, mlp.py:224): gate and up, silu(gate), up
 with its offset, their product."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one pass works on."""
+    """Sizes of one forward and backward pass."""
 
     tokens: int
-    """Of the packed microbatch, over all context-parallel ranks."""
+    """Tokens of the packed microbatch, over all context-parallel ranks."""
     count: int
     """Microbatches of an optimizer step on a data-parallel rank."""
 
@@ -51,7 +51,7 @@ def layer_elements(shape: ModelShape, division: Division) -> float:
 
 
 def _expert_elements(shape: ModelShape, division: Division) -> float:
-    """The same for the experts of a layer, with the router's float32 scores as two elements."""
+    """As `layer_elements` for the experts of a layer; a float32 router score counts as two."""
     # Each also keeps its product times the router's probability.
     units = (_UNIT_ELEMENTS + 1) * shape.moe_ffn / division.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
@@ -59,17 +59,17 @@ def _expert_elements(shape: ModelShape, division: Division) -> float:
 
 
 def recomputed_elements(shape: ModelShape, division: Division, modules: Collection[str]) -> float:
-    """Elements for each token of a layer that recomputation of `modules` does not keep.
+    """Elements for each token of a layer that recomputation of `modules` saves.
 
-    Of attention nothing: its softmax is never stored by flash attention. Layers are those of
-    TransformerEngine, where all norms but the one before experts are fused into a product.
+    Attention saves nothing: flash attention never stores its softmax. Layers are those of
+    TransformerEngine, which fuses all norms but the one before experts into a product.
     """
     spared = 0.0
     if shape.experts:
         if "moe" in modules:
             spared += _expert_elements(shape, division)
         elif "moe_act" in modules:
-            # Gate and up stay, out of which the others are made.
+            # Gate and up stay: the other tensors are recomputed from them.
             between = (_UNIT_ELEMENTS + 1 - 2) * shape.moe_ffn / division.expert_tensor
             spared += shape.experts_per_token * between / division.sequence_shards
         if "layernorm" in modules:
@@ -103,7 +103,7 @@ def activation_bytes(
     recompute: Recompute,
     modules: Collection[str] = (),
 ) -> int:
-    """Most bytes of activations that a rank of `stage` holds, gradients of one layer included.
+    """Peak bytes of activations on a rank of `stage`, with the gradients of one layer.
 
     recompute "full" keeps the input of each layer and recomputes one layer at a time; "selective"
     does so with the modules alone.
@@ -132,7 +132,7 @@ def activation_bytes(
 
 
 def _gradient_elements(shape: ModelShape, division: Division) -> float:
-    """Elements for each token of the gradients that live at once in the backward of one layer."""
+    """Elements for each token of the gradients alive at once in the backward of one layer."""
     units = shape.ffn / division.tensor
     if shape.experts:
         units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards

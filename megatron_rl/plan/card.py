@@ -1,4 +1,4 @@
-"""The card that a plan is made for: one that is named, or the one that nvidia-smi lists here.
+"""The GPU of a plan: the named one, or the one that nvidia-smi lists on this node.
 
 Used by `megatron-rl plan`.
 """
@@ -12,27 +12,27 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import DEFAULT, GIB, GPUS, MIB
 
 _ASSUMED = "l40s-48g"
-"""A card without NVLink, as most that are not in the table."""
+"""Assumed for unknown GPUs: most of them have no NVLink."""
 _SAME_MEMORY = 0.02
 _LIST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Card:
-    """The card that a plan is made for."""
+    """The GPU of a plan."""
 
     gpu: str
-    """A name in GPUS; of an unknown card, the one whose speeds are assumed."""
+    """A name in GPUS; for an unknown card, the one whose speeds are assumed."""
     name: str = ""
-    """Of a card that is not in GPUS; "" for one that is."""
+    """Name of a card that is not in GPUS; "": it is in GPUS."""
     memory_bytes: int | None = None
     """None: that of `gpu`."""
 
 
 def choose_card(name: str | None, memory_gib: float | None, listed: tuple[str, int] | None) -> Card:
-    """The card of `--gpu` and `--gpu-memory`; without both, the one that this host lists.
+    """The card of `--gpu` and `--gpu-memory`; without both, the card of this node.
 
-    listed: its name and bytes of memory, as `listed_card` gives them. Raises InputError.
+    listed: name and bytes of memory of this node's card, from `listed_card`. Raises InputError.
     """
     memory = None if memory_gib is None else round(memory_gib * GIB)
     if name is None and listed is not None:
@@ -59,7 +59,7 @@ def choose_card(name: str | None, memory_gib: float | None, listed: tuple[str, i
 
 
 def listed_card() -> tuple[str, int] | None:
-    """Name and bytes of memory of this host's first GPU; None without one."""
+    """Name and bytes of memory of this node's first GPU; None: no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(

@@ -14,17 +14,17 @@ from megatron_rl.plan.trainer_memory import ITEM_BYTES, fullest_rank, setting_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel
 
 HOST_GPUS = 8
-"""Tensor ranks and the ranks of an engine stay within a host."""
+"""GPUs of a node: tensor ranks and the ranks of an engine stay within one."""
 _FACTORS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Steps away from a configuration; each factor is 1 for no change."""
+    """A change of a configuration; each factor is 1 for no change."""
 
     shards_optimizer: bool
     recompute: int
-    """Place among `recomputations`; 0 is the configuration's own."""
+    """Index into `recomputations`; 0: that of the configuration."""
     less_tokens: int
     tensor: int
     pipeline: int
@@ -33,7 +33,7 @@ class _Change:
 
     @property
     def cost(self) -> float:
-        """By how much it is the worse choice: speed first, then more GPUs."""
+        """Cost of the change: lost speed first, then more GPUs."""
         steps = (self.less_tokens, self.tensor, self.expert, self.pipeline, self.data)
         weights = (1, 3, 3, 4, 12)
         doublings = (step.bit_length() - 1 for step in steps)
@@ -44,7 +44,7 @@ class _Change:
 def nearest_fit(
     shape: ModelShape, config: Config, *, gpu_bytes: int, mean_tokens: int
 ) -> list[str] | None:
-    """Overrides that make the trainer fit, fewest and cheapest changes first; None if none do."""
+    """Overrides with the fewest and cheapest changes with which the trainer fits; None: none."""
     has_experts = bool(shape.experts)
     changes = sorted(_changes(config, has_experts), key=lambda change: change.cost)
     for change in changes:
@@ -59,13 +59,13 @@ def nearest_fit(
 
 
 def recomputations(model: ModelConfig, *, has_experts: bool) -> list[dict[str, Any]]:
-    """Settings of `model` that keep fewer and fewer activations; the first is the one it has.
+    """Settings of `model` that keep ever fewer activations; the first is the current one.
 
-    Selective modules come before `full`, as they compute less again. Those in use stay.
+    Selective modules come before `full`, as they recompute less. Modules in use stay.
     """
     if model.recompute == "full":
         return [{}]
-    # The norm that is not fused costs nothing; delayed scaling refuses both (config/trainer.py).
+    # Recomputing the unfused norm costs nothing; delayed scaling refuses both (config/trainer.py).
     steps = [["moe_act", "layernorm"], ["moe", "layernorm"]] if has_experts else [["mlp"]]
     if model.fp8 == "delayed":
         steps = [[name for name in step if name in ("mlp", "moe")] for step in steps]
@@ -81,7 +81,7 @@ def recomputations(model: ModelConfig, *, has_experts: bool) -> list[dict[str, A
 
 def _changes(config: Config, has_experts: bool) -> Iterator[_Change]:
     parallel, train = config.parallel, config.train
-    # No smaller than the longest completion, which is a microbatch of its own.
+    # At least the longest completion, which may fill a microbatch.
     tokens = [
         f for f in _FACTORS if train.microbatch_tokens // f >= config.generator.context_tokens
     ]
@@ -102,7 +102,7 @@ def _apply(config: Config, change: _Change, has_experts: bool) -> Config:
     parallel, train = config.parallel, config.train
     tensor, pipeline = parallel.tensor * change.tensor, parallel.pipeline * change.pipeline
     data = parallel.data
-    # What a replica takes more is taken from the replicas, as long as they can be divided.
+    # GPUs added to a replica come from fewer replicas, as long as their number is divisible.
     for factor in (change.tensor, change.pipeline):
         data = data // factor if data % factor == 0 else data
     updates: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def _apply(config: Config, change: _Change, has_experts: bool) -> Config:
 
 
 def _differences(config: Config, changed: Config) -> list[str]:
-    """The overrides that lead from one configuration to the other."""
+    """The overrides that turn one configuration into the other."""
     found = []
     for name in ("model", "parallel", "train"):
         before, after = getattr(config, name), getattr(changed, name)
@@ -135,14 +135,14 @@ def _differences(config: Config, changed: Config) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    """As an override takes it, without a space."""
+    """Text of a value in an override, without spaces."""
     if isinstance(value, tuple):
         return json.dumps(value, separators=(",", ":"))
     return str(value).lower()
 
 
 def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> list[str] | None:
-    """Overrides that make the engine and its generator.kv_tokens fit; None if none do."""
+    """Overrides with which the engine and its generator.kv_tokens fit; None: none."""
     generator, item_bytes = config.generator, ITEM_BYTES[config.model.dtype]
     for factor in _FACTORS:
         ranks = generator.tensor_parallel * factor
@@ -152,7 +152,7 @@ def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> 
         except InputError:
             continue
         tokens = min(cache_tokens(generator, memory), memory.kv_tokens)
-        # A cache for fewer completions is near; one that does not hold a single one is no cache.
+        # A cache for fewer completions is acceptable, if it holds at least one.
         if ranks <= HOST_GPUS and tokens >= generator.context_tokens:
             found = {"tensor_parallel": ranks, "kv_tokens": tokens}
             return [

@@ -1,4 +1,4 @@
-"""FLOPs of an optimizer step, and how long they take. Pure.
+"""FLOPs and seconds of an optimizer step. Pure.
 
 A product of [m, k] and [k, n] counts 2 m k n; backward counts twice the forward pass. Source:
 Narayanan et al. (arXiv 2104.04473, eq. 3), whose factor 4 holds a recomputed forward pass; the
@@ -12,27 +12,27 @@ from megatron_rl.plan.parameters import attention_parameters, expert_parameters
 from megatron_rl.weights.layout.shape import ModelShape
 
 BACKWARD = 2
-"""A backward pass over a forward pass."""
+"""FLOPs of a backward pass over those of a forward pass."""
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Of all ranks together, forward and backward."""
+    """FLOPs of all ranks together, forward and backward."""
 
     products: int
-    """Of activations with weights: linear in tokens."""
+    """Products of activations with weights: linear in tokens."""
     attention: int
-    """Of queries with keys and of scores with values: quadratic in the length."""
+    """Queries with keys and scores with values: quadratic in the length."""
     output: int
-    """Of the output matrix, for every token."""
+    """Output matrix, for every token."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All FLOPs."""
         return self.products + self.attention + self.output
 
     def plus(self, other: "StepFlops") -> "StepFlops":
-        """Both together."""
+        """The sum of both."""
         return StepFlops(
             self.products + other.products,
             self.attention + other.attention,
@@ -63,7 +63,7 @@ def attention_flops(shape: ModelShape, pairs: int) -> int:
 def causal_pairs(length: int, window: int | None = None) -> int:
     """Pairs of a query and a key of a sequence: each token sees itself and those before it.
 
-    window: it sees at most so many tokens, itself included.
+    window: most tokens that a token sees, itself included.
     """
     if window is None or window >= length:
         return length * (length + 1) // 2
@@ -83,7 +83,7 @@ def step_flops(shape: ModelShape, *, sequences: int, length: int) -> StepFlops:
 
 
 def hardware_flops(flops: StepFlops, *, recomputes_layers: bool, again: int = 0) -> int:
-    """What the devices compute: with full recomputation the layers' forward pass twice.
+    """FLOPs that devices compute: full recomputation repeats the layers' forward pass.
 
     again: FLOPs that recomputation of some modules adds.
     """

@@ -1,6 +1,6 @@
 """Memory of an engine and its KV cache. Pure.
 
-Weights are those of `megatron-rl plan-weights`: the slices that each engine rank takes.
+Weights are the slices of each engine rank, as in `megatron-rl plan-weights`.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ def engine_rank_bytes(shape: ModelShape, generator: GeneratorConfig, item_bytes:
 
 
 def _rank_elements(shape: ModelShape, generator: GeneratorConfig, tensor: Share) -> int:
-    # Layers are alike, and the slices of every expert of every layer would take seconds.
+    # Layers are alike; computing the slices of all experts of all layers would take seconds.
     one, two = (
         sum(part.size for part in hf_slices(few))
         if generator.engine == "hf"
@@ -48,7 +48,7 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, item_bytes: int) -> int:
 
 
 def sglang_reserve_bytes(gpu_bytes: int, *, tensor: int, max_running: int) -> int:
-    """What SGLang 0.5.23 leaves free for activations and CUDA graphs (arg_groups/memory_hook.py).
+    """Bytes that SGLang 0.5.23 reserves for activations and graphs (arg_groups/memory_hook.py).
 
     1.5 MiB for each token of a prefill chunk, 2 MiB for each request of the largest decoding graph.
     """
@@ -61,13 +61,13 @@ def sglang_reserve_bytes(gpu_bytes: int, *, tensor: int, max_running: int) -> in
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One rank of an engine, in bytes, and what its KV cache holds."""
+    """Bytes of one rank of an engine, and the capacity of its KV cache."""
 
     weights: int
     kv_per_token: int
     reserve: int
     kv_room: int
-    """Left for the KV cache; below 0 when the weights do not fit."""
+    """Bytes left for the KV cache; below 0: the weights do not fit."""
 
     @property
     def kv_tokens(self) -> int:
@@ -76,7 +76,7 @@ class EngineMemory:
 
 
 def cache_tokens(generator: GeneratorConfig, memory: EngineMemory) -> int:
-    """Tokens that the KV cache of an engine on a GPU is asked to hold."""
+    """Tokens for which the KV cache of an engine on a GPU is configured."""
     return memory.kv_tokens if generator.takes_all_memory else generator.bounded_kv_tokens
 
 
@@ -85,7 +85,7 @@ def engine_memory(
 ) -> EngineMemory:
     """Memory of the fullest rank of an engine. Raises InputError.
 
-    Quantised weights are counted as one byte each, which is right for fp8 and too much for 4 bits.
+    Quantised weights count as one byte each: right for FP8, too much for 4 bits.
     """
     ranks = generator.tensor_parallel
     held = 1 if generator.quantization else item_bytes

@@ -1,8 +1,7 @@
-"""What microbatches of one size cost (`expert.train.pad_microbatches`), and what they can win.
-Pure.
+"""Cost and possible gain of microbatches of one size (`expert.train.pad_microbatches`). Pure.
 
-They are there for `expert.parallel.overlap_tensor`, which hides what tensor ranks exchange behind
-their products: it cannot win more time than the exchange takes, and padding takes time of its own.
+`expert.parallel.overlap_tensor` needs them. It hides the exchange of tensor ranks behind their
+products, so it gains at most the time of the exchange; padding costs time.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ LINK_BYTES_PER_S = {
     "h200-141g": 450e9,
     "b200-180g": 900e9,
 }
-"""NVLink one way, by NVIDIA's data sheets, SXM models; l40s-48g has PCIe alone."""
+"""Bytes per second of NVLink one way, by NVIDIA's data sheets (SXM); l40s-48g has only PCIe."""
 GATHERED, REDUCED = 8, 4
 """Buffers of each kind that TransformerEngine 2.12 opens (base.py: layers_all_gather_overlap,
 layers_reduce_scatter_overlap), whether a model has layers for them or not. In FP8 the gathered ones
@@ -34,16 +33,16 @@ forward, both of their gradients backward, and the input once more for the weigh
 
 @dataclass(frozen=True)
 class Padding:
-    """Of a step, over all ranks; all 0 where microbatches have no fixed size."""
+    """Padding of a step, over all ranks; all 0 if microbatches have no fixed size."""
 
     share: float
-    """Of all positions, at least: what the best packing leaves. First-fit decreasing takes some
-    percent more microbatches where sequences are nearly as long as the budget."""
+    """Least share of all positions: that of the best packing. First-fit decreasing takes some
+    percent more microbatches if sequences are nearly as long as the budget."""
     positions: int
     flops: StepFlops
-    """No logits; attention within short pieces counts nothing."""
+    """FLOPs of padding, without logits and attention within short pieces."""
     exchange_s: float
-    """In which a rank receives from its tensor ranks, at the links' full rate."""
+    """Seconds in which a rank receives from its tensor ranks, at the links' full rate."""
 
 
 def find_padding(
@@ -54,7 +53,7 @@ def find_padding(
     share = 0.0
     if train.pad_microbatches:
         if parallel.virtual_stages > 1:
-            # The interleaved schedule takes a multiple of the stages, of which empty ones are full.
+            # The interleaved schedule needs a multiple of the stages: the rest is padding.
             microbatches += -microbatches % parallel.pipeline
         places = microbatches * train.minibatches * parallel.data * train.microbatch_tokens
         share = max(0.0, 1.0 - tokens / places)
@@ -68,9 +67,9 @@ def find_padding(
 
 
 def exchange_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int) -> float:
-    """Bytes that a rank receives from its tensor ranks in a step of so many tokens, in bfloat16.
+    """Bytes that a rank receives from its tensor ranks in a step of these tokens, in bfloat16.
 
-    Fewer in FP8. What experts exchange is not of it: their dispatcher does that.
+    Fewer in FP8. The exchange of experts, by their dispatcher, is not included.
     """
     pairs = 1 if shape.experts else 2
     others = (parallel.tensor - 1) / parallel.tensor
@@ -80,20 +79,20 @@ def exchange_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int) 
 
 
 def overlap_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, positions: int) -> int:
-    """Of the buffers of `expert.parallel.overlap_tensor`, for each element of a hidden state; else
-    0."""
+    """Bytes of the buffers of `expert.parallel.overlap_tensor` per element of a hidden state;
+    0 without it."""
     if not parallel.overlap_tensor:
         return 0
     plain = BFLOAT16_BYTES * (GATHERED + REDUCED)
     if model.fp8 == "none":
         return plain * positions
     in_fp8 = GATHERED + BFLOAT16_BYTES * REDUCED
-    # Layers at the edges have buffers of their own.
+    # Layers at the edges have separate buffers.
     return (in_fp8 + (plain if model.fp8_bf16_edge_layers else 0)) * positions
 
 
 def padding_advice(padding: Padding, flops: StepFlops, seconds: float) -> list[str]:
-    """flops: the model's own of a step; seconds: of a step, padding included."""
+    """flops: of the model in a step; seconds: of a step, with padding."""
     padding_s = seconds * padding.flops.total / (flops.total + padding.flops.total)
     if padding_s <= padding.exchange_s:
         return []

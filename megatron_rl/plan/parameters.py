@@ -1,4 +1,4 @@
-"""How trainer ranks divide the model, and how many parameters each of them holds. Pure."""
+"""Division of the model among trainer ranks, and parameters of each rank. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from megatron_rl.weights.layout.shape import ModelShape
 
 @dataclass(frozen=True)
 class Division:
-    """Counts of ranks along each dimension, and what is sharded."""
+    """Ranks along each dimension, and the sharding."""
 
     tensor: int = 1
     pipeline: int = 1
     ends: tuple[int, int] = (0, 0)
-    """Layers of the first and the last stage; 0: as many as the stages between them."""
+    """Layers of the first and the last stage; 0: as in the stages between them."""
     virtual_stages: int = 1
     """Chunks of layers on each pipeline rank."""
     data: int = 1
@@ -42,7 +42,7 @@ class Division:
 
     @property
     def expert_shards(self) -> int:
-        """The same for parameters of experts: ranks of a stage that hold the same ones."""
+        """As `dense_shards` for experts: ranks of a stage that hold the same experts."""
         if not self.is_optimizer_sharded:
             return 1
         return self.tensor * self.data * self.context // (self.expert * self.expert_tensor)
@@ -74,9 +74,9 @@ class RankParameters:
     """Elements on one rank; vocabulary padding is included."""
 
     dense: int
-    """Outside experts: replicated over data-parallel and context-parallel ranks."""
+    """Parameters outside experts, replicated over data-parallel and context-parallel ranks."""
     expert: int
-    """Of experts: replicated over the ranks of a stage that hold the same experts."""
+    """Parameters of experts, replicated over the ranks of a stage with the same experts."""
 
     @property
     def total(self) -> int:
@@ -133,6 +133,6 @@ def model_parameters(shape: ModelShape) -> int:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Elements that take part in one token: all but the experts that were not chosen."""
+    """Elements used for one token: all but the unchosen experts."""
     idle = shape.experts - shape.experts_per_token
     return model_parameters(shape) - shape.layers * idle * expert_parameters(shape)

@@ -1,6 +1,6 @@
-"""All figures of a configuration on given GPUs, and what is wrong with it.
+"""All figures of a configuration on given GPUs, and its problems.
 
-Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
+Used by `megatron-rl plan`. Pure, except that it reads the model's config.json.
 """
 
 from dataclasses import dataclass, replace
@@ -50,22 +50,22 @@ MAX_BUBBLE = 0.25
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan assumes of the machines."""
+    """Assumptions of a plan about the machines."""
 
     gpu: str = "h100-80g"
     """A name in gpus.GPUS."""
     card: str = ""
-    """Name of a card that is not there: `gpu` is the one whose speeds are assumed."""
+    """Name of an unknown card; `gpu` is the one whose speeds are assumed."""
     memory_bytes: int | None = None
-    """Of the card; None: that of `gpu`."""
+    """Memory of the card; None: that of `gpu`."""
     gpus: int | None = None
-    """Of the whole run; None: as many as the configuration uses."""
+    """GPUs of the run; None: as many as the configuration uses."""
     mfu: float = 0.35
-    """Share of the GPUs' peak that the model's FLOPs use."""
+    """Share of the GPUs' peak FLOPs that the model uses."""
     bytes_per_s: float | None = None
-    """That one rank sends or receives in a weight sync; None: `sync_rate`."""
+    """Rate of one rank in a weight sync; None: `sync_rate`."""
     turn_s: float = 0.4
-    """Of a weight sync, for each generator that a copy serves, beside its bytes: pause, readiness,
+    """Seconds of a weight sync per generator of a copy in addition to its bytes: pause, readiness,
     digests. An estimate."""
 
 
@@ -75,14 +75,14 @@ class Step:
 
     sequences: int
     mean_tokens: int
-    """Assumed length of each, prompt and completion."""
+    """Assumed tokens of a sequence, prompt and completion."""
     microbatches: int
-    """Of each data-parallel rank and optimizer step."""
+    """Microbatches of each data-parallel rank and optimizer step."""
     flops: StepFlops
     hardware_flops: int
-    """What is computed, recomputation and padding included."""
+    """Computed FLOPs, with recomputation and padding."""
     seconds: float
-    """At the stated MFU, padding included; generation and syncing are not in it."""
+    """Seconds at the stated MFU, with padding; without generation and weight sync."""
     bubble_share: float
     padding: Padding
 
@@ -95,25 +95,25 @@ class SizingPlan:
     active_parameters: int
     trainer_gpus: int
     generator_gpus: int
-    """0: on those of the trainer."""
+    """0: engines share the trainer's GPUs."""
     scorer_gpus: int
-    """0: no engine holds the reference."""
+    """0: no scorer."""
     gpu: str
     gpu_bytes: int
     mfu: float
     trainer: RankMemory
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     engine: EngineMemory
     shared: SharedMemory | None
-    """Where both are on one GPU."""
+    """Memory of a GPU that trainer and engine share."""
     context_tokens: int
     kv_tokens: int
     step: Step
     sync: WeightSyncCost
     problems: tuple[str, ...]
-    """Why the run cannot work as it is."""
+    """Reasons why the run cannot work."""
     advice: tuple[str, ...]
-    """What could be better."""
+    """Possible improvements."""
     is_known_gpu: bool = True
     """Problems with another card are warnings: its memory and speeds are partly assumed."""
     stages: "tuple[PlannedStage, ...]" = ()

@@ -31,7 +31,7 @@ _SPARE = 1.01
 
 
 class VerificationFailed(RuntimeError):
-    """What was written is not what was read."""
+    """The written tensors differ from the read ones."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Request:
 
     source: Path
     target: Path
-    """Must not exist."""
+    """Folder to write; it must not exist."""
     to: Kind | None = None
     """Without it, hf for a Megatron folder and megatron for any other."""
     dtype: str | None = None

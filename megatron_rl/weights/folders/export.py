@@ -6,9 +6,8 @@
 A syncer takes any iterator of buckets, so an exchange from shard to shard can take the place of
 `export_tensors` without a change there.
 
-A rank that waited for rank 0 in a collective would be ended after
-`expert.train.collective_timeout_s`, on a device by the watchdog of its group. So it waits for a key
-of the store by which the ranks met:
+A rank that waits for rank 0 in a collective fails after `expert.train.collective_timeout_s`; on a
+device the watchdog of its group ends it. So ranks wait for a key in the rendezvous store:
 
 | key | set by | deleted by | says |
 |---|---|---|---|
@@ -54,10 +53,10 @@ _exports = itertools.count()
 
 
 class ExportCalls:
-    """What rank 0 tells the others, of one export."""
+    """Calls of rank 0 to the other ranks in one export."""
 
     def __init__(self, patience_s: float) -> None:
-        """patience_s: how long rank 0 may keep the others waiting between two calls."""
+        """patience_s: longest time between two calls of rank 0."""
         self._prefix = f"export/{next(_exports)}"
         self._patience_s = patience_s
 
@@ -69,18 +68,18 @@ class ExportCalls:
         return dist.PrefixStore(self._prefix, store)
 
     def call(self, name: str, ranks: Iterable[int]) -> None:
-        """On rank 0: let these send."""
+        """On rank 0: let these ranks send."""
         for rank in ranks:
             self._store.set(f"call/{name}/{rank}", b"")
 
     def await_call(self, name: str, rank: int) -> None:
-        """On another rank: wait until rank 0 wants this tensor. Raises DeadlineExceeded."""
+        """On another rank: wait until rank 0 calls for this tensor. Raises DeadlineExceeded."""
         key = f"call/{name}/{rank}"
         self._wait(key, f"ask for its slices of {name}")
         self._store.delete_key(key)
 
     def end(self) -> None:
-        """Return when rank 0 has done everything. Every rank calls it. Raises DeadlineExceeded."""
+        """Return when rank 0 has finished. Every rank calls it. Raises DeadlineExceeded."""
         if dist.get_rank() == 0:
             self._store.set("over", b"")
         else:
@@ -100,7 +99,7 @@ class ExportCalls:
 
 
 PATIENCE_S = 1800.0
-"""How long the others wait for rank 0, which may write to a slow disk."""
+"""Seconds that ranks wait for rank 0, which may write to a slow disk."""
 
 
 @torch.no_grad()
@@ -128,7 +127,7 @@ def export_tensors(
 
 
 def _transfer(operation: Callable[..., object], flat: Tensor, peer: int) -> None:
-    """Send to a rank or receive from it."""
+    """Send to a rank, or receive from it."""
     # In a batch, even if of one: alone, NCCL would make a communicator for each pair.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, flat, peer)]):
         work.wait()
@@ -136,9 +135,9 @@ def _transfer(operation: Callable[..., object], flat: Tensor, peer: int) -> None
 
 @lru_cache(maxsize=1)
 def senders(shape: ModelShape, places: tuple[Place, ...]) -> dict[str, dict[int, list[Slice]]]:
-    """HF tensor -> world rank -> the slices that rank gives; together each element once.
+    """HF tensor -> world rank -> the slices that rank sends; together each element once.
 
-    Of replicas the lowest rank gives, so that rank 0 has what it can. places: of every world rank.
+    The lowest replica sends, so that rank 0 uses its own slices. places: of every world rank.
     """
     sent: dict[str, dict[int, list[Slice]]] = {name: {} for name in hf_shapes(shape)}
     given: set[tuple[str, int, int]] = set()
@@ -156,7 +155,7 @@ def _assemble(
     size: tuple[int, ...], parts: dict[int, list[Slice]], parameters: dict[str, Tensor]
 ) -> Tensor:
     """A full tensor on rank 0, of the slices that it has and those it receives."""
-    # New memory each time: what is yielded never aliases a parameter that the next step changes.
+    # New memory each time: a yielded tensor never aliases a parameter that the next step changes.
     full = next(iter(parameters.values())).new_empty(size)
     matrix = as_matrix(full)
     for rank, slices in parts.items():
@@ -173,7 +172,7 @@ def _assemble(
 
 
 def _flat(parameters: dict[str, Tensor], slices: Sequence[Slice]) -> Tensor:
-    """The slices' elements one after the other."""
+    """The elements of the slices, concatenated."""
     return torch.cat([local_part(parameters, part).reshape(-1) for part in slices])
 
 

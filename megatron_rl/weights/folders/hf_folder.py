@@ -1,4 +1,4 @@
-"""Hugging Face folders: which files hold which tensors, and how a new folder is written.
+"""Reads and writes Hugging Face folders.
 
 Used by trainer ranks and by conversions. Files are memory-mapped; a tensor is read when its slice
 is taken.
@@ -41,7 +41,7 @@ _CARRIED = (
     "SYSTEM_PROMPT.txt",
     "LICENSE*",
 )
-"""Files that a model keeps on its way from folder to folder."""
+"""Files that a conversion copies."""
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folde
 
 
 def shown(names: Iterable[str]) -> str:
-    """The first few of the names."""
+    """The first few names, for a message."""
     ordered = sorted(names)
     return ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """Configuration, tokenizer and chat template: all that belongs to a model but weights."""
+    """Configuration, tokenizer and chat template: all files of a model but its weights."""
     found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
     return sorted(found)
 

@@ -1,7 +1,7 @@
-"""A model folder into this rank's shards. Runs on every trainer rank; none holds a full model.
+"""Loads a model folder into this rank's shards. Runs on every trainer rank; none holds it whole.
 
-Of Hugging Face files, which are memory-mapped, only the rank's slices are read; of a Megatron
-checkpoint, the chunks that hold them.
+A rank reads only its slices of the memory-mapped Hugging Face files, or the chunks of a Megatron
+checkpoint that hold its slices.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
     # Rows that pad the vocabulary and are not in the checkpoint become zero.
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
     for number, chunk in enumerate(chunks):
-        # Not strict: what TransformerEngine keeps besides parameters is not loaded.
+        # Not strict: TransformerEngine's extra state is not loaded.
         lacking = chunk.load_state_dict(loaded[str(number)], strict=False).missing_keys
         assert not lacking or all("_extra_state" in key for key in lacking), lacking
 
@@ -82,7 +82,7 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 
 def _sharded(chunk: GPTModel, prefix: str) -> dict[str, Any]:
-    """Which part of which tensor of a checkpoint a chunk's parameters are."""
+    """The parts of checkpoint tensors that are a chunk's parameters."""
     state = chunk.sharded_state_dict()
     state = {name: part for name, part in state.items() if not isinstance(part, ShardedObject)}
     for part in state.values():
@@ -91,7 +91,7 @@ def _sharded(chunk: GPTModel, prefix: str) -> dict[str, Any]:
 
 
 def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None:
-    """Every element of a parameter is in a slice, but for padding."""
+    """Check that slices cover every element of a parameter, padding excepted."""
     covered: Counter[str] = Counter()
     for part in slices:
         covered[part.local] += part.size

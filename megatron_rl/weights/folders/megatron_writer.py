@@ -1,8 +1,8 @@
 """Writes a Megatron checkpoint (torch_dist) chunk by chunk, without building the model.
 
-A chunk is an HF tensor where that is one run of rows of a parameter, else a whole parameter of one
-layer or expert. torch's storage writer asks for each when it is that one's turn, and several files
-are written as if each were a rank's.
+A chunk is an HF tensor if that is one run of rows of a parameter, else a whole parameter of one
+layer or expert. torch's storage writer requests each chunk when it writes it; several files are
+written as if each were a rank's.
 """
 
 import json
@@ -131,7 +131,7 @@ def _dtypes(shape: ModelShape, tensors: Tensors) -> dict[str, torch.dtype]:
 def _files(
     shape: ModelShape, dtypes: dict[str, torch.dtype], planner: "_Planner", shard_bytes: int
 ) -> Iterator[list[WriteItem]]:
-    """What each file holds, in order."""
+    """The chunks of each file, in order."""
     items: list[WriteItem] = []
     held_bytes = 0
     for chunk in _chunks(shape):
@@ -154,7 +154,7 @@ class _Planner(DefaultSavePlanner):
         self._chunks: dict[MetadataIndex, tuple[_Chunk, torch.dtype]] = {}
 
     def add(self, chunk: _Chunk, dtype: torch.dtype) -> WriteItem:
-        """What the storage writer is to know of a chunk."""
+        """Metadata of a chunk for the storage writer."""
         area = chunk.area
         index = MetadataIndex(chunk.block.key, area.offsets)
         self._chunks[index] = (chunk, dtype)

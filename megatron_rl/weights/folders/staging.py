@@ -1,8 +1,7 @@
 """Folders that appear whole or not at all, also in place of an older one.
 
 Used by trainer ranks, by conversions and, to clear up, by the launcher. One process at a time
-writes a folder. A process may be killed at any moment; nothing is promised of a host that loses
-its power.
+writes a folder. A process may be killed at any moment; a loss of power is not covered.
 
     model              the folder, always whole
     model.partial      being written; after an exchange the older folder, about to be removed
@@ -21,7 +20,7 @@ _SUFFIX = ".partial"
 _REPLACED = ".replaced"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# What file systems answer that do not know the flag (NFS, some overlays), and Linux before 3.15.
+# Errors of file systems without the flag (NFS, some overlays), and of Linux before 3.15.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP)
 
 
@@ -29,7 +28,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP)
 def staged(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty folder next to `folder` that takes its name when the block ends, or else vanishes.
 
-    A killed process's remains there are removed first. replaces: an older `folder` stays until
+    Remains of a killed process are removed first. replaces: an older `folder` stays until
     then, and is removed afterwards; without it one is a FileExistsError.
     """
     if replaces:
@@ -51,7 +50,7 @@ def staged(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Finish what a process that was killed in `rename_over` began."""
+    """Finish the renames of a process that was killed in `rename_over`."""
     older = folder.with_name(folder.name + _REPLACED)
     if older.exists() and not folder.exists():
         os.replace(older, folder)
@@ -59,7 +58,7 @@ def recover(folder: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two folders take each other's name at once; False where the file system cannot."""
+    """Exchange the names of two folders atomically; False: the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # glibc before 2.28
@@ -74,7 +73,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def rename_over(staging: Path, folder: Path) -> None:
-    """Put `staging` in the place of `folder` by two renames.
+    """Replace `folder` by `staging` with two renames.
 
     Killed between them, `folder` is missing until `recover`, which the next launcher calls.
     """

@@ -1,4 +1,4 @@
-"""Which part of a Hugging Face tensor lies where, on trainer ranks and on engine ranks.
+"""Maps parts of Hugging Face tensors to parameters of trainer ranks and engine ranks.
 
 Used by trainer ranks, engine ranks, conversions and the launcher. May import config alone.
 """

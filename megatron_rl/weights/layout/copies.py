@@ -1,20 +1,20 @@
-"""Which trainer ranks together hold the whole model once: the copies of the model.
+"""The copies of the model: trainer ranks that together hold the whole model once.
 
 Used by trainer ranks and the launcher; pure functions of places, which need no torch. Data- and
-context-parallel ranks repeat the parameters of others, so there is a copy for each of them. Where
-experts are divided among more ranks than the rest of the model, a copy takes as many: its ranks
+context-parallel ranks repeat the parameters of others, so each of them belongs to another copy. If
+experts are divided among more ranks than the rest of the model, a copy has that many ranks: they
 hold each expert once, and the rest several times.
 
-The generators of a copy may pass weights on in a binomial tree:
+The generators of a copy may relay weights in a binomial tree:
 
     copy ── 1 ── 3 ── 7
      │      └─── 5
      ├───── 2 ── 6
      └───── 4
 
-Place n gets its weights from the place that is n without its highest bit. Each place serves its own
-one after the other, so the places that hold a version double with every transfer: place n has it
-after `turns_before(n)` transfers, where the copy alone would need n.
+Place n gets its weights from the place n without its highest bit. Each place serves its children
+one after the other, so the number of places with a version doubles with every transfer: place n has
+it after `turns_before(n)` transfers; the copy alone would need n.
 """
 
 from collections import Counter
@@ -29,12 +29,12 @@ from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_s
 
 @dataclass(frozen=True)
 class Copies:
-    """All copies. Their members hold the same, in the same order: one plan serves every copy."""
+    """All copies. Their members hold the same slices in the same order: one plan serves all."""
 
     ranks: tuple[tuple[int, ...], ...]
     """World ranks of each copy."""
     slices: tuple[list[Slice], ...]
-    """Of each member of a copy."""
+    """Slices of each member of a copy."""
 
 
 def copies_of(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
@@ -56,13 +56,13 @@ def copies_of(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
 
 
 def model_copies(shape: ModelShape, places: Sequence[Place]) -> Copies:
-    """The copies with what their members hold; places: of all world ranks."""
+    """The copies with the slices of their members; places: of all world ranks."""
     ranks = copies_of(places)
     return Copies(ranks, tuple(trainer_slices(shape, places[rank]) for rank in ranks[0]))
 
 
 def places_of(parallel: ParallelConfig) -> tuple[Place, ...]:
-    """The place of every world rank of a trainer that does not run yet."""
+    """The place of every world rank of a trainer that is not running."""
     like = Place(
         Share(0, parallel.tensor),
         Share(0, parallel.pipeline),

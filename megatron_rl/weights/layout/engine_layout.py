@@ -1,7 +1,7 @@
-"""Where each Hugging Face tensor lies in the parameters of an engine.
+"""Maps Hugging Face tensors to the parameters of an engine.
 
-Used by engines that receive slices; needs torch alone. Read off SGLang 0.5.23, whose names these
-are: its layers fuse queries, keys and values, gate and up, and all experts of a layer.
+Used by engines that receive slices; needs only torch. Names and layout are those of SGLang 0.5.23:
+its layers fuse queries, keys and values, gate and up, and all experts of a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PADDED_FFN = (
     "experts.w13_weight",
     "experts.w2_weight",
 )
-"""Endings of the names of parameters that may hold padding, which no slice covers."""
+"""Name endings of parameters that may hold padding, which no slice covers."""
 
 
 class Span(NamedTuple):
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     start: int
     count: int
     room: int
-    """What its parameter keeps for them: `count` and padding."""
+    """Rows or columns reserved in the parameter: `count` and padding."""
 
 
 def engine_slices(
@@ -73,7 +73,7 @@ def engine_slices(
 def hf_slices(shape: ModelShape) -> list[Slice]:
     """Slices of an engine that holds the parameters of a transformers model.
 
-    Every tensor lies whole under its own name, but transformers 5 fuses the experts of a layer.
+    Every tensor is whole under its own name, except that transformers 5 fuses experts.
     """
     whole = [_whole(name, *size) for name, size in hf_shapes(shape).items()]
     if not shape.experts:
@@ -105,7 +105,7 @@ def _vocabulary(shape: ModelShape, tensor: Share) -> Iterator[Slice]:
 
 
 def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
-    """Queries, keys and values of the rank lie one after another, as do their biases."""
+    """Queries, then keys, then values of the rank; biases likewise."""
     queries = _head_span(shape.heads, shape.head_dim, tensor)
     keys = _head_span(shape.kv_heads, shape.head_dim, tensor)
     spans = (("q", queries), ("k", keys), ("v", keys))
@@ -120,14 +120,14 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
 
 
 class _ExpertPlace(NamedTuple):
-    """Where a rank stands among those that divide the experts."""
+    """Position of a rank among the ranks that divide the experts."""
 
     expert: Share
     units: Share
 
 
 def _expert_place(tensor: Share, expert_parallel: int) -> _ExpertPlace:
-    """As in SGLang's runtime_context.derive_spawn_ranks: neighbours share their experts' units."""
+    """As SGLang's runtime_context.derive_spawn_ranks: neighbours share the units of experts."""
     sharing = tensor.size // expert_parallel
     return _ExpertPlace(
         Share(tensor.rank // sharing, expert_parallel), Share(tensor.rank % sharing, sharing)
@@ -182,7 +182,7 @@ def _whole(name: str, rows: int, columns: int = 1) -> Slice:
 
 
 def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
-    """Rows of the rank's heads; where there are more ranks than heads, neighbours share one.
+    """Rows of the rank's heads; with more ranks than heads, neighbours share a head.
 
     SGLang's CPU mode pads key-value heads instead: there `check_slices` refuses such ranks.
     """
@@ -195,7 +195,7 @@ def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
 
 
 def _even(count: int, share: Share, multiple: int) -> Span:
-    """The rank's part of `count` things that are padded at their end to a multiple."""
+    """The rank's part of `count` rows, padded at the end to a multiple."""
     # Padding lies behind the last of the things, so that the last ranks have it.
     room = _rounded_up(count, multiple) // share.size
     start = share.rank * room

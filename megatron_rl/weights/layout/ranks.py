@@ -1,4 +1,4 @@
-"""Which trainer rank holds which part of the model. Runs on every trainer rank."""
+"""Place of each trainer rank in the model. Runs on every trainer rank."""
 
 import torch.distributed as dist
 from megatron.core import parallel_state

@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
 }
-"""What transformers 5 takes for a key that config.json leaves out, where families differ."""
+"""Defaults of transformers 5 for keys missing in config.json that differ between families."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:
-    """The shape that the values of a config.json mean; `folder` is for messages.
+    """The shape in the values of a config.json; `folder` is for messages.
 
     Raises InputError for a model that this trainer cannot train.
     """
@@ -160,7 +160,7 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
 
 
 def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path) -> None:
-    """Raise InputError for what would change the arithmetic and is not computed."""
+    """Raise InputError for settings that change the arithmetic and are not implemented."""
     if values.get("hidden_act", "silu") != "silu":
         raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
     if values.get("mlp_bias") or (
@@ -175,7 +175,7 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path)
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
-    # transformers applies Qwen's layer_types one by one; Mistral's one window is for all layers.
+    # transformers applies Qwen's layer_types per layer; Mistral's window holds for all layers.
     if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
         raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
 
@@ -242,7 +242,7 @@ def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | No
 
 
 _LEAST_COMMON_SHARE = 0.95
-"""Of token ids: models of one family differ by less."""
+"""Least share of common token ids: models of one family share more."""
 
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
@@ -251,7 +251,7 @@ def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
 
 
 def counts_of(shape: ModelShape) -> Counts:
-    """What of the model is divided among ranks."""
+    """Counts of the model that ranks divide."""
     return Counts(
         heads=shape.heads,
         kv_heads=shape.kv_heads,

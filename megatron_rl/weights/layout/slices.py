@@ -1,8 +1,8 @@
-"""Which part of a Hugging Face tensor lies where in a rank's parameters.
+"""Slices: parts of Hugging Face tensors at places of a rank's parameters.
 
-Shared by trainer ranks and engines; needs torch alone. Every tensor is seen as a matrix: a vector
+Shared by trainer ranks and engines; needs only torch. Every tensor is seen as a matrix: a vector
 [n] as [n, 1], a fused expert tensor [experts, rows, columns] as [experts * rows, columns]. Ranks
-that describe their parameters by slices can exchange weights without knowing more of each other.
+that describe their parameters by slices can exchange weights without other knowledge.
 
 A layout says how tensor ranks divide one parameter: the pieces of one rank. The ranks' pieces
 together cover every tensor; rows that only pad the vocabulary belong to no piece.
@@ -24,13 +24,13 @@ from megatron_rl.weights.layout.shape import ModelShape
 
 @dataclass(frozen=True)
 class Share:
-    """One rank of how many."""
+    """A rank and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     def of(self, count: int) -> range:
-        """This rank's part of `count` equal things."""
+        """This rank's part of `count` equal rows."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
@@ -116,12 +116,12 @@ class Slice(NamedTuple):
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """The tensor as a matrix that shares its memory; raises where it cannot."""
+    """The tensor as a matrix that shares its memory; raises if it cannot."""
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
 
 
 def local_part(parameters: dict[str, Tensor], part: Slice) -> Tensor:
-    """What of the rank's parameters a slice describes: [rows, columns], sharing their memory."""
+    """The part of the rank's parameters in a slice: [rows, columns], sharing their memory."""
     return as_matrix(parameters[part.local])[
         part.local_row : part.local_row + part.rows,
         part.local_column : part.local_column + part.columns,

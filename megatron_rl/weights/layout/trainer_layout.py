@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lives in Megatron, as slices.
+"""Maps Hugging Face tensors to Megatron's parameters, as slices.
 
 Used by trainer ranks to load, export and plan exchanges; pure functions of sizes, which need no
 torch. A family of models is one entry of ARCHITECTURES: the parameters of a layer, put together
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among the ranks that divide the model."""
+    """Position of a rank among the ranks that divide the model."""
 
     tensor: Share = Share()
     pipeline: Share = Share()
     expert: Share = Share()
     expert_tensor: Share = Share()
     chunks: int = 1
-    """Parts of the model that each stage holds, of as many layers each."""
+    """Chunks of the model on each stage, with equal numbers of layers."""
     ends: tuple[int, int] = (0, 0)
-    """Layers of the first and of the last stage; 0: as many as the stages between them."""
+    """Layers of the first and of the last stage; 0: as in the stages between them."""
 
     def layers(self, count: int) -> list[int]:
         """The layers of the rank, of `count`, in the order of its chunks.
@@ -96,11 +96,11 @@ class Entry:
 
     @property
     def is_expert(self) -> bool:
-        """Whether there is one such parameter for each expert of a layer."""
+        """Whether each expert of a layer has this parameter."""
         return "{expert}" in self.megatron
 
     def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
-        """What the rank's parameter is made of."""
+        """The pieces of the rank's parameter."""
         # A vector counts as a matrix of one column: see `slices.py`.
         sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
         return self.layout(sizes, place.expert_tensor if self.is_expert else place.tensor, shape)
@@ -124,7 +124,7 @@ OUTPUT = Entry(
 )
 TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, by_vocabulary, EMBEDDING.hf_shapes)
 PADDED = frozenset((EMBEDDING.megatron, OUTPUT.megatron))
-"""Parameters that may have rows of no HF tensor."""
+"""Parameters that may have padding rows."""
 
 # Megatron's pre_mlp_layernorm is HF's post_attention_layernorm: both stand between the two blocks.
 _ATTENTION = (
@@ -171,7 +171,7 @@ _QK_NORMS = tuple(
 
 
 class ExpertNames(NamedTuple):
-    """What Hugging Face files call a layer's mixture of experts and the parts of an expert."""
+    """Names in Hugging Face files of a layer's mixture of experts and the parts of an expert."""
 
     block: str
     gate: str
@@ -242,7 +242,7 @@ ARCHITECTURES: dict[str, tuple[Entry, ...]] = {
 def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
     """Slices of the parameters that the rank owns, in the order of `hf_shapes`.
 
-    A tensor that tensor ranks hold in common is in the slices of each. A tied output matrix on the
+    A tensor that tensor ranks replicate is in the slices of each. A tied output matrix on the
     last of several stages is a copy: see `copy_slices`.
     """
     stage = place.pipeline
@@ -258,7 +258,7 @@ def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
 
 
 def copy_slices(shape: ModelShape, place: Place) -> list[Slice]:
-    """Slices of parameters that repeat another stage's: loaded, never exported."""
+    """Slices of parameters that copy another stage's: loaded, never exported."""
     # On a single stage the output layer uses the embedding's own parameter.
     is_last = 0 < place.pipeline.rank == place.pipeline.size - 1
     return list(_single(TIED_OUTPUT, shape, place)) if shape.is_tied and is_last else []
@@ -292,7 +292,7 @@ def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
 
 def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
     experts = place.expert.of(shape.experts)
-    # The same in every layer and expert; computed anew for each, large models would take seconds.
+    # The same in every layer and expert; computing it for each takes seconds for large models.
     pieces = {
         entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
     }
@@ -328,8 +328,8 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """The parameters of a rank's chunks under the names of ARCHITECTURES.
 
-    Strips the wrappers' prefixes, renames what TransformerEngine names otherwise, and
-    counts layers on from chunk to chunk.
+    Strips the wrappers' prefixes, translates TransformerEngine's names, and numbers layers
+    across chunks.
     """
     named: dict[str, Tensor] = {}
     first = 0
@@ -348,7 +348,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def local_name(name: str) -> str:
-    """The name in ARCHITECTURES of what a chunk's module calls `name`, but for the layer."""
+    """The name in ARCHITECTURES of a chunk's parameter `name`, without the layer."""
     # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
     while name.startswith("module."):
         name = name.removeprefix("module.")
