@@ -91,8 +91,9 @@ def check_scorer_ports(config: Config, address: str) -> None:
 
     The first node chose `expert.ports.scorer` by what is free there. address: this node's.
     """
-    first = config.ports.scorer
-    for host, port in ((address, first), (LOOPBACK[0], first + 1), (LOOPBACK[0], first + 2)):
+    ports = [port for key, port in listed_ports(config) if key == "expert.ports.scorer"]
+    # Trainer ranks connect to the first, only the scorer to its engine's.
+    for host, port in zip((address, LOOPBACK[0], LOOPBACK[0]), ports, strict=True):
         _check_here("scorer", host, port, config)
 
 
