@@ -208,7 +208,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
         weights_timeout_s=config.weights.deadline_s,
-        # Only this process connects to its server, wherever the other nodes of the run are.
+        # Only this process connects to its server.
         host=LOOPBACK[0],
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,

@@ -69,7 +69,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.releases_memory and not sglang_cpu.is_needed():
-        # Without CUDA there is no memory saver, and SGLang accepts the calls without one.
+        # Without CUDA SGLang has no memory saver, and accepts these calls.
         command.append("--enable-memory-saver")
     command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
     return command + extra_flags(setup.extra_args)

@@ -77,5 +77,5 @@ def node_setup(
 
 
 def orders_of(log_path: Path, session: str) -> Path:
-    """File of a session's orders: another node may still see those of an older one."""
+    """File of a session's orders; another node may still see the file of an older session."""
     return log_path.with_suffix(f".{session[:8]}.order.json")

@@ -83,7 +83,7 @@ class SimulateOptions:
     verify_s: Annotated[float, _ASSUME] = _ASSUMED.verify_s
     """Seconds to grade one completion."""
     verifier_servers: Annotated[int | None, _ASSUME] = None
-    """Grading processes; default: those of the configuration on nodes of 8 GPUs."""
+    """Grading processes; default: as configured, on nodes of 8 GPUs."""
     deaths_per_engine_hour: Annotated[float, _ASSUME] = 0.0
     """Mean number of failures of an engine per hour."""
     restart_s: Annotated[float, _ASSUME] = _ASSUMED.restart_s

@@ -178,7 +178,7 @@ def check_tests(
             unexamined += 1
             kept.append(row)
             continue
-        # A program that fails for every input is no evidence.
+        # Outputs of a program that fails for every input do not count.
         running = [
             outputs
             for outputs in printed.get(row.prompt.id, ())

@@ -163,7 +163,7 @@ def _train(own: Node, phase: RunPhase) -> None:
     queue = _start_serving(own, phase, after)
     if phase.has_cold_start:
         _cold_start(own)
-    has_scorer, model = own.config.algorithm.needs_scorer, [override("model.path", phase.model)]
+    has_scorer, model = own.config.has_scorer, [override("model.path", phase.model)]
     with own.phase("rl", "reinforcement learning"):
         if has_scorer and own.number == own.roles.scorer_node:
             _await(own, Path(phase.model))

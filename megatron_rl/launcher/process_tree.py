@@ -32,8 +32,7 @@ def find_orphans(
 ) -> list[psutil.Process]:
     """Live processes of roles whose parent died, and all processes below them.
 
-    Live processes of a run keep their children. So a child of the launcher that is no role is an
-    orphan.
+    Live processes of a run keep their children, so any other child of the launcher is an orphan.
     """
     found: list[psutil.Process] = []
     for process in find_live(psutil.Process().children(), not_ours, role_pids):

@@ -61,8 +61,8 @@ def _expert_elements(shape: ModelShape, division: Division) -> float:
 def recomputed_elements(shape: ModelShape, division: Division, modules: Collection[str]) -> float:
     """Elements for each token of a layer that recomputation of `modules` saves.
 
-    Attention saves nothing: flash attention never stores its softmax. Layers are those of
-    TransformerEngine, which fuses all norms but the one before experts into a product.
+    Recomputing attention saves nothing: flash attention never stores its softmax. Layers are those
+    of TransformerEngine, which fuses all norms but the one before experts into a product.
     """
     spared = 0.0
     if shape.experts:

@@ -36,8 +36,8 @@ class Padding:
     """Padding of a step, over all ranks; all 0 if microbatches have no fixed size."""
 
     share: float
-    """Least share of all positions: that of the best packing. First-fit decreasing takes some
-    percent more microbatches if sequences are nearly as long as the budget."""
+    """Lower bound of the share of all positions, by the best packing. First-fit decreasing takes
+    some percent more microbatches if sequences are nearly as long as the budget."""
     positions: int
     flops: StepFlops
     """FLOPs of padding, without logits and attention within short pieces."""

@@ -10,7 +10,7 @@ from megatron_rl.weights.layout.copies import source_of
 
 
 class Bindings:
-    """Assignment of generators to copies, evenly; a binding lasts as long as it is even."""
+    """Assigns generators evenly to copies; a generator moves only if the assignment is uneven."""
 
     def __init__(self, copies: int) -> None:
         """copies: number of model copies."""
