@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides, complete_config
+from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -28,13 +28,7 @@ class PlanOptions:
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
-    more: Annotated[
-        list[str],
-        typer.Option(
-            "--config", metavar="FILE", show_default=False, autocompletion=complete_config
-        ),
-    ] = field(default_factory=list)
-    """Further TOML files; later files win."""
+    more: MoreConfigs = field(default_factory=list)
     gpu: Annotated[
         str | None,
         typer.Option(

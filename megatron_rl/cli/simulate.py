@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command, plain_app
-from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
 from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
@@ -55,6 +55,7 @@ class SimulateOptions:
 
     config: ConfigFile
     overrides: Overrides = dataclasses.field(default_factory=list)
+    more: MoreConfigs = dataclasses.field(default_factory=list)
     calibrate: Annotated[Path | None, typer.Option(metavar="RUN")] = None
     """Finished run to which the models are fitted."""
     sweep: Annotated[list[str], typer.Option(metavar="KEY=V,V", show_default=False)] = (
@@ -119,7 +120,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
         check_library()
 
     def load(overrides: Sequence[str]) -> Config:
-        config = load_config(config_path(options.config), [*options.overrides, *overrides])
+        files = [config_path(name) for name in (options.config, *options.more)]
+        config = load_config(files, [*options.overrides, *overrides])
         return pin_models(config, None, only_sizes=True)
 
     calibration = None

@@ -106,7 +106,9 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
     parts = found["compute_s"] + found["wait_s"] + found["stall_s"]
     assert found["step_s"] == pytest.approx(parts, rel=1e-6)
     assert found["sync_s"] == pytest.approx(1.0 + 16.06e9 / 2e9 + 0.1, rel=0.02)
-    assert called(config_path, "--json", "weights.method=host") == 0
+    host = config_path.with_name("host.toml")
+    host.write_text('[weights]\nmethod = "host"\n')
+    assert called(config_path, "--json", "--config", str(host)) == 0
     apart = json.loads(capsys.readouterr().out)
     assert found["compute_s"] == pytest.approx(apart["compute_s"] + 1.0, rel=0.05)
 

@@ -90,6 +90,13 @@ ConfigFiles = Annotated[
         help=f"{_FILE_HELP} Later files win.",
     ),
 ]  # fmt: skip
+MoreConfigs = Annotated[
+    list[str],
+    typer.Option(
+        "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
+        help="Further TOML files; later files win.",
+    ),
+]  # fmt: skip
 OneConfig = Annotated[
     str | None,
     typer.Option("--config", metavar="FILE", help=_FILE_HELP, autocompletion=complete_config),
