@@ -24,7 +24,7 @@ from megatron_rl.data.jsonl_source import (
     with_splits,
 )
 from megatron_rl.data.tables.columns import SAMPLE_ROWS, ColumnMap, find_columns
-from megatron_rl.data.tables.data_sets import BadTests, NoAnswer, entry_of, take_part
+from megatron_rl.data.tables.data_sets import NoAnswer, take_part
 from megatron_rl.data.tables.files import (
     LINES,
     TableRow,
@@ -33,6 +33,7 @@ from megatron_rl.data.tables.files import (
     read_rows,
 )
 from megatron_rl.data.tables.folders import TableFiles, find_files
+from megatron_rl.data.tables.test_forms import BadTests, entry_of
 from megatron_rl.data.tables.where import (
     Condition,
     check_columns,
