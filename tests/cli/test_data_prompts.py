@@ -51,7 +51,7 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
         {"question": "in words?", "answer": "Monday"},
     )
     code, found = checked(path)
-    assert code == 1 and found["prompts"] == 10
+    assert code == 1 and found["prompts"] == 9
     assert faults(found) == [
         ("mine.jsonl:10", "repeated"),
         ("mine.jsonl:11", "not_a_question"),

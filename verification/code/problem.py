@@ -60,7 +60,7 @@ class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_s: float | None = None
     """CPU time of one test; None: `reward.test_s`."""
     memory_bytes: int | None = None
-    """Memory of one test without that of the interpreter; None: `expert.reward.test_memory_bytes`."""
+    """Memory of one test, beside the interpreter; None: `expert.reward.test_memory_bytes`."""
     checker: str = ""
     """Python program that reads {"stdin", "expected", "output"} as JSON from standard input and
     exits with 0 to accept."""

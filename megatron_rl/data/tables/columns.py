@@ -10,11 +10,27 @@ from typing import Any, NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, choose_part, known_names
-from megatron_rl.data.tables.where import value_of
+from megatron_rl.data.answers import UNKNOWN_RATES, read_rate, texts_of_list
+from megatron_rl.data.jsonl_source import QUESTIONS
+from megatron_rl.data.messages import NotText, plain_turns
+from megatron_rl.data.tables.data_sets import (
+    DATA_SETS,
+    DIFFICULTY,
+    OWN,
+    PARTS,
+    REQUEST,
+    VERL_ANSWER,
+    DataSet,
+    choose_part,
+    known_names,
+)
+from megatron_rl.data.tables.where import decoded, nearest, value_of
 
 NOTHING = "-"
 """Value of prompts.columns.*: read no such column."""
+_GYM = "metadata"
+_GYM_MARKS = (f"{_GYM}.source_dataset", f"{_GYM}.source_index")
+"""Columns that reasoning_gym writes beside question and answer."""
 SAMPLE_ROWS = 64
 """Number of first rows that decide about columns."""
 
@@ -36,11 +52,26 @@ class ColumnMap(NamedTuple):
     prefix: str
     """Removed from the start of questions; the suffix from their end."""
     suffix: str
+    kind: str = ""
+    """Says whether a row is mathematics or code."""
+    has_lists: bool = False
+    """Texts of the answer's column that are lists hold several accepted answers."""
+    gym: str = ""
+    """Metadata of reasoning_gym, whose scorers grade the rows."""
+    form: str = ""
+    """Name of the data set that has these columns; empty: none that is known."""
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        return [name for name in (self.question, self.answer, *self[3:9]) if name]
+        every = (self.question, self.answer, *self[3:9], self.kind, self.gym)
+        return [name for name in every if name]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the columns are those of lines in our own form."""
+        own = (self.question, self.answer, self.part, self.tests, self.pass_rate)
+        return own == ("", "answer", "all", "entry", "pass_rate") and not self.gym
 
     def describe(self) -> str:
         """The columns, for people."""
@@ -51,6 +82,8 @@ class ColumnMap(NamedTuple):
             # Our own lines may have all our keys, which needs no note.
             if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
+        if self.gym:
+            said.append("graded by the scorers of reasoning_gym")
         if self.prefix or self.suffix:
             said.append("without the instructions around each problem")
         return ", ".join(said)
@@ -69,24 +102,27 @@ def find_columns(
     is_lines: JSONL, where later lines may have further keys, so our optional keys always count.
     Raises InputError for a missing column, and where the user must choose.
     """
-    given = source.columns
-    _check_given(given, names, place, is_lines=is_lines)
-    finder = _Finder(given, list(names), sample, place)
+    form = named_form(source.kind)
+    finder = _Finder(source.columns, list(names), sample, place)
+    finder.check_given(is_lines=is_lines)
+    if form is not None:
+        finder.choose(form, source.kind)
     question = finder.question(is_lines=is_lines)
     answer = finder.first("answer")
     tests = finder.first("tests")
-    if not answer and not tests and given.answer != NOTHING and not is_lines:
+    if not answer and not tests and source.columns.answer != NOTHING and not is_lines:
         raise InputError(
             f"{place} has no column of answers: expected {', '.join(known_names('answer'))}; it "
             f"has {', '.join(names)}: name it by prompts.columns.answer"
         )
+    answers = finder.values(answer) if answer else []
     part = source.answer_part
     if part == "auto":
-        part = choose_part([value_of(row, answer) for row in sample] if answer else [], answer)
+        part = form.part if form is not None else choose_part(answers, answer)
     prefix, suffix = source.strip_prefix, source.strip_suffix
-    if not prefix and not suffix and question:
-        prefix, suffix = _instructions([value_of(row, question) for row in sample])
-    return ColumnMap(
+    if not prefix and not suffix:
+        prefix, suffix = _instructions(finder.questions(question))
+    found = ColumnMap(
         question=question,
         # Later lines in our own form may have these keys.
         answer=answer or ("answer" if is_lines else ""),
@@ -94,23 +130,44 @@ def find_columns(
         tests=tests or ("entry" if is_lines else ""),
         prefix=prefix,
         suffix=suffix,
+        kind=finder.kind(),
+        has_lists=answer == VERL_ANSWER or _are_lists(answers),
+        gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
         **{name: finder.optional(name, is_lines=is_lines) for name in _OPTIONAL},
+    )
+    return found._replace(form=form.name if form is not None else finder.recognise(found))
+
+
+def named_form(kind: str) -> DataSet | None:
+    """The data set of the table that a prompts.kind names, in any case; None for another kind."""
+    wanted = _letters(kind)
+    return next(
+        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
+        None,
     )
 
 
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
-    """Prefix and suffix of a known data set that all questions have; empty where none has."""
+    """Prefix and suffix of a known data set that a question has; empty where none has."""
     texts = [text_of(question).strip() for question in questions]
     for one in DATA_SETS:
-        around = (one.prefix, one.suffix)
-        if any(around) and texts and all(t.startswith(around[0]) and t.endswith(around[1])
-                                         for t in texts):  # fmt: skip
-            return around
+        if (one.prefix or one.suffix) and any(
+            text.startswith(one.prefix) and text.endswith(one.suffix) for text in texts
+        ):
+            return one.prefix, one.suffix
     return "", ""
 
 
 def text_of(messages: Any) -> str:
     """A question as one text: itself, or the last message of the user."""
+    try:
+        messages = plain_turns(messages)
+    except NotText:
+        return ""
     if isinstance(messages, str):
         return messages
     turns = [turn for turn in messages or [] if isinstance(turn, Mapping)]
@@ -132,10 +189,86 @@ class _Finder:
         self._sample = sample
         self._place = place
 
+    def check_given(self, *, is_lines: bool) -> None:
+        """Raise InputError for a configured column that no row can have."""
+        for key, column in self._given.model_dump().items():
+            if column in ("", NOTHING) or self.named(column) == column:
+                continue
+            # A key may appear in a later line, or in the JSON text of a later row, only.
+            is_later = is_lines or ("." in column and self._holds_json(column.split(".")[0]))
+            if not is_later or (key == "question" and is_lines):
+                raise no_such_column(key, column, self._place, self.every_name)
+
+    def choose(self, form: DataSet, kind: str) -> None:
+        """Take the columns of a data set. Raises InputError for a missing one."""
+        given = self._given.model_dump()
+        for key in ("question", "answer", "tests", "id", "pass_rate"):
+            name: str = getattr(form, key)
+            if not name or given[key]:
+                continue
+            given[key] = self.named(name)
+            if not given[key] and name in form.columns:
+                raise InputError(
+                    f"prompts.kind = {kind!r} is {form.name}, with the columns "
+                    f"{', '.join(form.columns)}; {self._place} has no {name}; it has "
+                    f"{', '.join(self._names)}{nearest(name, self.every_name)}; "
+                    "prompts.kind = 'auto' finds the columns by their names"
+                )
+        self._given = PromptColumns(**given)
+
+    @property
+    def every_name(self) -> list[str]:
+        """Names of columns, and of keys in JSON text of the sample."""
+        found = dict.fromkeys(self._names)
+        for name in self._names:
+            for value in map(decoded, self.values(name)):
+                if isinstance(value, Mapping):
+                    found |= dict.fromkeys(f"{name}.{key}" for key in value)
+        return list(found)
+
+    def values(self, column: str) -> list[Any]:
+        """Values of a column in the sample."""
+        return [value_of(row, column) for row in self._sample]
+
+    def questions(self, column: str) -> list[Any]:
+        """Questions of the sample; empty column: that each line names."""
+        if column:
+            return self.values(column)
+        return [row[key] for row in self._sample for key in QUESTIONS if key in row]
+
+    def _holds_json(self, column: str) -> bool:
+        return any(isinstance(decoded(value), Mapping) for value in self.values(column))
+
+    def kind(self) -> str:
+        """The column that says what rows are; empty without one."""
+        found = filter(None, map(self.named, known_names("kind")))
+        return next((n for n in found if any(isinstance(v, str) for v in self.values(n))), "")
+
+    def recognise(self, found: ColumnMap) -> str:
+        """Name of the known data set with the most of these columns; empty for none."""
+        key = found.question or next(
+            (key for key in QUESTIONS if any(key in row for row in self._sample)), ""
+        )
+        best, most = "", -1
+        for one in DATA_SETS:
+            wanted = [one.pass_rate, one.id, *one.marks] if one.name != OWN else []
+            has = {found.pass_rate.lower(), found.id.lower(), *filter(self.named, one.marks)}
+            is_it = (key.lower(), found.part) == (one.question, one.part)
+            is_it &= found.answer.lower() == one.answer if one.answer else found.tests == one.tests
+            is_it &= has >= set(filter(None, wanted))
+            is_it &= one.prefix in ("", found.prefix)
+            count = len(list(filter(None, [*wanted, one.prefix])))
+            if is_it and (one.names or one.name == OWN) and count > most:
+                best, most = one.name, count
+        return best
+
     def question(self, *, is_lines: bool) -> str:
+        """The column of questions; empty where each line names its own. Raises InputError."""
         if self._given.question:
             return self._given.question
-        known = [found for name in known_names("question") if (found := self._named(name))]
+        if request := self.named(REQUEST):
+            return request
+        known = [found for name in known_names("question") if (found := self.named(name))]
         if is_lines and not _are_together(known, self._sample):
             return ""
         # With another column of questions, messages are a worked example with the answer.
@@ -152,37 +285,40 @@ class _Finder:
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
-        return next((found for name in known_names(key) if (found := self._named(name))), "")
+        return next((found for name in known_names(key) if (found := self.named(name))), "")
 
     def optional(self, key: str, *, is_lines: bool) -> str:
         """The configured column, or a column of a known name whose values are like ours."""
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
-        if is_lines and (key != "id" or "id" in self._names):
+        if is_lines and (key not in ("id", "pass_rate") or key in self._names):
             return key
         for name in known_names(key) if key in ("id", "pass_rate") else [key]:
-            found = self._named(name)
-            if found and _OPTIONAL[key]([value_of(row, found) for row in self._sample]):
+            found = self.named(name)
+            values = self.values(found) if found else []
+            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in values):
+                continue
+            if found and _OPTIONAL[key](values):
                 return found
-        return ""
+        return key if is_lines and key != "id" else ""
 
-    def _named(self, name: str) -> str:
-        """The column of this name, in any case."""
+    def named(self, name: str) -> str:
+        """The column of this name, in any case, also within JSON text; empty without one."""
         if name in self._names:
             return name
-        return next((own for own in self._names if own.lower() == name), "")
+        found = next((own for own in self._names if own.lower() == name), "")
+        if not found and "." in name and any(value is not None for value in self.values(name)):
+            return name
+        return found
 
 
-def _check_given(given: PromptColumns, names: Sequence[str], place: str, *, is_lines: bool) -> None:
-    for key, column in given.model_dump().items():
-        # A key may appear in a later line only.
-        if column in ("", NOTHING) or column in names or (is_lines and key != "question"):
-            continue
-        raise InputError(
-            f"prompts.columns.{key} = {column!r}: {place} has no such column; it has "
-            f"{', '.join(names)}"
-        )
+def no_such_column(key: str, column: str, place: str, names: Sequence[str]) -> InputError:
+    """The error for a configured column that is missing."""
+    return InputError(
+        f"prompts.columns.{key} = {column!r}: {place} has no such column; it has "
+        f"{', '.join(names)}{nearest(column, names)}"
+    )
 
 
 def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> bool:
@@ -217,7 +353,21 @@ def _are_languages(values: list[Any]) -> bool:
 
 def _are_shares(values: list[Any]) -> bool:
     found = [value for value in values if value is not None]
-    return bool(found) and all(isinstance(v, int | float) and 0 <= v <= 1 for v in found)
+    try:
+        rates = list(map(read_rate, found))
+    except ValueError:
+        return False
+    # Where a rate is unknown, OpenMathReasoning writes "n/a".
+    return any(rate is not None for rate in rates) or any(map(_is_unknown_text, found))
+
+
+def _is_unknown_text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().casefold() in UNKNOWN_RATES[1:]
+
+
+def _are_lists(values: list[Any]) -> bool:
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    return bool(texts) and all(texts_of_list(text) is not None for text in texts)
 
 
 _OPTIONAL: dict[str, Callable[[list[Any]], bool]] = {

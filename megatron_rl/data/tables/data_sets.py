@@ -7,6 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+REQUEST = "responses_create_params.input"
+"""The messages of a request in the form of OpenAI's Responses."""
+VERL_ANSWER = "reward_model.ground_truth"
+DIFFICULTY = "difficulty"
+"""A pass rate in Polaris, as text of the form "5/8"; another measure in other data sets."""
+
 
 class DataSet(NamedTuple):
     """The columns of one data set, or of several with the same columns. A dot enters a structure.
@@ -29,26 +35,51 @@ class DataSet(NamedTuple):
     """Instructions before each question (suffix: after it). They are removed, because our format
     checks need another form."""
     suffix: str = ""
+    kind: str = ""
+    """Column that says what a row is, such as "math" or "code"."""
+    marks: tuple[str, ...] = ()
+    """Further columns by which the data set is known."""
+
+    @property
+    def names(self) -> list[str]:
+        """The data sets with these columns; [] for an entry without a name."""
+        return [] if self.name in UNNAMED else self.name.split(", ")
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that a file of the data set has."""
+        tests = "" if self.answer else self.tests
+        return [name for name in (self.question, self.answer, tests, self.pass_rate) if name]
 
 
+OWN = "lines in our own form"
+UNNAMED = (OWN, "others", "conversations")
 DATA_SETS = (
-    DataSet("lines in our own form", "question", "answer", tests="entry", id="id",
+    DataSet(OWN, "question", "answer", tests="entry", id="id",
             pass_rate="pass_rate"),
     DataSet("GSM8K", "question", "answer", part="after_hashes"),
-    DataSet("MATH-500", "problem", "answer", id="unique_id"),
     DataSet("DeepScaleR, AIME", "problem", "answer"),
+    DataSet("MATH-500", "problem", "answer", id="unique_id"),
     DataSet("OpenR1-Math", "problem", "answer", id="uuid"),
     DataSet("Big-Math", "problem", "answer", pass_rate="llama8b_solve_rate"),
+    DataSet("Polaris", "problem", "answer", pass_rate=DIFFICULTY),
+    DataSet("reasoning_gym", "question", "answer",
+            marks=("metadata.source_dataset", "metadata.source_index")),
+    DataSet("DeepMath-103K", "question", "final_answer"),
     DataSet("others", "problem", "final_answer"),
+    DataSet("OpenMathReasoning", "problem", "expected_answer", pass_rate="pass_rate_72b_tir"),
     DataSet("others", "problem", "expected_answer"),
+    DataSet("NeMo-Gym", REQUEST, "expected_answer", tests="verifier_metadata.unit_tests"),
     DataSet(
-        "DAPO-Math-17k", "prompt", "reward_model.ground_truth",
+        "DAPO-Math-17k", "prompt", VERL_ANSWER,
         prefix="Solve the following math problem step by step. The last line of your response "
         "should be of the form Answer: $Answer (without quotes) where $Answer is the answer to "
         "the problem.",
         suffix='Remember to put your answer on its own line after "Answer:".',
     ),
-    DataSet("Skywork-OR1 and the form of verl", "prompt", "reward_model.ground_truth"),
+    DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
+    DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
+            kind="task_type"),
     DataSet("others", "query", "ground_truth"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
     DataSet("LiveCodeBench, DeepCoder", "problem", tests="tests", id="question_id"),

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.tables.columns import find_columns
-from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, DataSet
+from megatron_rl.data.tables.data_sets import DATA_SETS, OWN, PARTS, DataSet
 from megatron_rl.data.tables.source import Reading, read_files
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -36,22 +36,24 @@ ANSWERS = {"all": "7", "after_hashes": "3+4 = 7\n#### 7", "last_boxed": "so \\bo
 @pytest.mark.parametrize("one", [one for one in DATA_SETS if one.answer or one.tests])
 def test_columns_of_each_entry_of_the_table_are_found(one: DataSet) -> None:
     row = {one.question: f"{one.prefix} 3+4? {one.suffix}", one.tests: "{}", one.id: "a"}
-    row |= {one.answer: ANSWERS[one.part], one.pass_rate: 0.5}
+    row |= {one.answer: ANSWERS[one.part], one.pass_rate: "4/8", one.kind: "math"}
+    row |= dict.fromkeys(one.marks, "chain_sum")
     row.pop("", None)
-    # A dot enters a structure.
-    value: Any = {"ground_truth": "7"}
-    fields = row | {"reward_model": value} if "." in one.answer else row
+    fields: dict[str, Any] = {}
+    for column, value in row.items():
+        # A dot enters a structure.
+        first, _, inner = column.partition(".")
+        fields[first] = {**fields.get(first, {}), inner: value} if inner else value
     found = find_columns(PromptSource(), list(row), [fields], place="file", is_lines=False)
-    keys = ("question", "answer", "part", "tests", "id", "pass_rate", "prefix", "suffix")
+    keys = ("question", "answer", "part", "tests", "id", "pass_rate", "prefix", "suffix", "kind")
     assert {key: getattr(found, key) for key in keys} == {key: getattr(one, key) for key in keys}
+    assert found.form == (one.name if one.names or one.name == OWN else "")
 
 
 def test_the_guide_lists_the_table() -> None:
     assert set(PARTS) == {one.part for one in DATA_SETS} - {"all"}
     guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    names = {name for one in DATA_SETS for name in one.name.split(", ")}
-    known = names - {"others", "conversations", "lines in our own form"}
-    assert {name for name in known if name not in guide} == set()
+    assert {name for one in DATA_SETS for name in one.names if name not in guide} == set()
 
 
 GSM8K = [
@@ -117,12 +119,12 @@ def dapo_row(number: int) -> dict[str, Any]:
 
 def test_dapo_17k_without_its_instructions_and_repetitions(tmp_path: Path) -> None:
     path = write(tmp_path / "dapo-math-17k.parquet", [dapo_row(n % 4) for n in range(12)])
-    reading = read(path, repeated="drop")
+    reading = read(path)
     assert pairs(reading) == [(f"What is {n}+1?", str(n + 1)) for n in range(4)]
     assert [prompt.id for prompt in reading.prompts] == [f"dapo-math-17k:{n}" for n in range(1, 5)]
     assert "answer = reward_model.ground_truth" in reading.notes[0]
     assert "8 repeated" in reading.notes[0]
-    assert len(read(path).prompts) == 12
+    assert len(read(path, repeated="keep").prompts) == 12
 
 
 def test_dapo_processed(tmp_path: Path) -> None:

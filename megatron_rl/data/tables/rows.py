@@ -1,0 +1,221 @@
+"""Turns a row of a data set into a prompt, or into a fault with its name.
+
+Pure. A row may be mathematics, code or an entry of reasoning_gym, whatever its neighbours are.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.config.reward import CODE
+from megatron_rl.data.answers import texts_of_list
+from megatron_rl.data.jsonl_source import (
+    QUESTIONS,
+    BadLine,
+    check_keys,
+    example_fault,
+    make_prompt,
+    refuse_marked,
+)
+from megatron_rl.data.messages import NotText, plain_turns
+from megatron_rl.data.tables.columns import ColumnMap
+from megatron_rl.data.tables.data_sets import NoAnswer, take_part
+from megatron_rl.data.tables.test_forms import BadTests, entry_of
+from megatron_rl.data.tables.where import decoded, value_of
+from megatron_rl.protocol.types import ChatMessage, Prompt
+from verification.code.problem import parse_tests
+from verification.gym_answer import REFUSED_DATASETS
+from verification.verdict import GradingError
+
+
+class RowFault(NamedTuple):
+    """A row that is not a prompt."""
+
+    place: str
+    reason: str
+    """One word, for counts."""
+    text: str
+    """Message that begins with the place."""
+
+
+class RowReader:
+    """Reads rows of one source by its columns."""
+
+    def __init__(self, source: PromptSource, columns: ColumnMap) -> None:
+        self._source = source
+        self._columns = columns
+        self.systems_replaced = 0
+        """Rows whose own system message was removed."""
+        self._is_open = source.task == PromptSource().task
+        """Whether a row that names no task has the task of its form."""
+        self._never_seen = {
+            key: column
+            for key, column in source.columns.model_dump().items()
+            if column not in ("", "-")
+        }
+
+    @property
+    def never_seen(self) -> dict[str, str]:
+        """Configured columns, by their key, in which no row had a value."""
+        return self._never_seen
+
+    def read(self, fields: dict[str, Any], place: str, name: str) -> Prompt | RowFault:
+        """The prompt of a row. name: its id unless a column has one."""
+        for key, column in list(self._never_seen.items()):
+            if value_of(fields, column) is not None:
+                del self._never_seen[key]
+        try:
+            if not self._columns.question:
+                check_keys(fields, place)
+            refuse_marked(fields, place)
+            ours = self._our_fields(fields)
+            prompt = make_prompt(ours, place, name=name, task=self._source.task)
+        except (BadTests, NoAnswer, NotText, InputError) as error:
+            return _fault_of(error, fields, place)
+        return self._changed(prompt)
+
+    def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The row with our keys. Raises NoAnswer, BadTests, NotText."""
+        columns = self._columns
+        if not columns.question:
+            found = {key: fields[key] for key in QUESTIONS if key in fields}
+        else:
+            found = _question(value_of(fields, columns.question))
+        answer = value_of(fields, columns.answer) if columns.answer else None
+        found |= self._tests(fields, answer)
+        if "entry" not in found and answer is not None:
+            found["answer"] = self._answers(take_part(answer, columns.part))
+        if columns.gym and isinstance(found.get("answer"), str):
+            found["entry"] = _gym_entry(fields, found["answer"], columns)
+            found |= {"task": "reasoning_gym"} if self._is_open else {}
+        for key in ("id", "task", "language", "split", "pass_rate"):
+            column = getattr(columns, key)
+            value = value_of(fields, column) if column else None
+            if value is not None:
+                found[key] = value
+        return found
+
+    def _tests(self, fields: dict[str, Any], answer: Any) -> dict[str, Any]:
+        """The tests of a row of code, as our keys; {} for another row. Raises BadTests."""
+        columns = self._columns
+        tests = value_of(fields, columns.tests) if columns.tests else None
+        if tests is not None and columns.tests == "entry" and isinstance(tests, str):
+            found = {"entry": tests, "answer": ""}
+            return found if answer is None else {"entry": tests, "answer": self._answers(answer)}
+        # In verification_info an answer or tests may stand.
+        if columns.answer.startswith(f"{columns.tests}.") and answer is not None:
+            tests = None
+        if tests is None and self._is_open:
+            tests = tests_in_answer(answer)
+        if tests is not None:
+            found = {"entry": _usable(entry_of(tests)), "answer": ""}
+            return found | ({"task": CODE} if self._is_open else {})
+        says = value_of(fields, columns.kind) if columns.kind else None
+        if isinstance(says, str) and "code" in says.casefold():
+            raise BadTests(f"{columns.kind} = {says!r}, but the row has no tests that are known")
+        return {}
+
+    def _answers(self, answer: Any) -> Any:
+        """The answer; a list if a text of this column is a list of accepted answers."""
+        listed = texts_of_list(answer) if isinstance(answer, str) else None
+        return listed if listed is not None and self._columns.has_lists else answer
+
+    def _changed(self, prompt: Prompt) -> Prompt:
+        """The prompt in prompts.template, without what the configuration leaves out."""
+        if self._source.system == "replace":
+            count = len(prompt.messages)
+            prompt = without_system(prompt)
+            self.systems_replaced += len(prompt.messages) < count
+        return _with_question(prompt, self._shorten)
+
+    def _shorten(self, text: str) -> str:
+        """The question in prompts.template, without the data set's instructions."""
+        columns, template = self._columns, self._source.template
+        if columns.prefix or columns.suffix:
+            text = text.strip().removeprefix(columns.prefix).removesuffix(columns.suffix).strip()
+        return text if template == "{question}" else template.replace("{question}", text)
+
+
+def without_system(prompt: Prompt) -> Prompt:
+    """The prompt without its own system messages, so that ours is added."""
+    turns = [turn for turn in prompt.messages if turn.role != "system"]
+    return msgspec.structs.replace(prompt, messages=turns)
+
+
+def tests_in_answer(answer: Any) -> Any:
+    """The tests that stand in the place of an answer; None for the answer to a problem.
+
+    Data sets that mix mathematics and code write the tests of a row of code as its answer.
+    """
+    if isinstance(answer, str):
+        if answer.lstrip()[:1] not in ("{", "["):
+            return None
+        try:
+            answer = msgspec.json.decode(answer)
+        except (msgspec.DecodeError, UnicodeError):
+            return None
+    is_object = isinstance(answer, Mapping) and bool(answer)
+    is_list = isinstance(answer, list) and bool(answer)
+    if is_list and all(isinstance(one, str) and one.startswith("assert ") for one in answer):
+        return answer
+    return (
+        answer if is_object or (is_list and all(isinstance(x, Mapping) for x in answer)) else None
+    )
+
+
+def _usable(entry: str) -> str:
+    """The entry. Raises BadTests for tests that can grade nothing."""
+    if not entry:
+        raise BadTests("the tests are empty")
+    try:
+        parse_tests(entry)
+    except GradingError as error:
+        raise BadTests(str(error)) from error
+    return entry
+
+
+def _gym_entry(fields: dict[str, Any], answer: str, columns: ColumnMap) -> str:
+    """The entry for reasoning_gym's scorer. Raises NoAnswer for a data set that is refused."""
+    metadata = decoded(value_of(fields, columns.gym))
+    name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str) or name in REFUSED_DATASETS:
+        why = REFUSED_DATASETS.get(str(name), "the row names no data set")
+        raise NoAnswer(f"the data set {name!r} of reasoning_gym is refused: {why}")
+    question = value_of(fields, columns.question or "question")
+    record = {"dataset": name, "question": question, "answer": answer, "metadata": metadata}
+    return json.dumps(record)
+
+
+def _fault_of(error: Exception, fields: dict[str, Any], place: str) -> RowFault:
+    if isinstance(error, BadLine) and error.reason == "no_answer":
+        example = example_fault(fields)
+        return RowFault(place, error.reason, f"{place}: {example}" if example else str(error))
+    if isinstance(error, InputError):
+        return RowFault(place, getattr(error, "reason", "malformed"), str(error))
+    reasons = {BadTests: "bad_tests", NoAnswer: "no_answer", NotText: "not_text"}
+    return RowFault(place, reasons[type(error)], f"{place}: {error}")
+
+
+def _question(value: Any) -> dict[str, Any]:
+    """The question with our key; messages keep only role and content. Raises NotText."""
+    if value is None:
+        return {}
+    turns = plain_turns(value)
+    return {"messages" if isinstance(turns, list) else "prompt": turns}
+
+
+def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
+    """The prompt with another text in the user's last message."""
+    messages = list(prompt.messages)
+    places = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not places:
+        return prompt
+    text = change(messages[places[-1]].content)
+    if text == messages[places[-1]].content:
+        return prompt
+    messages[places[-1]] = ChatMessage("user", text)
+    return msgspec.structs.replace(prompt, messages=messages)
