@@ -26,8 +26,9 @@ def read_as(
     errors. Raises InputError.
     """
     kind = source.kind
-    # reasoning_gym makes prompts, unless a file of its rows is given.
+    # These two make prompts, unless rows of theirs are given.
     is_made = kind == "reasoning_gym" and source.path is None
+    is_made |= kind == "human_eval" and not (source.path or source.name)
     is_form = named_form(kind) is not None and not is_made
     if kind != AUTO and not is_form:
         if readers and kind not in readers and ":" not in kind:

@@ -64,7 +64,8 @@ class ColumnMap(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        every = (self.question, self.answer, *self[3:9], self.kind, self.gym)
+        tests = self.tests.split(", ")
+        every = (self.question, self.answer, *self[3:6], *tests, *self[7:9], self.kind, self.gym)
         return [name for name in every if name]
 
     @property
@@ -207,7 +208,7 @@ class _Finder:
             if not name or given[key]:
                 continue
             given[key] = self.named(name)
-            if not given[key] and name in form.columns:
+            if not given[key] and name.split(", ")[0] in form.columns:
                 raise InputError(
                     f"prompts.kind = {kind!r} is {form.name}, with the columns "
                     f"{', '.join(form.columns)}; {self._place} has no {name}; it has "
@@ -251,13 +252,18 @@ class _Finder:
         )
         best, most = "", -1
         for one in DATA_SETS:
-            wanted = [one.pass_rate, one.id, *one.marks] if one.name != OWN else []
+            # Sets of code are known by question and tests alone.
+            is_code = not one.answer
+            if one.name == OWN and found.tests != one.tests:
+                continue
+            wanted = [] if is_code or one.name == OWN else [one.pass_rate, one.id, *one.marks]
             has = {found.pass_rate.lower(), found.id.lower(), *filter(self.named, one.marks)}
             is_it = (key.lower(), found.part) == (one.question, one.part)
-            is_it &= found.answer.lower() == one.answer if one.answer else found.tests == one.tests
+            tests = found.tests.lower().split(", ")[0] == one.tests.split(", ")[0]
+            is_it &= found.answer.lower() == one.answer if one.answer else tests
             is_it &= has >= set(filter(None, wanted))
             is_it &= one.prefix in ("", found.prefix)
-            count = len(list(filter(None, [*wanted, one.prefix])))
+            count = len(list(filter(None, [*wanted, one.prefix]))) + is_code
             if is_it and (one.names or one.name == OWN) and count > most:
                 best, most = one.name, count
         return best
@@ -268,6 +274,10 @@ class _Finder:
             return self._given.question
         if request := self.named(REQUEST):
             return request
+        for one in DATA_SETS:
+            has_tests = one.tests and not one.answer and self._tests_named(one.tests)
+            if has_tests and self._given.tests != NOTHING and (found := self.named(one.question)):
+                return found
         known = [found for name in known_names("question") if (found := self.named(name))]
         if is_lines and not _are_together(known, self._sample):
             return ""
@@ -285,7 +295,16 @@ class _Finder:
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
-        return next((found for name in known_names(key) if (found := self.named(name))), "")
+        find = self._tests_named if key == "tests" else self.named
+        return next((found for name in known_names(key) if (found := find(name))), "")
+
+    def _tests_named(self, names: str) -> str:
+        """The columns of tests; a column of a common name counts if it has assertions."""
+        found = self.named(names)
+        first = found.split(", ")[0]
+        if first.lower() in ("test", "test_code"):
+            return found if any("assert" in str(value) for value in self.values(first)) else ""
+        return found
 
     def optional(self, key: str, *, is_lines: bool) -> str:
         """The configured column, or a column of a known name whose values are like ours."""
@@ -304,7 +323,14 @@ class _Finder:
         return key if is_lines and key != "id" else ""
 
     def named(self, name: str) -> str:
-        """The column of this name, in any case, also within JSON text; empty without one."""
+        """The column of this name, in any case, also within JSON text; empty without one.
+
+        Of names with commas between them: the columns that there are, empty without the first.
+        """
+        first, *more = name.split(", ")
+        if more:
+            found = [self.named(first), *filter(None, map(self.named, more))]
+            return ", ".join(found) if found[0] else ""
         if name in self._names:
             return name
         found = next((own for own in self._names if own.lower() == name), "")

@@ -13,6 +13,11 @@ VERL_ANSWER = "reward_model.ground_truth"
 DIFFICULTY = "difficulty"
 """A pass rate in Polaris, as text of the form "5/8"; another measure in other data sets."""
 
+VERIFICATION = "verification_info, metadata"
+MODULE = "test, test_info, test_entry_point, entry_point, prompt"
+ASSERTIONS = "test_list, test_setup_code, test_imports"
+"""Columns of tests that several data sets have."""
+
 
 class DataSet(NamedTuple):
     """The columns of one data set, or of several with the same columns. A dot enters a structure.
@@ -28,7 +33,8 @@ class DataSet(NamedTuple):
     is_partly_answered: bool = False
     """Some rows, such as proofs, lack the part; these rows are faulty."""
     tests: str = ""
-    """Column of a program's tests; the task is "code" then."""
+    """Column of a program's tests, and after commas columns that belong to it (`test_forms.py`).
+    The task is "code" then."""
     id: str = ""
     pass_rate: str = ""
     prefix: str = ""
@@ -48,7 +54,7 @@ class DataSet(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Columns that a file of the data set has."""
-        tests = "" if self.answer else self.tests
+        tests = "" if self.answer else self.tests.split(", ")[0]
         return [name for name in (self.question, self.answer, tests, self.pass_rate) if name]
 
 
@@ -79,19 +85,35 @@ DATA_SETS = (
     ),
     DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
     DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
-            kind="task_type"),
+            kind="task_type", tests=VERIFICATION),
     DataSet("others", "query", "ground_truth"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
-    DataSet("LiveCodeBench, DeepCoder", "problem", tests="tests", id="question_id"),
-    DataSet("others", "question", tests="test_cases"),
-    DataSet("APPS, TACO", "question", tests="input_output", id="problem_id"),
+    DataSet("APPS, TACO", "question", id="problem_id",
+            tests="input_output, starter_code, time_limit, memory_limit"),
+    DataSet("DeepCoder", "problem", tests="tests, metadata, starter_code", id="question_id"),
+    DataSet("LiveCodeBench", "question_content", id="question_id",
+            tests="public_test_cases, private_test_cases, metadata, starter_code"),
+    DataSet("CodeContests", "description",
+            tests="public_tests, private_tests, generated_tests, time_limit, memory_limit_bytes, "
+            "input_file, output_file"),
+    DataSet("open-r1 verifiable coding", "problem_statement", tests=VERIFICATION, id="problem_id"),
+    DataSet("KodCode", "question", tests=MODULE, id="question_id",
+            pass_rate="gpt_pass_percentage"),
+    DataSet("KodCode-SFT", "question", tests="test_code, test_entry_point, test_info",
+            id="conversation_id", pass_rate="gpt_pass_percentage"),
+    DataSet("HumanEval", "prompt", tests=MODULE, id="task_id"),
+    DataSet("MBPP", "text", tests=ASSERTIONS, id="task_id"),
+    DataSet("MBPP-sanitized", "prompt", tests=ASSERTIONS, id="task_id"),
+    DataSet("AceCode", "question", tests="test_cases"),
     DataSet("conversations", "messages"),
 )  # fmt: skip
 
 
 def known_names(key: str) -> list[str]:
     """Column names for a field of DataSet, such as "answer", in the order of the table."""
-    return list(dict.fromkeys(filter(None, (getattr(one, key) for one in DATA_SETS))))
+    # Questions of code have names, such as "text", that mean something else in other data sets.
+    rows = [one for one in DATA_SETS if key != "question" or one.answer or not one.tests]
+    return list(dict.fromkeys(filter(None, (getattr(one, key) for one in rows))))
 
 
 # --- answers --------------------------------------------------------------------------------------
