@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 REQUEST = "responses_create_params.input"
 """The messages of a request in the form of OpenAI's Responses."""
 VERL_ANSWER = "reward_model.ground_truth"
+TASK_TYPE = "task_type"
+"""Says which of its verifiers SYNTHETIC-1 uses for a row, as "verifiable_math"."""
 DIFFICULTY = "difficulty"
 """A pass rate in Polaris, as text of the form "5/8"; another measure in other data sets."""
 
@@ -81,7 +83,7 @@ DATA_SETS = (
     ),
     DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
     DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
-            kind="task_type"),
+            kind=TASK_TYPE),
     DataSet("others", "query", "ground_truth"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
     DataSet("LiveCodeBench, DeepCoder", "problem", tests="tests", id="question_id"),
