@@ -9,8 +9,7 @@ from collections.abc import Collection
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_data
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.tables.columns import named_form
-from megatron_rl.data.tables.data_sets import DATA_SETS
+from megatron_rl.data.tables.data_sets import DATA_SETS, named_form
 
 AUTO = "auto"
 NAMED = [name for one in DATA_SETS for name in one.names]

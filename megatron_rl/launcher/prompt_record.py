@@ -81,6 +81,8 @@ def _count_epochs(config: Config) -> Config:
 
 def _pin_prompts(config: Config, saved: Config | None) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
+    if all(read_as(source) != "hub" for source in sources):
+        return config
     earlier = [] if saved is None else [*saved.prompts, *(one.prompts for one in saved.eval.sets)]
     found = [pinned(source, earlier) for source in sources]
     count = len(config.prompts)

@@ -23,6 +23,7 @@ from megatron_rl.data.tables.data_sets import (
     DataSet,
     choose_part,
     known_names,
+    named_form,
 )
 from megatron_rl.data.tables.where import decoded, nearest, value_of
 
@@ -139,19 +140,6 @@ def find_columns(
     return found._replace(form=form.name if form is not None else finder.recognise(found))
 
 
-def named_form(kind: str) -> DataSet | None:
-    """The data set of the table that a prompts.kind names, in any case; None for another kind."""
-    wanted = _letters(kind)
-    return next(
-        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
-        None,
-    )
-
-
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name.casefold()))
-
-
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
     """Prefix and suffix of a known data set that a question has; empty where none has."""
     texts = [text_of(question).strip() for question in questions]
@@ -198,7 +186,9 @@ class _Finder:
             # A key may appear in a later line, or in the JSON text of a later row, only.
             is_later = is_lines or ("." in column and self._holds_json(column.split(".")[0]))
             if not is_later or (key == "question" and is_lines):
-                raise no_such_column(key, column, self._place, self.every_name)
+                raise no_such_column(
+                    key, column, self._place, every_name(self._names, self._sample)
+                )
 
     def choose(self, form: DataSet, kind: str) -> None:
         """Take the columns of a data set. Raises InputError for a missing one."""
@@ -209,23 +199,14 @@ class _Finder:
                 continue
             given[key] = self.named(name)
             if not given[key] and name.split(", ")[0] in form.columns:
+                known = every_name(self._names, self._sample)
                 raise InputError(
                     f"prompts.kind = {kind!r} is {form.name}, with the columns "
                     f"{', '.join(form.columns)}; {self._place} has no {name}; it has "
-                    f"{', '.join(self._names)}{nearest(name, self.every_name)}; "
+                    f"{', '.join(self._names)}{nearest(name, known)}; "
                     "prompts.kind = 'auto' finds the columns by their names"
                 )
         self._given = PromptColumns(**given)
-
-    @property
-    def every_name(self) -> list[str]:
-        """Names of columns, and of keys in JSON text of the sample."""
-        found = dict.fromkeys(self._names)
-        for name in self._names:
-            for value in map(decoded, self.values(name)):
-                if isinstance(value, Mapping):
-                    found |= dict.fromkeys(f"{name}.{key}" for key in value)
-        return list(found)
 
     def values(self, column: str) -> list[Any]:
         """Values of a column in the sample."""
@@ -337,6 +318,16 @@ class _Finder:
         if not found and "." in name and any(value is not None for value in self.values(name)):
             return name
         return found
+
+
+def every_name(names: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of columns, and of keys in JSON text of the sample."""
+    found = dict.fromkeys(names)
+    for name in names:
+        for value in (decoded(value_of(row, name)) for row in sample):
+            if isinstance(value, Mapping):
+                found |= dict.fromkeys(f"{name}.{key}" for key in value)
+    return list(found)
 
 
 def no_such_column(key: str, column: str, place: str, names: Sequence[str]) -> InputError:

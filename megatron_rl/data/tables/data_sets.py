@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 REQUEST = "responses_create_params.input"
 """The messages of a request in the form of OpenAI's Responses."""
 VERL_ANSWER = "reward_model.ground_truth"
+TASK_TYPE = "task_type"
+"""Says which of its verifiers SYNTHETIC-1 uses for a row, as "verifiable_math"."""
 DIFFICULTY = "difficulty"
 """A pass rate in Polaris, as text of the form "5/8"; another measure in other data sets."""
 
@@ -85,7 +87,7 @@ DATA_SETS = (
     ),
     DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
     DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
-            kind="task_type", tests=VERIFICATION),
+            kind=TASK_TYPE, tests=VERIFICATION),
     DataSet("others", "query", "ground_truth"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
     DataSet("APPS, TACO", "question", id="problem_id",
@@ -114,6 +116,19 @@ def known_names(key: str) -> list[str]:
     # Questions of code have names, such as "text", that mean something else in other data sets.
     rows = [one for one in DATA_SETS if key != "question" or one.answer or not one.tests]
     return list(dict.fromkeys(filter(None, (getattr(one, key) for one in rows))))
+
+
+def named_form(kind: str) -> DataSet | None:
+    """The data set of the table that a prompts.kind names, in any case; None for another kind."""
+    wanted = _letters(kind)
+    return next(
+        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
+        None,
+    )
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.casefold()))
 
 
 # --- answers --------------------------------------------------------------------------------------

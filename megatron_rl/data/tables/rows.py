@@ -23,7 +23,7 @@ from megatron_rl.data.jsonl_source import (
 )
 from megatron_rl.data.messages import NotText, plain_turns
 from megatron_rl.data.tables.columns import ColumnMap
-from megatron_rl.data.tables.data_sets import NoAnswer, take_part
+from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
 from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -76,14 +76,12 @@ class RowReader:
             refuse_marked(fields, place)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
-            if prompt.task == CODE and self._columns.tests == OWN_TESTS:
-                _usable(prompt.entry)
         except (BadTests, NoAnswer, NotText, InputError) as error:
             return _fault_of(error, fields, place)
         return self._changed(prompt, fields)
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The row with our keys. Raises NoAnswer, BadTests, NotText."""
+        """The row with our keys. Raises NoAnswer, BadTests, NotText, BadLine."""
         columns = self._columns
         if not columns.question:
             found = {key: fields[key] for key in QUESTIONS if key in fields}
@@ -104,7 +102,10 @@ class RowReader:
         return found
 
     def _tests(self, fields: dict[str, Any], answer: Any) -> dict[str, Any]:
-        """The tests of a row of code, as our keys; {} for another row. Raises BadTests."""
+        """The tests of a row of code, as our keys; {} for a row of mathematics.
+
+        Raises BadTests, or BadLine for a row that is neither.
+        """
         columns = self._columns
         first, *more = columns.tests.split(", ")
         tests = value_of(fields, first) if first else None
@@ -126,6 +127,8 @@ class RowReader:
         says = value_of(fields, columns.kind) if columns.kind else None
         if isinstance(says, str) and "code" in says.casefold():
             raise BadTests(f"{columns.kind} = {says!r}, but the row has no tests that are known")
+        if columns.kind == TASK_TYPE and isinstance(says, str) and "math" not in says.casefold():
+            raise BadLine(f"{columns.kind} = {says!r} is neither math nor code", "other_kind")
         if answer is None and columns.answer in ("", "answer") and first not in ("", OWN_TESTS):
             raise BadTests("the row has no tests")
         return {}
@@ -183,12 +186,13 @@ def _usable(entry: str) -> str:
 
 
 def _gym_entry(fields: dict[str, Any], answer: str, columns: ColumnMap) -> str:
-    """The entry for reasoning_gym's scorer. Raises NoAnswer for a data set that is refused."""
+    """The entry for reasoning_gym's scorer. Raises BadLine for a data set that is refused."""
     metadata = decoded(value_of(fields, columns.gym))
     name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     if not isinstance(name, str) or name in REFUSED_DATASETS:
         why = REFUSED_DATASETS.get(str(name), "the row names no data set")
-        raise NoAnswer(f"the data set {name!r} of reasoning_gym is refused: {why}")
+        text = f"the data set {name!r} of reasoning_gym is refused: {why}"
+        raise BadLine(text, "refused_data_set")
     question = value_of(fields, columns.question or "question")
     record = {"dataset": name, "question": question, "answer": answer, "metadata": metadata}
     return json.dumps(record)
@@ -198,10 +202,10 @@ def _fault_of(error: Exception, fields: dict[str, Any], place: str) -> RowFault:
     if isinstance(error, BadLine) and error.reason == "no_answer":
         example = example_fault(fields)
         return RowFault(place, error.reason, f"{place}: {example}" if example else str(error))
-    if isinstance(error, InputError):
-        return RowFault(place, getattr(error, "reason", "malformed"), str(error))
     reasons = {BadTests: "bad_tests", NoAnswer: "no_answer", NotText: "not_text"}
-    return RowFault(place, reasons[type(error)], f"{place}: {error}")
+    reason = getattr(error, "reason", reasons.get(type(error), "malformed"))
+    text = str(error)
+    return RowFault(place, reason, text if text.startswith(place) else f"{place}: {text}")
 
 
 def _question(value: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED, Repeats
 from megatron_rl.data.tables.columns import (
     SAMPLE_ROWS,
     ColumnMap,
+    every_name,
     find_columns,
     no_such_column,
 )
@@ -195,8 +196,7 @@ class _Table:
         """Raise InputError for a configured column that no row has."""
         for key, column in self._reader.never_seen.items():
             if column not in self._names_of_columns:
-                names = self._names_of_columns
-                raise no_such_column(key, column, self._label, names)
+                raise no_such_column(key, column, self._label, self._names_of_columns)
 
     def leave_out(self, faults: list[RowFault]) -> None:
         """Count faulty rows for `notes`."""
@@ -249,7 +249,7 @@ class _Table:
         names = list(dict.fromkeys(read_columns(file)))
         if self._is_lines:
             names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
-        self._names_of_columns = names
+        self._names_of_columns = every_name(names, sample)
         if not self._is_lines or sample:
             check_columns(self._conditions, names, str(file))
         return find_columns(self._source, names, sample, place=str(file), is_lines=self._is_lines)
