@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from megatron_rl.data.tables import unit_test_forms
-from megatron_rl.data.tables.plain_values import BadTests, LongInteger, as_json, read_json, unpack
+from megatron_rl.data.tables.plain_values import (
+    BadTests,
+    LongInteger,
+    as_json,
+    read_json,
+    read_literal,
+    unpack,
+)
 
 __all__ = ["BadTests", "entry_of", "tests_in_answer", "with_demands"]
 
@@ -92,7 +99,8 @@ def with_demands(question: str, entry: str, starter: Any = "") -> str:
     """The question, with what its tests need and it does not say: starter code, a name."""
     tests = msgspec.json.decode(entry, type=_Named)
     name = tests.entry_point.rpartition(".")[2]
-    if name and re.search(rf"^def {re.escape(name)}\(", question, re.M) and "```" not in question:
+    is_started = name and re.search(rf"^def {re.escape(name)}\(", question, re.M)
+    if is_started and unit_test_forms.is_python(f"{question.rstrip()}\n    pass\n"):
         return _COMPLETE.format(name=name, prompt=question)
     if isinstance(starter, str) and starter.strip() and starter.strip() not in question:
         question = (
@@ -121,7 +129,7 @@ def _decoded(tests: Any) -> Any:
         raise
     except ValueError as error:
         if tests.lstrip().startswith(("{", "[")):
-            raise BadTests(f"the tests are no JSON: {error}") from error
+            return read_literal(tests, f"the tests are no JSON: {error}")
     # Without spaces or line ends it is no Python.
     return _decoded(unpack(tests)) if len(tests.split(maxsplit=1)) == 1 else tests
 

@@ -108,6 +108,15 @@ def _defined_names(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
+def is_python(text: str) -> bool:
+    """Whether a text is a Python module."""
+    try:
+        _parse(text)
+    except BadTests:
+        return False
+    return True
+
+
 def _parse(source: str) -> ast.Module:
     try:
         with warnings.catch_warnings():

@@ -189,6 +189,13 @@ FORMS = [
          {"question": "Sum a list.", "test_code": PYTEST.replace("from solution import total", ""),
           "test_info": '[{"function_name": "total"}]', "gpt_pass_percentage": 0.4},
          [TOTAL], ["def total(xs): return 3"]),
+    Form("kodcode, signature as the question",
+         {"question": 'def total(xs):\n    """Sum."""', "test": PYTEST, "test_info": []},
+         [TOTAL], ["def total(xs): return 3"], asks="Complete the Python function total."),
+    Form("deepcoder, text of Python",
+         {"problem": "Read:\ndef total(xs):\nand do it.", "tests": repr(
+             [{"type": "function_call", "fn_name": "total", "input": [[1]], "output": [1]}])},
+         [TOTAL], ["def total(xs): return 3"], asks="and do it."),
     Form("acecode", {"id": "oss_1", "question": "Sum a list.", "inferences": [{"pass_rate": 0.5}],
                      "test_cases": ["assert total([1, 2]) == 3", "assert total([]) == 0"]},
          [TOTAL], ["def total(xs): return 3"], asks="as in `assert total([1, 2]) == 3`."),
