@@ -22,6 +22,7 @@ from megatron_rl.data.tables.plain_values import (
     read_literal,
     unpack,
 )
+from megatron_rl.data.tables.where import decoded
 
 __all__ = ["BadTests", "entry_of", "tests_in_answer", "with_demands"]
 
@@ -165,8 +166,7 @@ def _check_files(beside: Beside) -> None:
 
 def _limits(beside: Beside) -> Entry:
     """The problem's own limits; {} without any that can be read."""
-    about = beside.get("metadata")
-    about = read_json(about) if isinstance(about, str) and about[:1] == "{" else about
+    about = decoded(beside.get("metadata"))
     known = {**(about if isinstance(about, dict) else {}), **beside}
     found: Entry = {}
     seconds = _seconds(known.get("time_limit"))
@@ -262,7 +262,7 @@ def _name_of(case: dict[str, Any], beside: Beside) -> str:
         raise BadTests(f"a test has the type {kind!r}, expected programs or calls of a function")
     name = case.get("fn_name") or ""
     for about in (case.get("metadata"), beside.get("metadata")):
-        about = _decoded(about)
+        about = decoded(about)
         name = name or (about.get("func_name") if isinstance(about, dict) else "") or ""
     if kind and not name:
         raise BadTests("the tests call a function, and neither fn_name nor metadata names it")

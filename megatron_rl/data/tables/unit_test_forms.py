@@ -75,7 +75,7 @@ def _given_names(beside: Mapping[str, Any]) -> list[str]:
         except ValueError as error:
             raise BadTests(f"test_info is no JSON: {error}") from error
     told = [told] if isinstance(told, dict) else told
-    rows = [row for row in told or [] if isinstance(row, dict)]
+    rows = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
     return [str(row["function_name"]) for row in rows if row.get("function_name")]
 
 

@@ -26,12 +26,12 @@ TOTAL = "def total(xs): return sum(xs)"
 LONG, ZEROS = "9" * 5000, "0" * 5000
 
 
-def read(path: Path, rows: list[dict[str, Any]], *, faulty: str = "refuse") -> Reading:
+def read(path: Path, rows: list[dict[str, Any]], **source: Any) -> Reading:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_files(PromptSource(path=path, faulty=faulty))
+    return read_files(PromptSource(path=path, **source))
 
 
 def reason(prompt: Prompt, program: str) -> str:
@@ -238,7 +238,10 @@ def test_programs_are_graded_by_the_tests_of_each_form(tmp_path: Path, form: For
         [prompt] = reading.prompts
         assert prompt.task == "code"
         assert form.asks in prompt.question
-        assert f"read as {form.read_as}" in reading.notes[0] or not form.read_as
+        if form.read_as:
+            assert f"read as {form.read_as}" in reading.notes[0]
+            named = read(tmp_path / f"a.{suffix}", [form.row], kind=form.read_as.split(", ")[0])
+            assert named.prompts[0].entry == prompt.entry
         assert prompt.is_program == (not parse_tests(prompt.entry).entry_point)
     assert [reason(prompt, program) for program in form.right] == ["correct"] * len(form.right)
     assert "correct" not in [reason(prompt, program) for program in form.wrong]
