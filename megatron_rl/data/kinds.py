@@ -26,8 +26,8 @@ def read_as(
     errors. Raises InputError.
     """
     kind = source.kind
-    # reasoning_gym makes prompts, unless a file of its rows is given.
-    is_made = kind == "reasoning_gym" and source.path is None
+    # reasoning_gym makes prompts, unless a file of its rows is given in place of a name.
+    is_made = kind == "reasoning_gym" and (bool(source.name) or source.path is None)
     is_form = named_form(kind) is not None and not is_made
     if kind != AUTO and not is_form:
         if readers and kind not in readers and ":" not in kind:

@@ -31,6 +31,7 @@ NOTHING = "-"
 _GYM = "metadata"
 _GYM_MARKS = (f"{_GYM}.source_dataset", f"{_GYM}.source_index")
 """Columns that reasoning_gym writes beside question and answer."""
+_MAX_NAMED_CHARS = 100_000
 SAMPLE_ROWS = 64
 """Number of first rows that decide about columns."""
 
@@ -249,8 +250,8 @@ class _Finder:
             is_it = (key.lower(), found.part) == (one.question, one.part)
             is_it &= found.answer.lower() == one.answer if one.answer else found.tests == one.tests
             is_it &= has >= set(filter(None, wanted))
-            is_it &= one.prefix in ("", found.prefix)
-            count = len(list(filter(None, [*wanted, one.prefix])))
+            is_it &= one.prefix in ("", found.prefix) and one.suffix in ("", found.suffix)
+            count = len(list(filter(None, [*wanted, one.suffix])))
             if is_it and (one.names or one.name == OWN) and count > most:
                 best, most = one.name, count
         return best
@@ -310,7 +311,10 @@ def every_name(names: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> lis
     """The names of columns, and of keys in JSON text of the sample."""
     found = dict.fromkeys(names)
     for name in names:
-        for value in (decoded(value_of(row, name)) for row in sample):
+        for value in (value_of(row, name) for row in sample):
+            # Tests of programs may take megabytes.
+            if isinstance(value, str) and len(value) < _MAX_NAMED_CHARS:
+                value = decoded(value)
             if isinstance(value, Mapping):
                 found |= dict.fromkeys(f"{name}.{key}" for key in value)
     return list(found)

@@ -51,6 +51,8 @@ class RowReader:
         """Rows whose own system message was removed."""
         self._is_open = source.task == PromptSource().task
         """Whether a row that names no task has the task of its form."""
+        # Where no column has answers, lines may still have our own.
+        self._needs_tests = columns.tests not in ("", "entry") and columns.answer in ("", "answer")
         self._never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
@@ -73,7 +75,7 @@ class RowReader:
             refuse_marked(fields, place)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
-        except (BadTests, NoAnswer, NotText, InputError) as error:
+        except (BadTests, NoAnswer, NotText, InputError, RecursionError) as error:
             return _fault_of(error, fields, place)
         return self._changed(prompt)
 
@@ -111,6 +113,8 @@ class RowReader:
         # In verification_info an answer or tests may stand.
         if columns.answer.startswith(f"{columns.tests}.") and answer is not None:
             tests = None
+        if tests is None and answer is None and self._needs_tests:
+            raise BadTests("the row has neither tests nor an answer")
         if tests is None and self._is_open:
             tests = tests_in_answer(answer)
         if tests is not None:
@@ -160,7 +164,7 @@ def tests_in_answer(answer: Any) -> Any:
             return None
         try:
             answer = msgspec.json.decode(answer)
-        except (msgspec.DecodeError, UnicodeError):
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
     is_object = isinstance(answer, Mapping) and bool(answer)
     is_list = isinstance(answer, list) and bool(answer)
