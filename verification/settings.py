@@ -14,7 +14,7 @@ from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from verification.code.grading import parse_tests
-from verification.code.setup import prepare
+from verification.code.setup import prepare, with_own_limits
 from verification.comparisons import COMPARISONS, code_limits
 from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
@@ -69,7 +69,7 @@ def find_fault(prompt: Prompt, reward: RewardConfig) -> PromptFault | None:
         return PromptFault("no_answer", f"{_name(prompt)}: the answer is empty")
     if compare == CODE:
         try:
-            parse_tests(prompt.entry)
+            with_own_limits(code_limits(reward), parse_tests(prompt.entry))
         except GradingError as error:
             return PromptFault("bad_tests", f"{_name(prompt)}: {error}")
     return None

@@ -30,7 +30,8 @@ class PromptColumns(Section):
     language: str = ""
     """Column of the language that the response must be in, such as "fr"."""
     tests: str = ""
-    """Column of a program's tests: our "entry", {inputs, outputs}, or a list of {input, output}."""
+    """Column of a program's tests, in a form that docs/data.md lists; after commas the columns that
+    belong to it, as in "test, test_info"."""
     split: str = ""
     """Column of "train" or "held_out". dataset_split chooses among the data set's own splits."""
     pass_rate: str = ""

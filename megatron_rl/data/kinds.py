@@ -9,8 +9,7 @@ from collections.abc import Collection
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_data
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.tables.columns import named_form
-from megatron_rl.data.tables.data_sets import DATA_SETS
+from megatron_rl.data.tables.data_sets import DATA_SETS, named_form
 
 AUTO = "auto"
 NAMED = [name for one in DATA_SETS for name in one.names]
@@ -26,8 +25,9 @@ def read_as(
     errors. Raises InputError.
     """
     kind = source.kind
-    # reasoning_gym makes prompts, unless a file of its rows is given in place of a name.
+    # These two make prompts, unless rows of theirs are given.
     is_made = kind == "reasoning_gym" and (bool(source.name) or source.path is None)
+    is_made |= kind == "human_eval" and not (source.path or source.name)
     is_form = named_form(kind) is not None and not is_made
     if kind != AUTO and not is_form:
         if readers and kind not in readers and ":" not in kind:

@@ -3,14 +3,11 @@
 Pure. `data_sets.py` has the table of known names.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptColumns, PromptSource
-from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.answers import UNKNOWN_RATES, read_rate, texts_of_list
 from megatron_rl.data.jsonl_source import QUESTIONS
 from megatron_rl.data.messages import NotText, plain_turns
 from megatron_rl.data.tables.data_sets import (
@@ -23,7 +20,9 @@ from megatron_rl.data.tables.data_sets import (
     DataSet,
     choose_part,
     known_names,
+    named_form,
 )
+from megatron_rl.data.tables.values import OPTIONAL, are_lists
 from megatron_rl.data.tables.where import decoded, nearest, value_of
 
 NOTHING = "-"
@@ -65,7 +64,8 @@ class ColumnMap(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        every = (self.question, self.answer, *self[3:9], self.kind, self.gym)
+        tests = self.tests.split(", ")
+        every = (self.question, self.answer, *self[3:6], *tests, *self[7:9], self.kind, self.gym)
         return [name for name in every if name]
 
     @property
@@ -79,7 +79,7 @@ class ColumnMap(NamedTuple):
         where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
         said.append(f"answer = {self.answer or 'none'}{where}")
-        for name in _OPTIONAL | {"tests": None}:
+        for name in OPTIONAL | {"tests": None}:
             # Our own lines may have all our keys, which needs no note.
             if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
@@ -132,24 +132,11 @@ def find_columns(
         prefix=prefix,
         suffix=suffix,
         kind=finder.kind(),
-        has_lists=answer == VERL_ANSWER or _are_lists(answers),
+        has_lists=answer == VERL_ANSWER or are_lists(answers),
         gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
-        **{name: finder.optional(name, is_lines=is_lines) for name in _OPTIONAL},
+        **{name: finder.optional(name, is_lines=is_lines) for name in OPTIONAL},
     )
     return found._replace(form=form.name if form is not None else finder.recognise(found))
-
-
-def named_form(kind: str) -> DataSet | None:
-    """The data set of the table that a prompts.kind names, in any case; None for another kind."""
-    wanted = _letters(kind)
-    return next(
-        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
-        None,
-    )
-
-
-def _letters(name: str) -> str:
-    return "".join(filter(str.isalnum, name.casefold()))
 
 
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
@@ -210,7 +197,7 @@ class _Finder:
             if not name or given[key]:
                 continue
             given[key] = self.named(name)
-            if not given[key] and name in form.columns:
+            if not given[key] and name.split(", ")[0] in form.columns:
                 known = every_name(self._names, self._sample)
                 raise InputError(
                     f"prompts.kind = {kind!r} is {form.name}, with the columns "
@@ -245,13 +232,18 @@ class _Finder:
         )
         best, most = "", -1
         for one in DATA_SETS:
-            wanted = [one.pass_rate, one.id, *one.marks] if one.name != OWN else []
+            # Sets of code are known by question and tests alone.
+            is_code = not one.answer
+            if one.name == OWN and found.tests != one.tests:
+                continue
+            wanted = [] if is_code or one.name == OWN else [one.pass_rate, one.id, *one.marks]
             has = {found.pass_rate.lower(), found.id.lower(), *filter(self.named, one.marks)}
             is_it = (key.lower(), found.part) == (one.question, one.part)
-            is_it &= found.answer.lower() == one.answer if one.answer else found.tests == one.tests
+            tests = found.tests.lower().split(", ")[0] == one.tests.split(", ")[0]
+            is_it &= found.answer.lower() == one.answer if one.answer else tests
             is_it &= has >= set(filter(None, wanted))
             is_it &= one.prefix in ("", found.prefix) and one.suffix in ("", found.suffix)
-            count = len(list(filter(None, [*wanted, one.suffix])))
+            count = len(list(filter(None, [*wanted, one.suffix]))) + is_code
             if is_it and (one.names or one.name == OWN) and count > most:
                 best, most = one.name, count
         return best
@@ -262,6 +254,10 @@ class _Finder:
             return self._given.question
         if request := self.named(REQUEST):
             return request
+        for one in DATA_SETS:
+            has_tests = one.tests and not one.answer and self._tests_named(one.tests)
+            if has_tests and self._given.tests != NOTHING and (found := self.named(one.question)):
+                return found
         known = [found for name in known_names("question") if (found := self.named(name))]
         if is_lines and not _are_together(known, self._sample):
             return ""
@@ -279,7 +275,16 @@ class _Finder:
         given: str = getattr(self._given, key)
         if given:
             return "" if given == NOTHING else given
-        return next((found for name in known_names(key) if (found := self.named(name))), "")
+        find = self._tests_named if key == "tests" else self.named
+        return next((found for name in known_names(key) if (found := find(name))), "")
+
+    def _tests_named(self, names: str) -> str:
+        """The columns of tests; a column of a common name counts if it has assertions."""
+        found = self.named(names)
+        first = found.split(", ")[0]
+        if first.lower() in ("test", "test_code"):
+            return found if any("assert" in str(value) for value in self.values(first)) else ""
+        return found
 
     def optional(self, key: str, *, is_lines: bool) -> str:
         """The configured column, or a column of a known name whose values are like ours."""
@@ -293,12 +298,19 @@ class _Finder:
             values = self.values(found) if found else []
             if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in values):
                 continue
-            if found and _OPTIONAL[key](values):
+            if found and OPTIONAL[key](values):
                 return found
         return key if is_lines and key != "id" else ""
 
     def named(self, name: str) -> str:
-        """The column of this name, in any case, also within JSON text; empty without one."""
+        """The column of this name, in any case, also within JSON text; empty without one.
+
+        Of names with commas between them: the columns that there are, empty without the first.
+        """
+        first, *more = name.split(", ")
+        if more:
+            found = [self.named(first), *filter(None, map(self.named, more))]
+            return ", ".join(found) if found[0] else ""
         if name in self._names:
             return name
         found = next((own for own in self._names if own.lower() == name), "")
@@ -335,53 +347,3 @@ def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> 
     return not ours.issuperset(known) or any(
         "messages" in row and not questions.isdisjoint(row) for row in sample
     )
-
-
-def _are_ids(values: list[Any]) -> bool:
-    kinds = all(isinstance(value, str | int) and value != "" for value in values)
-    return kinds and len(set(values)) == len(values) > 0
-
-
-def _are_tasks(values: list[Any]) -> bool:
-    known = RewardConfig().all_tasks
-    return bool(values) and all(value is None or value in known for value in values)
-
-
-def _are_splits(values: list[Any]) -> bool:
-    return bool(values) and all(value in (None, "", "train", "held_out") for value in values)
-
-
-def _are_languages(values: list[Any]) -> bool:
-    texts = [value for value in values if value]
-    return bool(texts) and all(
-        isinstance(value, str) and re.fullmatch("[a-z]{2}", value) for value in texts
-    )
-
-
-def _are_shares(values: list[Any]) -> bool:
-    found = [value for value in values if value is not None]
-    try:
-        rates = list(map(read_rate, found))
-    except ValueError:
-        return False
-    # Where a rate is unknown, OpenMathReasoning writes "n/a".
-    return any(rate is not None for rate in rates) or any(map(_is_unknown_text, found))
-
-
-def _is_unknown_text(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().casefold() in UNKNOWN_RATES[1:]
-
-
-def _are_lists(values: list[Any]) -> bool:
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
-    return bool(texts) and all(texts_of_list(text) is not None for text in texts)
-
-
-_OPTIONAL: dict[str, Callable[[list[Any]], bool]] = {
-    "id": _are_ids,
-    "task": _are_tasks,
-    "language": _are_languages,
-    "split": _are_splits,
-    "pass_rate": _are_shares,
-}
-"""Optional columns -> whether values of a column have our form."""

@@ -23,12 +23,15 @@ from megatron_rl.data.jsonl_source import (
 )
 from megatron_rl.data.messages import NotText, plain_turns
 from megatron_rl.data.tables.columns import ColumnMap
-from megatron_rl.data.tables.data_sets import TASK_TYPE, BadTests, NoAnswer, entry_of, take_part
+from megatron_rl.data.tables.data_sets import TASK_TYPE, NoAnswer, take_part
+from megatron_rl.data.tables.test_forms import BadTests, entry_of, tests_in_answer, with_demands
 from megatron_rl.data.tables.where import decoded, value_of
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from verification.code.problem import parse_tests
 from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
+
+OWN_TESTS = "entry"
 
 
 class RowFault(NamedTuple):
@@ -51,8 +54,6 @@ class RowReader:
         """Rows whose own system message was removed."""
         self._is_open = source.task == PromptSource().task
         """Whether a row that names no task has the task of its form."""
-        # Where no column has answers, lines may still have our own.
-        self._needs_tests = columns.tests not in ("", "entry") and columns.answer in ("", "answer")
         self._never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
@@ -67,7 +68,7 @@ class RowReader:
     def read(self, fields: dict[str, Any], place: str, name: str) -> Prompt | RowFault:
         """The prompt of a row. name: its id unless a column has one."""
         for key, column in list(self._never_seen.items()):
-            if value_of(fields, column) is not None:
+            if value_of(fields, column.split(", ")[0]) is not None:
                 del self._never_seen[key]
         try:
             if not self._columns.question:
@@ -77,7 +78,7 @@ class RowReader:
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
         except (BadTests, NoAnswer, NotText, InputError, RecursionError) as error:
             return _fault_of(error, fields, place)
-        return self._changed(prompt)
+        return self._changed(prompt, fields)
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The row with our keys. Raises NoAnswer, BadTests, NotText, BadLine."""
@@ -106,25 +107,30 @@ class RowReader:
         Raises BadTests, or BadLine for a row that is neither.
         """
         columns = self._columns
-        tests = value_of(fields, columns.tests) if columns.tests else None
-        if tests is not None and columns.tests == "entry" and isinstance(tests, str):
+        first, *more = columns.tests.split(", ")
+        tests = value_of(fields, first) if first else None
+        if tests is not None and first == OWN_TESTS and isinstance(tests, str):
             found = {"entry": tests, "answer": ""}
             return found if answer is None else {"entry": tests, "answer": self._answers(answer)}
         # In verification_info an answer or tests may stand.
-        if columns.answer.startswith(f"{columns.tests}.") and answer is not None:
+        if columns.answer.startswith(f"{first}.") and answer is not None:
             tests = None
-        if tests is None and answer is None and self._needs_tests:
-            raise BadTests("the row has neither tests nor an answer")
-        if tests is None and self._is_open:
-            tests = tests_in_answer(answer)
+        entry = None
         if tests is not None:
-            found = {"entry": _usable(entry_of(tests)), "answer": ""}
+            beside = {name: value_of(fields, name) for name in more}
+            entry = entry_of(tests, {name: v for name, v in beside.items() if v is not None})
+        elif self._is_open:
+            entry = tests_in_answer(answer)
+        if entry or (entry is not None and not answer):
+            found = {"entry": _usable(entry), "answer": ""}
             return found | ({"task": CODE} if self._is_open else {})
         says = value_of(fields, columns.kind) if columns.kind else None
         if isinstance(says, str) and "code" in says.casefold():
             raise BadTests(f"{columns.kind} = {says!r}, but the row has no tests that are known")
         if columns.kind == TASK_TYPE and isinstance(says, str) and "math" not in says.casefold():
             raise BadLine(f"{columns.kind} = {says!r} is neither math nor code", "other_kind")
+        if answer is None and columns.answer in ("", "answer") and first not in ("", OWN_TESTS):
+            raise BadTests("the row has no tests")
         return {}
 
     def _answers(self, answer: Any) -> Any:
@@ -132,19 +138,33 @@ class RowReader:
         listed = texts_of_list(answer) if isinstance(answer, str) else None
         return listed if listed is not None and self._columns.has_lists else answer
 
-    def _changed(self, prompt: Prompt) -> Prompt:
+    def _changed(self, prompt: Prompt, fields: dict[str, Any]) -> Prompt:
         """The prompt in prompts.template, without what the configuration leaves out."""
         if self._source.system == "replace":
             count = len(prompt.messages)
             prompt = without_system(prompt)
             self.systems_replaced += len(prompt.messages) < count
-        return _with_question(prompt, self._shorten)
+        has_tests = bool(prompt.entry) and not self._columns.gym
+        is_ours = prompt.entry == fields.get(OWN_TESTS)
+        starter = value_of(fields, "starter_code")
+
+        def change(text: str) -> str:
+            text = self._shorten(text)
+            if has_tests and not is_ours:
+                text = with_demands(text, prompt.entry, starter)
+            return self._in_template(text)
+
+        return _with_question(prompt, change)
 
     def _shorten(self, text: str) -> str:
-        """The question in prompts.template, without the data set's instructions."""
-        columns, template = self._columns, self._source.template
-        if columns.prefix or columns.suffix:
-            text = text.strip().removeprefix(columns.prefix).removesuffix(columns.suffix).strip()
+        """The question without the data set's instructions."""
+        prefix, suffix = self._columns.prefix, self._columns.suffix
+        if prefix or suffix:
+            text = text.strip().removeprefix(prefix).removesuffix(suffix).strip()
+        return text
+
+    def _in_template(self, text: str) -> str:
+        template = self._source.template
         return text if template == "{question}" else template.replace("{question}", text)
 
 
@@ -152,27 +172,6 @@ def without_system(prompt: Prompt) -> Prompt:
     """The prompt without its own system messages, so that ours is added."""
     turns = [turn for turn in prompt.messages if turn.role != "system"]
     return msgspec.structs.replace(prompt, messages=turns)
-
-
-def tests_in_answer(answer: Any) -> Any:
-    """The tests that stand in the place of an answer; None for the answer to a problem.
-
-    Data sets that mix mathematics and code write the tests of a row of code as its answer.
-    """
-    if isinstance(answer, str):
-        if answer.lstrip()[:1] not in ("{", "["):
-            return None
-        try:
-            answer = msgspec.json.decode(answer)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-    is_object = isinstance(answer, Mapping) and bool(answer)
-    is_list = isinstance(answer, list) and bool(answer)
-    if is_list and all(isinstance(one, str) and one.startswith("assert ") for one in answer):
-        return answer
-    return (
-        answer if is_object or (is_list and all(isinstance(x, Mapping) for x in answer)) else None
-    )
 
 
 def _usable(entry: str) -> str:

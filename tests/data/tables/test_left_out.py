@@ -118,7 +118,7 @@ def test_hostile_rows_are_faults_and_nothing_worse(tmp_path: Path) -> None:
     assert [p.messages[0].content[:3] for p in reading.prompts] == ["p", "q", "r", '[{"']
     assert reading.prompts[1].answer == deep + "1"
     assert [(fault.place.rpartition(":")[2], fault.reason) for fault in told] == [
-        ("4", "malformed"), ("5", "no_answer"), ("7", "no_json"), ("8", "no_json"),
+        ("4", "bad_tests"), ("5", "no_answer"), ("7", "no_json"), ("8", "no_json"),
     ]  # fmt: skip
 
 
