@@ -121,7 +121,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         check_keys(fields, place)
         values = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{place}: {error}; {_EXPECTED}") from error
     refuse_marked(values, place)
     prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)

@@ -26,7 +26,7 @@ def read_as(
     """
     kind = source.kind
     # These two make prompts, unless rows of theirs are given.
-    is_made = kind == "reasoning_gym" and source.path is None
+    is_made = kind == "reasoning_gym" and (bool(source.name) or source.path is None)
     is_made |= kind == "human_eval" and not (source.path or source.name)
     is_form = named_form(kind) is not None and not is_made
     if kind != AUTO and not is_form:

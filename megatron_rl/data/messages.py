@@ -43,7 +43,7 @@ def _from_json(text: str) -> Any:
         return None
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 

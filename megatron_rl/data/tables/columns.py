@@ -3,14 +3,11 @@
 Pure. `data_sets.py` has the table of known names.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptColumns, PromptSource
-from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.answers import UNKNOWN_RATES, read_rate, texts_of_list
 from megatron_rl.data.jsonl_source import QUESTIONS
 from megatron_rl.data.messages import NotText, plain_turns
 from megatron_rl.data.tables.data_sets import (
@@ -25,6 +22,7 @@ from megatron_rl.data.tables.data_sets import (
     known_names,
     named_form,
 )
+from megatron_rl.data.tables.values import OPTIONAL, are_lists
 from megatron_rl.data.tables.where import decoded, nearest, value_of
 
 NOTHING = "-"
@@ -32,6 +30,7 @@ NOTHING = "-"
 _GYM = "metadata"
 _GYM_MARKS = (f"{_GYM}.source_dataset", f"{_GYM}.source_index")
 """Columns that reasoning_gym writes beside question and answer."""
+_MAX_NAMED_CHARS = 100_000
 SAMPLE_ROWS = 64
 """Number of first rows that decide about columns."""
 
@@ -80,7 +79,7 @@ class ColumnMap(NamedTuple):
         where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
         said.append(f"answer = {self.answer or 'none'}{where}")
-        for name in _OPTIONAL | {"tests": None}:
+        for name in OPTIONAL | {"tests": None}:
             # Our own lines may have all our keys, which needs no note.
             if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
@@ -133,9 +132,9 @@ def find_columns(
         prefix=prefix,
         suffix=suffix,
         kind=finder.kind(),
-        has_lists=answer == VERL_ANSWER or _are_lists(answers),
+        has_lists=answer == VERL_ANSWER or are_lists(answers),
         gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
-        **{name: finder.optional(name, is_lines=is_lines) for name in _OPTIONAL},
+        **{name: finder.optional(name, is_lines=is_lines) for name in OPTIONAL},
     )
     return found._replace(form=form.name if form is not None else finder.recognise(found))
 
@@ -243,8 +242,8 @@ class _Finder:
             tests = found.tests.lower().split(", ")[0] == one.tests.split(", ")[0]
             is_it &= found.answer.lower() == one.answer if one.answer else tests
             is_it &= has >= set(filter(None, wanted))
-            is_it &= one.prefix in ("", found.prefix)
-            count = len(list(filter(None, [*wanted, one.prefix]))) + is_code
+            is_it &= one.prefix in ("", found.prefix) and one.suffix in ("", found.suffix)
+            count = len(list(filter(None, [*wanted, one.suffix]))) + is_code
             if is_it and (one.names or one.name == OWN) and count > most:
                 best, most = one.name, count
         return best
@@ -299,7 +298,7 @@ class _Finder:
             values = self.values(found) if found else []
             if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in values):
                 continue
-            if found and _OPTIONAL[key](values):
+            if found and OPTIONAL[key](values):
                 return found
         return key if is_lines and key != "id" else ""
 
@@ -324,7 +323,10 @@ def every_name(names: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> lis
     """The names of columns, and of keys in JSON text of the sample."""
     found = dict.fromkeys(names)
     for name in names:
-        for value in (decoded(value_of(row, name)) for row in sample):
+        for value in (value_of(row, name) for row in sample):
+            # Tests of programs may take megabytes.
+            if isinstance(value, str) and len(value) < _MAX_NAMED_CHARS:
+                value = decoded(value)
             if isinstance(value, Mapping):
                 found |= dict.fromkeys(f"{name}.{key}" for key in value)
     return list(found)
@@ -345,53 +347,3 @@ def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> 
     return not ours.issuperset(known) or any(
         "messages" in row and not questions.isdisjoint(row) for row in sample
     )
-
-
-def _are_ids(values: list[Any]) -> bool:
-    kinds = all(isinstance(value, str | int) and value != "" for value in values)
-    return kinds and len(set(values)) == len(values) > 0
-
-
-def _are_tasks(values: list[Any]) -> bool:
-    known = RewardConfig().all_tasks
-    return bool(values) and all(value is None or value in known for value in values)
-
-
-def _are_splits(values: list[Any]) -> bool:
-    return bool(values) and all(value in (None, "", "train", "held_out") for value in values)
-
-
-def _are_languages(values: list[Any]) -> bool:
-    texts = [value for value in values if value]
-    return bool(texts) and all(
-        isinstance(value, str) and re.fullmatch("[a-z]{2}", value) for value in texts
-    )
-
-
-def _are_shares(values: list[Any]) -> bool:
-    found = [value for value in values if value is not None]
-    try:
-        rates = list(map(read_rate, found))
-    except ValueError:
-        return False
-    # Where a rate is unknown, OpenMathReasoning writes "n/a".
-    return any(rate is not None for rate in rates) or any(map(_is_unknown_text, found))
-
-
-def _is_unknown_text(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().casefold() in UNKNOWN_RATES[1:]
-
-
-def _are_lists(values: list[Any]) -> bool:
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
-    return bool(texts) and all(texts_of_list(text) is not None for text in texts)
-
-
-_OPTIONAL: dict[str, Callable[[list[Any]], bool]] = {
-    "id": _are_ids,
-    "task": _are_tasks,
-    "language": _are_languages,
-    "split": _are_splits,
-    "pass_rate": _are_shares,
-}
-"""Optional columns -> whether values of a column have our form."""

@@ -86,6 +86,8 @@ DATA_SETS = (
         suffix='Remember to put your answer on its own line after "Answer:".',
     ),
     DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
+    DataSet("GSM8K of verl", "prompt", VERL_ANSWER, kind="ability",
+            suffix="Let's think step by step and output the final answer after \"####\"."),
     DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
             kind=TASK_TYPE, tests=VERIFICATION),
     DataSet("others", "query", "ground_truth"),

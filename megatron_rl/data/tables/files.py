@@ -88,7 +88,7 @@ def _read_lines(path: Path) -> Iterator[TableRow]:
                     continue
                 try:
                     fields = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     yield TableRow(number, {}, str(error))
                     continue
                 yield TableRow(number, fields)
@@ -99,7 +99,7 @@ def _read_lines(path: Path) -> Iterator[TableRow]:
 def _read_json_array(path: Path) -> Iterator[TableRow]:
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise InputError(
             f"cannot read the prompts {path}: {error}; expected a list of objects, or an object a "
             "line"

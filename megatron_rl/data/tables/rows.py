@@ -76,7 +76,7 @@ class RowReader:
             refuse_marked(fields, place)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
-        except (BadTests, NoAnswer, NotText, InputError) as error:
+        except (BadTests, NoAnswer, NotText, InputError, RecursionError) as error:
             return _fault_of(error, fields, place)
         return self._changed(prompt, fields)
 

@@ -14,6 +14,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import encode_lines, read_rows
 from megatron_rl.data.check import check_prompts
 from megatron_rl.data.prompts import load_prompts, material_of_run
+from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.data.tables.source import read_files
 from tests.data.tables.test_sets_by_form import FORMS, read, verl, write
 from verification import settings
@@ -89,6 +90,36 @@ def test_refused_rows_are_counted_by_reason(tmp_path: Path) -> None:
         InputError, match=r"2 prompts cannot be graded .*1 bad_tests.*faulty='drop'"
     ):
         settings.check_prompts(prompts, reward)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_empty_and_missing_tests_are_named(tmp_path: Path, suffix: str) -> None:
+    good = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+    tests = [good, "", None, json.dumps({"inputs": [], "outputs": []}), "{", "{}"]
+    rows = [{"question": f"q{n}", "input_output": one} for n, one in enumerate(tests)]
+    reading = read(write(tmp_path / f"a.{suffix}", rows))
+    assert [(p.question, p.task) for p in reading.prompts] == [("q0", "code")]
+    assert "rows left out: 5 bad_tests (first" in reading.notes[0]
+
+
+def test_hostile_rows_are_faults_and_nothing_worse(tmp_path: Path) -> None:
+    deep = '{"a":' * 50_000
+    rows = [{"question": "p", "answer": "7"}, {"question": "q", "answer": deep + "1"},
+            {"question": "r", "reward_model": deep, "answer": "8"},
+            {"question": "s", "tests": "[" * 50_000}, {"question": "t", "answer": {}},
+            {"prompt": '[{"role": ' + "[" * 50_000, "answer": "9"}]  # fmt: skip
+    path = write(tmp_path / "a.jsonl", rows)
+    with path.open("a") as file:
+        file.write('{"question": "u", "answer": ' + "[" * 100_000 + "\n")
+        file.write('{"question": "v", "answer": ' + "1" * 5000 + "}\n")
+    told: list[RowFault] = []
+    reading = read_files(PromptSource(path=path), told.append)
+    # Text that is no JSON is a text.
+    assert [p.messages[0].content[:3] for p in reading.prompts] == ["p", "q", "r", '[{"']
+    assert reading.prompts[1].answer == deep + "1"
+    assert [(fault.place.rpartition(":")[2], fault.reason) for fault in told] == [
+        ("4", "bad_tests"), ("5", "no_answer"), ("7", "no_json"), ("8", "no_json"),
+    ]  # fmt: skip
 
 
 def test_lists_as_labels_are_no_fault(tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ FORMS = {
           "problem_type": "converted_proof", "generated_solution": "d"}],
         [["7"], ["8"]], "7", "8", "1 without a known pass rate", [None, 0.21875],
     ),
+    "gsm8k of verl": Form(
+        "GSM8K of verl",
+        [verl("48 + 24? Let's think step by step and output the final answer after \"####\".", "72",
+              data_source="openai/gsm8k"),
+         verl("p", "7")],
+        [["72"], ["7"]], "72", "24", "without the instructions",
+    ),
     "skywork": Form(
         "Skywork-OR1, Eurus-2-RL, verl",
         [verl("p", '["\\\\frac{7}{2}", "3.5"]'), verl("q", '["[1, 2]"]'), verl("r", "[1, 2]")],
@@ -226,10 +233,11 @@ def test_instructions_and_messages_become_plain_questions(tmp_path: Path) -> Non
         name: [
             p.question for p in read(write(tmp_path / f"{name}.jsonl", FORMS[name].rows)).prompts
         ]
-        for name in ("dapo", "nemo", "parts", "synthetic")
+        for name in ("dapo", "gsm8k of verl", "nemo", "parts", "synthetic")
     }
     assert asked == {
-        "dapo": ["1+1?", "2+2?"], "nemo": ["p", "q"], "parts": ["4 + 3?"], "synthetic": ["p"],
+        "dapo": ["1+1?", "2+2?"], "gsm8k of verl": ["48 + 24?", "p"], "nemo": ["p", "q"],
+        "parts": ["4 + 3?"], "synthetic": ["p"],
     }  # fmt: skip
 
 
