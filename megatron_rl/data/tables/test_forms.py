@@ -38,6 +38,7 @@ _DISTANCE = {"comparison": "distance", "tolerance": 1e-5}
 """The checker of CodeContests."""
 _EXACT_NUMBERS = {"comparison": "number"}
 """The checker of LiveCodeBench, with Python's Decimal."""
+_PYTHON_TESTS = re.compile(r"\A\s*assert |^def (?:test_|check\()", re.M)
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _SECONDS = {"ms": 1e-3, "milli": 1e-3, "min": 60.0}
 _BYTES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "b": 1}
@@ -73,6 +74,8 @@ def tests_in_answer(answer: Any) -> str | None:
     Raises BadTests for an object in no known form.
     """
     if isinstance(answer, str):
+        if _PYTHON_TESTS.search(answer):
+            return entry_of(answer)
         if answer.lstrip()[:1] not in ("{", "["):
             return None
         try:

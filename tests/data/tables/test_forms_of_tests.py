@@ -376,5 +376,7 @@ def test_an_object_in_place_of_an_answer_is_tests_or_named() -> None:
     assert read_answer(json.dumps(tests)) == read_answer(tests) == entry_of(tests)
     long = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
     assert json.loads(read_answer(long) or "")["cases"] == [{"stdin": LONG, "stdout": LONG}]
+    for text in (PYTEST, "assert total([1]) == 1\nassert total([]) == 0"):
+        assert json.loads(read_answer(text) or "")["entry_point"] == "total"
     with pytest.raises(BadTests, match="no form that is known"):
         read_answer('{"foo": 1}')
