@@ -37,7 +37,7 @@ def read_as(
         return "hub" if is_hub_data(str(source.path)) and not source.path.exists() else "files"
     if "/" in source.name:
         return "hub"
-    if source.name and not is_form:
+    if source.name and not is_form and named_form(source.name) is None:
         return "reasoning_gym"
     raise InputError(
         f"a prompt source of kind {kind!r} needs a path (prompts.path), or as prompts.name a data "

@@ -296,7 +296,8 @@ class _Finder:
         for name in known_names(key) if key in ("id", "pass_rate") else [key]:
             found = self.named(name)
             values = self.values(found) if found else []
-            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in values):
+            known = [value for value in values if value is not None]
+            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in known):
                 continue
             if found and OPTIONAL[key](values):
                 return found

@@ -91,8 +91,8 @@ class RowReader:
         found |= self._tests(fields, answer)
         if "entry" not in found and answer is not None:
             found["answer"] = self._answers(take_part(answer, columns.part))
-        if columns.gym and isinstance(found.get("answer"), str):
-            found["entry"] = _gym_entry(fields, found["answer"], columns)
+        if columns.gym and isinstance(found.get("answer"), str | int | float):
+            found["entry"] = _gym_entry(fields, str(found["answer"]), columns)
             found |= {"task": "reasoning_gym"} if self._is_open else {}
         for key in ("id", "task", "language", "split", "pass_rate"):
             column = getattr(columns, key)

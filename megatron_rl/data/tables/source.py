@@ -115,6 +115,8 @@ def read_table(
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
     table.leave_out(faults)
     prompts = table.with_unique_ids(prompts)
+    if source.faulty == "drop":
+        prompts = table.without_repeated_ids(prompts)
     return Reading(with_splits(prompts, source.held_out_share), table.notes(prompts), files.files)
 
 
@@ -215,6 +217,14 @@ class _Table:
             msgspec.structs.replace(prompt, id=name)
             for prompt, name in zip(prompts, self._names, strict=True)
         ]
+
+    def without_repeated_ids(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts; those with the id of an earlier one are counted and left out."""
+        first: dict[str, Prompt] = {}
+        for prompt in prompts:
+            if first.setdefault(prompt.id, prompt) is not prompt:
+                self.leave_out([RowFault(prompt.place, "repeated_id", "")])
+        return list(first.values())
 
     def notes(self, prompts: list[Prompt]) -> list[str]:
         """Notes for the user: what was taken and left out; [] for all lines of our own form."""
