@@ -53,7 +53,7 @@ def with_hub_name(source: PromptSource) -> PromptSource:
 
 
 def _unknown(kind: str, readers: Collection[str], key: str) -> InputError:
-    known = [AUTO, *sorted(readers), *NAMED]
+    known = list(dict.fromkeys([AUTO, *sorted(readers), *NAMED]))
     lower = {name.casefold(): name for name in known}
     found = difflib.get_close_matches(kind.casefold(), lower, n=1)
     hint = f"; did you mean {lower[found[0]]!r}?" if found else ""

@@ -54,6 +54,7 @@ class RowReader:
         """Rows whose own system message was removed."""
         self._is_open = source.task == PromptSource().task
         """Whether a row that names no task has the task of its form."""
+        self._used = {name.split(".")[0] for name in columns.names}
         self._never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
@@ -72,7 +73,7 @@ class RowReader:
                 del self._never_seen[key]
         try:
             if not self._columns.question:
-                check_keys(fields, place)
+                check_keys({k: v for k, v in fields.items() if k not in self._used}, place)
             refuse_marked(fields, place)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)

@@ -240,7 +240,8 @@ class _Table:
             return []
         where = f" ({self._files.chosen})" if self._files.chosen else ""
         form = f", read as {self.columns.form}" if self.columns.form else ""
-        taken = f"{len(prompts)} prompts{form}; columns: {self.columns.describe()}"
+        taken = f"{len(prompts)} prompts{form}; columns: "
+        taken += self.columns.describe(self._names_of_columns)
         said = f"{self._label}{where}: {taken}"
         if self._left_out:
             said += "; rows left out: " + ", ".join(

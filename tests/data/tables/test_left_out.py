@@ -92,6 +92,16 @@ def test_refused_rows_are_counted_by_reason(tmp_path: Path) -> None:
         settings.check_prompts(prompts, reward)
 
 
+def test_a_line_may_have_a_column_that_is_nearly_a_key_of_ours(tmp_path: Path) -> None:
+    rows = [{"question": "p", "answers": ["7/2", "3.5"]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    [prompt] = read(path, columns={"answer": "answers"}).prompts
+    assert prompt.answers == ["7/2", "3.5"] and read(path).prompts == [prompt]
+    other = write(tmp_path / "b.jsonl", [{"question": "p", "answer": "1", "spilt": "train"}])
+    with pytest.raises(InputError, match="unknown key 'spilt'; did you mean 'split'"):
+        read(other)
+
+
 def test_an_id_that_repeats_is_dropped_by_name(tmp_path: Path) -> None:
     rows = [{"question": f"q{n}", "answer": "1", "id": f"x{n % 2}"} for n in range(3)]
     path = write(tmp_path / "a.jsonl", rows)
