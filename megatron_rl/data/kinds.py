@@ -46,10 +46,13 @@ def read_as(
 
 
 def with_hub_name(source: PromptSource) -> PromptSource:
-    """The source of the Hub with its name in prompts.name; a kind that says what to read stays."""
-    name = source.name if source.path is None else str(source.path)
-    kind = "hub" if source.kind == AUTO else source.kind
-    return source.model_copy(update={"kind": kind, "name": name, "path": None})
+    """The source with the Hub's name of its data set in prompts.name.
+
+    With a path, prompts.name is what stages call the source.
+    """
+    if source.path is None or source.kind == "hub":
+        return source
+    return source.model_copy(update={"name": str(source.path), "path": None})
 
 
 def _unknown(kind: str, readers: Collection[str], key: str) -> InputError:
