@@ -223,7 +223,7 @@ def find_comparison(name: str) -> Comparison:
             )
         return CORRECT if is_right else WRONG
 
-    return Comparison(judge, equivalence=Equivalence(str, judge))
+    return Comparison(any_answer(judge, _undecided), equivalence=Equivalence(str, judge))
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:

@@ -134,8 +134,7 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
     name, task: id and task of a row without them.
     """
     try:
-        turns = {key: plain_turns(fields[key]) for key in ("messages", "prompt") if key in fields}
-        line = msgspec.convert({**fields, **turns}, _Line)
+        line = msgspec.convert({**fields, **_plain_questions(fields)}, _Line)
     except NotText as error:
         raise BadLine(f"{place}: {error}", "not_text") from error
     except msgspec.ValidationError as error:
@@ -144,6 +143,19 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
         reason = "no_answer" if has_none else "malformed"
         raise BadLine(f"{place}: {error}; {_EXPECTED}", reason) from error
     return _prompt_of(line, place, name=name, task=task)
+
+
+def _plain_questions(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of questions, with messages as plain turns. Raises NotText."""
+    found: dict[str, Any] = {}
+    for key in QUESTIONS:
+        value = plain_turns(fields[key]) if key in fields else None
+        if isinstance(value, list) and key in ("question", "problem"):
+            # A question in parts.
+            found |= {key: "", "messages": value}
+        elif value is not None:
+            found[key] = value
+    return found
 
 
 def refuse_marked(fields: Mapping[str, Any], place: str) -> None:

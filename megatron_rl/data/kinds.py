@@ -37,7 +37,7 @@ def read_as(
         return "hub" if is_hub_data(str(source.path)) and not source.path.exists() else "files"
     if "/" in source.name:
         return "hub"
-    if source.name and not is_form:
+    if source.name and not is_form and named_form(source.name) is None:
         return "reasoning_gym"
     raise InputError(
         f"a prompt source of kind {kind!r} needs a path (prompts.path), or as prompts.name a data "
@@ -46,14 +46,17 @@ def read_as(
 
 
 def with_hub_name(source: PromptSource) -> PromptSource:
-    """The source of the Hub with its name in prompts.name; a kind that says what to read stays."""
-    name = source.name if source.path is None else str(source.path)
-    kind = "hub" if source.kind == AUTO else source.kind
-    return source.model_copy(update={"kind": kind, "name": name, "path": None})
+    """The source with the Hub's name of its data set in prompts.name.
+
+    With a path, prompts.name is what stages call the source.
+    """
+    if source.path is None or source.kind == "hub":
+        return source
+    return source.model_copy(update={"name": str(source.path), "path": None})
 
 
 def _unknown(kind: str, readers: Collection[str], key: str) -> InputError:
-    known = [AUTO, *sorted(readers), *NAMED]
+    known = list(dict.fromkeys([AUTO, *sorted(readers), *NAMED]))
     lower = {name.casefold(): name for name in known}
     found = difflib.get_close_matches(kind.casefold(), lower, n=1)
     hint = f"; did you mean {lower[found[0]]!r}?" if found else ""

@@ -13,7 +13,7 @@ import xxhash
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.data.kinds import read_as
+from megatron_rl.data.kinds import read_as, with_hub_name
 from megatron_rl.data.prompts import material_of_run
 from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
@@ -99,7 +99,11 @@ def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     return PromptRecord(
         [_record_of(path) for path in files],
-        [SourceRecord(s.name, s.revision) for s in sources if read_as(s) == "hub" and is_pinned(s)],
+        [
+            SourceRecord(with_hub_name(s).name, s.revision)
+            for s in sources
+            if read_as(s) == "hub" and is_pinned(s)
+        ],
     )
 
 

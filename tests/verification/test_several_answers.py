@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from megatron_rl.config.reward import TaskConfig
 from megatron_rl.protocol.types import Score, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.audit import says_number
@@ -39,6 +40,16 @@ def test_any_accepted_answer_is_right(text: str, answers: list[str], reason: str
 
 def test_exact_text_of_any_accepted_answer_is_right() -> None:
     found = [score(ask(t, ["yes", "y"], task="exact"), RULES).reason for t in ("y", "yes", "ye")]
+    assert found == ["correct", "correct", "wrong_answer"]
+
+
+def equals(answer: str, request: ScoreRequest) -> bool:
+    return answer == request.answer
+
+
+def test_a_comparison_of_ones_own_sees_each_accepted_answer() -> None:
+    rules = make_rules(tasks={"own": TaskConfig(compare=f"{__name__}:equals")})
+    found = [score(ask(t, ["a", "b"], task="own"), rules).reason for t in ("b", "a", "c")]
     assert found == ["correct", "correct", "wrong_answer"]
 
 

@@ -3,7 +3,7 @@
 Pure. `data_sets.py` has the table of known names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
@@ -74,15 +74,16 @@ class ColumnMap(NamedTuple):
         own = (self.question, self.answer, self.part, self.tests, self.pass_rate)
         return own == ("", "answer", "all", "entry", "pass_rate") and not self.gym
 
-    def describe(self) -> str:
-        """The columns, for people."""
+    def describe(self, present: Collection[str]) -> str:
+        """The columns, for people. present: names of the file's columns."""
         where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
         said.append(f"answer = {self.answer or 'none'}{where}")
         for name in OPTIONAL | {"tests": None}:
+            column: str = getattr(self, name)
             # Our own lines may have all our keys, which needs no note.
-            if getattr(self, name) and (self.question or name != getattr(self, name)):
-                said.append(f"{name} = {getattr(self, name)}")
+            if column.split(", ")[0] in present and (self.question or name != column):
+                said.append(f"{name} = {column}")
         if self.gym:
             said.append("graded by the scorers of reasoning_gym")
         if self.prefix or self.suffix:
@@ -296,7 +297,8 @@ class _Finder:
         for name in known_names(key) if key in ("id", "pass_rate") else [key]:
             found = self.named(name)
             values = self.values(found) if found else []
-            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in values):
+            known = [value for value in values if value is not None]
+            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in known):
                 continue
             if found and OPTIONAL[key](values):
                 return found

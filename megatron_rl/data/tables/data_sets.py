@@ -91,6 +91,7 @@ DATA_SETS = (
     DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
             kind=TASK_TYPE, tests=VERIFICATION),
     DataSet("others", "query", "ground_truth"),
+    DataSet("others", "question", "answers"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
     DataSet("APPS, TACO", "question", id="problem_id",
             tests="input_output, starter_code, time_limit, memory_limit"),
@@ -185,7 +186,8 @@ PARTS = {
 def choose_part(values: Sequence[Any], column: str) -> str:
     """ "all" or a key of PARTS, by a column's values in the first rows.
 
-    All rows must have the part, except in a column that `is_partly_answered`.
+    All rows must have the part, except in a column that `is_partly_answered`; the mark of GSM8K
+    stands in no other answers, so that most rows are enough.
     """
     texts = [value for value in values if isinstance(value, str) and value.strip()]
     for one in DATA_SETS:
@@ -193,7 +195,8 @@ def choose_part(values: Sequence[Any], column: str) -> str:
             continue
         found = sum(PARTS[one.part].find(text) is not None for text in texts)
         is_partly = one.is_partly_answered and column.lower().endswith(one.answer)
-        if found == len(texts) or (found and is_partly):
+        is_most = 2 * found > len(texts) and one.part == "after_hashes"
+        if found == len(texts) or is_most or (found and is_partly):
             return one.part
     return "all"
 

@@ -199,14 +199,18 @@ def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> Prompt
     """
     if read_as(source) != "hub":
         return source
-    source = with_hub_name(source)
     if not is_pinned(source):
         kept = next((one.revision for one in earlier if _is_same(one, source)), source.revision)
         source = source.model_copy(update={"revision": kept})
-    return source.model_copy(update={"revision": fetch(source, completes=True).commit})
+    return source.model_copy(
+        update={"revision": fetch(with_hub_name(source), completes=True).commit}
+    )
 
 
 def _is_same(one: PromptSource, other: PromptSource) -> bool:
     """Whether `one` has a commit and the same rows as `other`."""
-    keys = ("kind", "name", "subset", "dataset_split")
-    return is_pinned(one) and all(getattr(one, key) == getattr(other, key) for key in keys)
+    if not is_pinned(one) or read_as(one) != "hub":
+        return False
+    keys = ("name", "subset", "dataset_split")
+    first, second = with_hub_name(one), with_hub_name(other)
+    return all(getattr(first, key) == getattr(second, key) for key in keys)

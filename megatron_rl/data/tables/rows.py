@@ -54,6 +54,7 @@ class RowReader:
         """Rows whose own system message was removed."""
         self._is_open = source.task == PromptSource().task
         """Whether a row that names no task has the task of its form."""
+        self._used = {name.split(".")[0] for name in columns.names}
         self._never_seen = {
             key: column
             for key, column in source.columns.model_dump().items()
@@ -72,7 +73,7 @@ class RowReader:
                 del self._never_seen[key]
         try:
             if not self._columns.question:
-                check_keys(fields, place)
+                check_keys({k: v for k, v in fields.items() if k not in self._used}, place)
             refuse_marked(fields, place)
             ours = self._our_fields(fields)
             prompt = make_prompt(ours, place, name=name, task=self._source.task)
@@ -91,8 +92,8 @@ class RowReader:
         found |= self._tests(fields, answer)
         if "entry" not in found and answer is not None:
             found["answer"] = self._answers(take_part(answer, columns.part))
-        if columns.gym and isinstance(found.get("answer"), str):
-            found["entry"] = _gym_entry(fields, found["answer"], columns)
+        if columns.gym and isinstance(found.get("answer"), str | int | float):
+            found["entry"] = _gym_entry(fields, str(found["answer"]), columns)
             found |= {"task": "reasoning_gym"} if self._is_open else {}
         for key in ("id", "task", "language", "split", "pass_rate"):
             column = getattr(columns, key)

@@ -115,6 +115,8 @@ def read_table(
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
     table.leave_out(faults)
     prompts = table.with_unique_ids(prompts)
+    if source.faulty == "drop":
+        prompts = table.without_repeated_ids(prompts)
     return Reading(with_splits(prompts, source.held_out_share), table.notes(prompts), files.files)
 
 
@@ -216,6 +218,14 @@ class _Table:
             for prompt, name in zip(prompts, self._names, strict=True)
         ]
 
+    def without_repeated_ids(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts; those with the id of an earlier one are counted and left out."""
+        first: dict[str, Prompt] = {}
+        for prompt in prompts:
+            if first.setdefault(prompt.id, prompt) is not prompt:
+                self.leave_out([RowFault(prompt.place, "repeated_id", "")])
+        return list(first.values())
+
     def notes(self, prompts: list[Prompt]) -> list[str]:
         """Notes for the user: what was taken and left out; [] for all lines of our own form."""
         counts = {
@@ -230,7 +240,8 @@ class _Table:
             return []
         where = f" ({self._files.chosen})" if self._files.chosen else ""
         form = f", read as {self.columns.form}" if self.columns.form else ""
-        taken = f"{len(prompts)} prompts{form}; columns: {self.columns.describe()}"
+        taken = f"{len(prompts)} prompts{form}; columns: "
+        taken += self.columns.describe(self._names_of_columns)
         said = f"{self._label}{where}: {taken}"
         if self._left_out:
             said += "; rows left out: " + ", ".join(

@@ -92,6 +92,24 @@ def test_refused_rows_are_counted_by_reason(tmp_path: Path) -> None:
         settings.check_prompts(prompts, reward)
 
 
+def test_a_line_may_have_a_column_that_is_nearly_a_key_of_ours(tmp_path: Path) -> None:
+    rows = [{"question": "p", "answers": ["7/2", "3.5"]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    [prompt] = read(path, columns={"answer": "answers"}).prompts
+    assert prompt.answers == ["7/2", "3.5"] and read(path).prompts == [prompt]
+    other = write(tmp_path / "b.jsonl", [{"question": "p", "answer": "1", "spilt": "train"}])
+    with pytest.raises(InputError, match="unknown key 'spilt'; did you mean 'split'"):
+        read(other)
+
+
+def test_an_id_that_repeats_is_dropped_by_name(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": "1", "id": f"x{n % 2}"} for n in range(3)]
+    path = write(tmp_path / "a.jsonl", rows)
+    reading = read(path)
+    assert [p.question for p in reading.prompts] == ["q0", "q1"]
+    assert f"1 repeated_id (first {path}:3)" in reading.notes[0]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_empty_and_missing_tests_are_named(tmp_path: Path, suffix: str) -> None:
     good = json.dumps({"inputs": ["1"], "outputs": ["2"]})
@@ -123,7 +141,7 @@ def test_hostile_rows_are_faults_and_nothing_worse(tmp_path: Path) -> None:
 
 
 def test_lists_as_labels_are_no_fault(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", FORMS["lists"].rows[:-1])
+    path = write(tmp_path / "a.jsonl", FORMS["lists"].rows[:4])
     found = check_prompts(Config(prompts=[PromptSource(path=path)]), with_lengths=False)
     assert found.faults == []
     path = write(tmp_path / "b.jsonl", [{"question": "p", "answer": ["7", "\\frac{1"]}])

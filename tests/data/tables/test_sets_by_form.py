@@ -63,8 +63,9 @@ FORMS = {
     "gsm8k": Form(
         "GSM8K",
         [{"question": "48 + 24?", "answer": "48+24 = <<48+24=72>>72.\n#### 72"},
-         {"question": "Two houses?", "answer": "so\n#### 1,001,500"}],
-        [["72"], ["1001500"]], "72.0", "24",
+         {"question": "Two houses?", "answer": "so\n#### 1,001,500"},
+         {"question": "Lost?", "answer": "The end of this row was lost."}],
+        [["72"], ["1001500"]], "72.0", "24", "1 no_answer",
     ),
     "math": Form(
         "MATH, NuminaMath",
@@ -177,9 +178,11 @@ FORMS = {
         [{"question": "p", "answer": ["\\frac{7}{2}", "3.5"]},
          {"question": "q", "answer": '["\\frac{7}{2}", "3.5"]'},
          {"question": "r", "answer": "['7/2', '3.5']"}, {"question": "s", "answer": "[1, 2]"},
-         {"question": "t", "answer": [" ", ""]}],
-        [["\\frac{7}{2}", "3.5"], ["\\frac{7}{2}", "3.5"], ["7/2", "3.5"], ["[1, 2]"]],
-        "3.5", "3", "3 with several accepted answers",
+         {"question": "t", "answer": [" ", ""]},
+         {"question": [{"type": "text", "text": "u"}], "answer": [7, 3.5]}],
+        [["\\frac{7}{2}", "3.5"], ["\\frac{7}{2}", "3.5"], ["7/2", "3.5"], ["[1, 2]"],
+         ["7", "3.5"]],
+        "3.5", "3", "4 with several accepted answers",
     ),
 }  # fmt: skip
 
