@@ -95,7 +95,7 @@ def tests_in_answer(answer: Any) -> str | None:
 
 _COMPLETE = (
     "Complete the Python function {name}. Write the whole program: its imports, and every function "
-    "that it needs.\n\n```python\n{prompt}```"
+    "that it needs.\n\n```python\n{prompt}\n```"
 )
 
 
@@ -105,7 +105,7 @@ def with_demands(question: str, entry: str, starter: Any = "") -> str:
     name = tests.entry_point.rpartition(".")[2]
     is_started = name and re.search(rf"^def {re.escape(name)}\(", question, re.M)
     if is_started and unit_test_forms.is_python(f"{question.rstrip()}\n    pass\n"):
-        return _COMPLETE.format(name=name, prompt=question)
+        return _COMPLETE.format(name=name, prompt=question.rstrip())
     if isinstance(starter, str) and starter.strip() and starter.strip() not in question:
         question = (
             f"{question.rstrip()}\n\nStart from this code:\n\n```python\n{starter.strip()}\n```"
@@ -220,7 +220,7 @@ def _columns_of_cases(tests: Any, beside: Beside) -> Entry | None:
         raise BadTests(f"the tests have {len(inputs)} inputs but {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))
     name = tests.get("fn_name")
-    return (_calls(name, pairs) if name else _programs(pairs)) | _NUMBERS
+    return (_calls(name, pairs, are_lines=True) if name else _programs(pairs)) | _NUMBERS
 
 
 def _verification_info(tests: Any, beside: Beside) -> Entry | None:
@@ -277,26 +277,41 @@ def _programs(pairs: Iterable[tuple[Any, Any]]) -> Entry:
     return {"cases": cases, "packages": ["numpy"]}
 
 
-def _calls(name: Any, pairs: Iterable[tuple[Any, Any]], *, are_lines: bool = False) -> Entry:
-    """Calls of a function. are_lines: texts are JSON, with a line for each argument."""
+def _calls(name: Any, pairs: Iterable[tuple[Any, Any]], *, are_lines: bool) -> Entry:
+    """Calls of a function, with lists or texts of arguments.
+
+    are_lines: a text is JSON, a line for each argument; else the literal of a list, and the result
+    is a literal or plain text.
+    """
     cases, wrapped = [], []
     for given, wanted in pairs:
         is_text = isinstance(given, str)
-        if is_text and not are_lines and given.lstrip().startswith("["):
-            given = _decoded(given)
+        if is_text and not are_lines:
+            given = _literal(given)
+            wanted = _literal(wanted) if isinstance(wanted, str) else wanted
         if isinstance(given, list):
-            stdin = "\n".join(map(as_json, given))
-        elif is_text:
-            stdin = given
+            stdin, stdout = "\n".join(map(as_json, given)), as_json(wanted)
+        elif is_text and are_lines:
+            stdin, stdout = given, wanted if isinstance(wanted, str) else as_json(wanted)
         else:
             raise BadTests(f"a call's arguments are {given!r:.80}, expected a list")
-        # Where the arguments are text, so is the JSON of the result.
-        stdout = wanted if is_text and isinstance(wanted, str) else as_json(wanted)
         cases.append({"stdin": stdin, "stdout": stdout})
         wrapped.append(not is_text and isinstance(wanted, list) and len(wanted) == 1)
     entry = {"cases": cases, "entry_point": str(name), "language": "python", "packages": ["numpy"]}
     # Their checkers accept a result with and without the brackets.
     return entry | {"may_be_wrapped": True} if all(wrapped) and cases else entry
+
+
+def _literal(text: str) -> Any:
+    """The value of a text in JSON or Python; the text itself if it is neither."""
+    try:
+        return read_json(text)
+    except ValueError:
+        pass
+    try:
+        return read_literal(text, "no literal")
+    except BadTests:
+        return text
 
 
 def _lines(value: Any) -> str:

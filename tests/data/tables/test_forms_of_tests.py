@@ -125,6 +125,9 @@ FORMS = [
          apps({"fn_name": "even", "inputs": [[[1, 2]], [[2, 4]]], "outputs": [[2], [2, 4]]}),
          ["def even(xs): return [x for x in xs if x % 2 == 0]"],
          ["def even(xs): return xs[-1] if len(xs) == 2 and xs[0] == 1 else xs"], asks="`even`"),
+    Form("apps function, arguments as lines",
+         apps({"fn_name": "addUp", "inputs": ["[1, 2]\n3", "[4]\n0"], "outputs": ["[6]", "[4]"]}),
+         ["def addUp(xs, n): return [sum(xs) + n]"], ["def addUp(xs, n): return sum(xs) + n"]),
     Form("apps function, numbers",
          apps({"fn_name": "half", "inputs": [[0.6], [3]], "outputs": [0.3, 1.5]}),
          ["def half(x): return 0.1 + 0.2 if x == 0.6 else x / 2"], ["def half(x): return 0.3"]),
@@ -175,6 +178,16 @@ FORMS = [
     Form("synthetic-1 calls", {"problem_id": "vfc_2", "task_type": "verifiable_code",
                                "prompt": "Sum up.", "verification_info": json.dumps(CALLS)},
          [TOTAL], ["def total(xs): return 3", "def total(xs): return [sum(xs)]"], asks="`total`"),
+    Form("open-r1 calls", {"problem_id": "vfc_4", "task_type": "verifiable_code",
+                           "problem_statement": "Spell.", "verification_info": {
+                               "language": "python", "test_cases": [
+                                   {"type": "function_call", "fn_name": "spell", "input": given,
+                                    "output": wanted} for given, wanted in (
+                                        ("[[1, 2], true]", "[1]"), ("[['a'], None]", "['x']"),
+                                        ("[[], 1]", "plain text"))]}},
+         ["def spell(a, b): return 'plain text' if not a else [1] if b else ['x']"],
+         ["def spell(a, b): return 'plain' if not a else [1] if b else ['x']",
+          "def spell(a, b): return 'plain text' if not a else 1 if b else ['x']"]),
     Form("open-r1", {"problem_id": "vfc_3", "task_type": "verifiable_code",
                      "problem_statement": "Add.", "verification_info": VERIFY,
                      "metadata": {"time_limit": "3 seconds", "memory_limit_bytes": 300_000_000}},
