@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.curation.rows import read_rows
 from megatron_rl.data.tables.plain_values import BadTests, read_pickle
 from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.data.tables.test_forms import entry_of
@@ -258,6 +259,19 @@ def test_programs_are_graded_by_the_tests_of_each_form(tmp_path: Path, form: For
         assert prompt.is_program == (not parse_tests(prompt.entry).entry_point)
     assert [reason(prompt, program) for program in form.right] == ["correct"] * len(form.right)
     assert "correct" not in [reason(prompt, program) for program in form.wrong]
+
+
+def test_lines_that_tools_write_hold_the_same_prompts(tmp_path: Path) -> None:
+    for form in FORMS:
+        for suffix in form.suffixes:
+            [prompt] = read(tmp_path / f"rows.{suffix}", [form.row]).prompts
+            [row] = read_rows(tmp_path / f"rows.{suffix}", task="math")
+            [again] = read(tmp_path / "written.jsonl", [row.fields]).prompts
+            same = ("entry", "task", "messages", "id")
+            if not form.row.keys() & {"id", "question_id", "problem_id", "task_id"}:
+                same = same[:-1]
+            found = [(getattr(prompt, key), getattr(again, key)) for key in same]
+            assert [one for one, other in found if one != other] == [], form.name
 
 
 def test_limits_of_a_problem_are_kept(tmp_path: Path) -> None:
