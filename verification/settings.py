@@ -25,8 +25,7 @@ UNKNOWN_TASK = "unknown_task"
 def check_sources(sources: Iterable[PromptSource]) -> None:
     """Raise InputError for prompt sources whose completions could not be graded faithfully."""
     for source in sources:
-        is_made = source.kind == "reasoning_gym" or (source.kind == "auto" and not source.path)
-        if is_made and source.name in REFUSED_DATASETS:
+        if source.kind == "reasoning_gym" and source.name in REFUSED_DATASETS:
             raise InputError(
                 f"reasoning_gym dataset {source.name!r} is refused: "
                 f"{REFUSED_DATASETS[source.name]}. Choose another dataset for prompts"

@@ -5,6 +5,7 @@
 
 import difflib
 from collections.abc import Collection
+from pathlib import Path
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_data
@@ -43,6 +44,11 @@ def read_as(
         f"a prompt source of kind {kind!r} needs a path (prompts.path), or as prompts.name a data "
         "set of the Hub, as 'openai/gsm8k'" + ("" if is_form else ", or one of reasoning_gym")
     )
+
+
+def paths_of(source: PromptSource) -> list[Path]:
+    """The path of a source, if it has one."""
+    return [source.path] if source.path is not None else []
 
 
 def with_hub_name(source: PromptSource) -> PromptSource:

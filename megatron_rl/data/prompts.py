@@ -220,7 +220,7 @@ def _without_ungradable(
         raise InputError(f"{faults[0].text}; prompts.faulty='drop' would leave no prompt")
     counts = Counter(fault.reason for fault in faults).most_common()
     named = ", ".join(f"{count} {reason}" for reason, count in counts)
-    note = f"{source.path or source.name}: prompts left out: {named} (first {faults[0].text})"
+    note = f"prompts left out: {named} (first {faults[0].text})"
     return reading._replace(prompts=kept, notes=[*reading.notes, note])
 
 

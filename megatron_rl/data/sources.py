@@ -16,12 +16,13 @@ from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.human_eval_source import load_human_eval
 from megatron_rl.data.jsonl_source import load_jsonl
-from megatron_rl.data.kinds import read_as, with_hub_name
+from megatron_rl.data.kinds import paths_of, read_as, with_hub_name
 from megatron_rl.data.repeats import Repeats
 from megatron_rl.data.tables.hub import read_hub
 from megatron_rl.data.tables.rows import RowFault, without_system
 from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
+from verification import settings
 
 log = logging.getLogger(__name__)
 
@@ -169,16 +170,18 @@ def read_source(
     kind = read_as(source, SOURCES, key=key)
     if kind in _READERS:
         return _READERS[kind](source, on_fault)
+    # A data set of reasoning_gym may have been found without its kind.
+    settings.check_sources([source.model_copy(update={"kind": kind})])
     prompts = find_function(SOURCES, kind, key=key)(source, seed)
     notes = [] if kind == source.kind else [f"{source.name}: a data set of {kind}"]
-    files = [source.path] if source.path is not None else []
+    files = paths_of(source)
     if source.system == "replace":
         prompts = [without_system(prompt) for prompt in prompts]
     if kind == "jsonl" and source.repeated == "drop":
         repeats = Repeats()
         kept = [prompt for prompt in prompts if not repeats.find(prompt)]
         if len(kept) < len(prompts):
-            notes.append(f"{source.path}: rows left out: {len(prompts) - len(kept)} repeated")
+            notes.append(f"{files[0]}: rows left out: {len(prompts) - len(kept)} repeated")
         prompts = kept
     return Reading(prompts, notes, files)
 

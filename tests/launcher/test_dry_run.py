@@ -185,6 +185,24 @@ def test_a_right_answer_to_a_list_of_labels_earns_the_reward(model: Path, tmp_pa
     assert report.earned == pytest.approx(1.0) and report.earned_wrong == pytest.approx(0.1)
 
 
+def test_rows_of_eurus_earn_rewards_once_ours_replaces_their_system_message(
+    model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "eurus.jsonl"
+    system = {"role": "system", "content": "Use the actions [ASSESS] and [ADVANCE]."}
+    rows = [
+        {"prompt": [system, {"role": "user", "content": question}], "ability": ability,
+         "reward_model": {"ground_truth": truth, "style": "rule"}}
+        for question, ability, truth in (
+            (QUESTIONS[0], "math", "3"),
+            (QUESTIONS[2], "code", json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})),
+        )
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = problems_of(load("one_node", model, path, "prompts.0.system=replace"))
+    assert found == {"math": [], "code": []}
+
+
 def test_a_comparison_is_called_once_for_each_completion(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,7 +132,7 @@ def find_columns(
         tests=tests or ("entry" if is_lines else ""),
         prefix=prefix,
         suffix=suffix,
-        kind=finder.kind(),
+        kind=finder.kind(answer),
         has_lists=answer == VERL_ANSWER or are_lists(answers),
         gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
         **{name: finder.optional(name, is_lines=is_lines) for name in OPTIONAL},
@@ -221,9 +221,11 @@ class _Finder:
     def _holds_json(self, column: str) -> bool:
         return any(isinstance(decoded(value), Mapping) for value in self.values(column))
 
-    def kind(self) -> str:
-        """The column that says what rows are; empty without one."""
-        found = filter(None, map(self.named, known_names("kind")))
+    def kind(self, answer: str) -> str:
+        """The column that says what rows are, in data sets with this column of answers."""
+        # Elsewhere a column of the same name may mean anything.
+        known = [one.kind for one in DATA_SETS if one.kind and one.answer == answer.lower()]
+        found = filter(None, map(self.named, known))
         return next((n for n in found if any(isinstance(v, str) for v in self.values(n))), "")
 
     def recognise(self, found: ColumnMap) -> str:

@@ -4,6 +4,7 @@ Pure. A row may be mathematics, code or an entry of reasoning_gym, whatever its 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
 
 OWN_TESTS = "entry"
+_CODE_KIND = re.compile(r"(?<![a-z])cod(?:e|ing)")
 
 
 class RowFault(NamedTuple):
@@ -90,8 +92,10 @@ class RowReader:
             found = _question(value_of(fields, columns.question))
         answer = value_of(fields, columns.answer) if columns.answer else None
         found |= self._tests(fields, answer)
-        if "entry" not in found and answer is not None:
+        if "answer" not in found and answer is not None:
             found["answer"] = self._answers(take_part(answer, columns.part))
+        elif "entry" in found:
+            found["answer"] = ""
         if columns.gym and isinstance(found.get("answer"), str | int | float):
             found["entry"] = _gym_entry(fields, str(found["answer"]), columns)
             found |= {"task": "reasoning_gym"} if self._is_open else {}
@@ -111,8 +115,7 @@ class RowReader:
         first, *more = columns.tests.split(", ")
         tests = value_of(fields, first) if first else None
         if tests is not None and first == OWN_TESTS and isinstance(tests, str):
-            found = {"entry": tests, "answer": ""}
-            return found if answer is None else {"entry": tests, "answer": self._answers(answer)}
+            return {"entry": tests}
         # In verification_info an answer or tests may stand.
         if columns.answer.startswith(f"{first}.") and answer is not None:
             tests = None
@@ -126,7 +129,7 @@ class RowReader:
             found = {"entry": _usable(entry), "answer": ""}
             return found | ({"task": CODE} if self._is_open else {})
         says = value_of(fields, columns.kind) if columns.kind else None
-        if isinstance(says, str) and "code" in says.casefold():
+        if isinstance(says, str) and _CODE_KIND.search(says.casefold()):
             raise BadTests(f"{columns.kind} = {says!r}, but the row has no tests that are known")
         if columns.kind == TASK_TYPE and isinstance(says, str) and "math" not in says.casefold():
             raise BadLine(f"{columns.kind} = {says!r} is neither math nor code", "other_kind")

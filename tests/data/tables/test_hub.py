@@ -71,9 +71,7 @@ def test_only_the_wanted_files_are_fetched_and_the_commit_is_pinned(tmp_path: Pa
     assert look(None, tmp_path, "pin", revision=FIRST)[:2] == [FIRST, ["10", "11"]]
 
 
-@pytest.mark.parametrize(
-    "source", [{"kind": "auto"}, {"kind": "auto", "name": "", "path": NAME}, {"kind": "GSM8K"}]
-)
+@pytest.mark.parametrize("source", [{"kind": "auto", "name": "", "path": NAME}, {"kind": "GSM8K"}])
 def test_a_name_is_found_on_the_hub_and_pinned_without_its_kind(
     tmp_path: Path, source: dict[str, str]
 ) -> None:

@@ -253,6 +253,14 @@ def test_rows_of_code_and_of_reasoning_gym_have_their_tasks(tmp_path: Path) -> N
     assert gym.task == "reasoning_gym"
 
 
+def test_columns_that_say_what_rows_are_count_in_their_own_sets_alone(tmp_path: Path) -> None:
+    rows = [{"question": "p", "answer": "7", "task_type": "logic", "ability": "code"},
+            {"question": "q", "answer": "8", "entry": "", "task_type": "decode"}]  # fmt: skip
+    assert [p.answer for p in read(write(tmp_path / "a.jsonl", rows)).prompts] == ["7", "8"]
+    rows = [verl("p", "7", "decoding"), verl("q", "8", "coding"), verl("r", "9", "Code")]
+    assert [p.answer for p in read(write(tmp_path / "b.jsonl", rows)).prompts] == ["7"]
+
+
 def test_our_system_message_may_replace_that_of_the_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "eurus.parquet", FORMS["eurus"].rows)
     roles = {
