@@ -102,13 +102,13 @@ DATA_SETS = (
             tests="public_tests, private_tests, generated_tests, time_limit, memory_limit_bytes, "
             "input_file, output_file"),
     DataSet("open-r1 verifiable coding", "problem_statement", tests=VERIFICATION, id="problem_id"),
+    DataSet("MBPP", "text", tests=ASSERTIONS, id="task_id"),
+    DataSet("MBPP-sanitized", "prompt", tests=ASSERTIONS, id="task_id"),
     DataSet("KodCode", "question", tests=MODULE, id="question_id",
             pass_rate="gpt_pass_percentage"),
     DataSet("KodCode-SFT", "question", tests="test_code, test_entry_point, test_info",
             id="conversation_id", pass_rate="gpt_pass_percentage"),
     DataSet("HumanEval", "prompt", tests=MODULE, id="task_id"),
-    DataSet("MBPP", "text", tests=ASSERTIONS, id="task_id"),
-    DataSet("MBPP-sanitized", "prompt", tests=ASSERTIONS, id="task_id"),
     DataSet("AceCode", "question", tests="test_cases"),
     DataSet("conversations", "messages"),
 )  # fmt: skip

@@ -142,7 +142,8 @@ def _all_tests(tests: Any, beside: Beside) -> Any:
     """The decoded tests; with lists of further tests, one list of all cases."""
     tests = _decoded(tests)
     if not any(name in beside for name in _MORE_CASES):
-        return tests
+        is_pair = isinstance(tests, dict) and {"input", "output"} <= tests.keys()
+        return _as_list(tests) if is_pair else tests
     parts = [tests, *(_decoded(beside.get(name)) for name in _MORE_CASES)]
     return [case for part in parts if part for case in _as_list(part)]
 

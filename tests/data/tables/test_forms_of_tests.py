@@ -149,6 +149,9 @@ FORMS = [
          ["print('Yes 0.250001' if input() == 'a' else 'no 100000')"],
          ["print('Yes 0.2501' if input() == 'a' else 'no 100000')",
           "print('Yes 0.25' if input() == 'a' else 'no 100001')"]),
+    Form("codecontests, public tests alone",
+         {"description": "Add.", "public_tests": {"input": ["3 4", "1 1"], "output": ["7", "2"]}},
+         [ADD], ["print(7)"]),
     Form("livecodebench", live(), [ADD], ["print(7)", "print(2)"], read_as="LiveCodeBench"),
     Form("livecodebench, plain private tests, exact numbers",
          live(private_test_cases=json.dumps(
@@ -230,7 +233,7 @@ FORMS = [
          [TOTAL], ["def total(xs): return 3"], read_as="MBPP"),
     Form("mbpp sanitized",
          {"task_id": 2, "prompt": "Write a function to sum a list.", "code": TOTAL,
-          "test_imports": ["import math"],
+          "test_imports": ["import math"], "test": "assertion(total(*inp), exp, 0)",
           "test_list": ["assert math.isclose(total([1, 2]), 3)", "assert total([]) == 0"]},
          [TOTAL], ["def total(xs): return 3"]),
     Form("eurus-2", {"prompt": [{"role": "user", "content": "Add."}], "ability": "code",
