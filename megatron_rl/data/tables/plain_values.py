@@ -31,9 +31,7 @@ class LongInteger:
 
     def __init__(self, digits: str) -> None:
         if len(digits) > MAX_DIGITS:
-            raise BadTests(
-                f"an integer of the tests has {len(digits):,} digits, allowed are {MAX_DIGITS:,}"
-            )
+            raise BadTests(f"an integer has {len(digits):,} digits, allowed are {MAX_DIGITS:,}")
         self.digits = digits
 
     def __str__(self) -> str:

@@ -291,6 +291,18 @@ def test_limits_of_a_problem_are_kept(tmp_path: Path) -> None:
     }
 
 
+def test_long_integers_that_are_no_text_are_read_from_json(tmp_path: Path) -> None:
+    row = apps({}, input_output={"fn_name": "f", "inputs": [["LONG"]], "outputs": [["LONG"]]})
+    for name, form in (("a.jsonl", "{}\n"), ("a.json", "[{}]")):
+        text = form.replace("{}", json.dumps(row)).replace('"LONG"', LONG)
+        (tmp_path / name).write_text(text)
+        [prompt] = read_files(PromptSource(path=tmp_path / name)).prompts
+        assert json.loads(prompt.entry)["cases"] == [{"stdin": LONG, "stdout": f"[{LONG}]"}]
+    (tmp_path / "a.jsonl").write_text(text[1:-1].replace(LONG, LONG * 30))
+    with pytest.raises(InputError, match="150,000 digits, allowed are 100,000"):
+        read_files(PromptSource(path=tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [(None, None), ("", None), ("unknown", None), (0, None), (-1, None), ("1500 ms", 1.5),
@@ -318,7 +330,7 @@ ODD = [
     (apps({}, input_output=""), "no tests|empty"),
     (apps({"inputs": ["1"], "outputs": []}), "1 inputs but 0 outputs"),
     (apps({}, input_output=f'{{"fn_name": "f", "inputs": [[{"1" * 100_001}]], "outputs": [1]}}'),
-     "integer of the tests has 100,001 digits, allowed are 100,000"),
+     "integer has 100,001 digits, allowed are 100,000"),
     (apps({}, input_output='{"inputs": ' + "[" * 5000), "too deeply|no JSON"),
     (apps({"fn_name": "f", "inputs": [3], "outputs": [1]}), "arguments are 3, expected a list"),
     (BY_NAME["acecode"] | {"test_cases": ["assert True"]}, "call no function"),

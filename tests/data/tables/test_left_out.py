@@ -130,13 +130,14 @@ def test_hostile_rows_are_faults_and_nothing_worse(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"question": "u", "answer": ' + "[" * 100_000 + "\n")
         file.write('{"question": "v", "answer": ' + "1" * 5000 + "}\n")
+        file.write('{"question": "w", "answer": ' + "1" * 100_001 + "}\n")
     told: list[RowFault] = []
     reading = read_files(PromptSource(path=path), told.append)
     # Text that is no JSON is a text.
-    assert [p.messages[0].content[:3] for p in reading.prompts] == ["p", "q", "r", '[{"']
-    assert reading.prompts[1].answer == deep + "1"
+    assert [p.messages[0].content[:3] for p in reading.prompts] == ["p", "q", "r", '[{"', "v"]
+    assert (reading.prompts[1].answer, reading.prompts[4].answer) == (deep + "1", "1" * 5000)
     assert [(fault.place.rpartition(":")[2], fault.reason) for fault in told] == [
-        ("4", "bad_tests"), ("5", "no_answer"), ("7", "no_json"), ("8", "no_json"),
+        ("4", "bad_tests"), ("5", "no_answer"), ("7", "no_json"), ("9", "no_json"),
     ]  # fmt: skip
 
 
