@@ -93,7 +93,8 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
     is_text = isinstance(value_of(fields, question), str) and len(prompt.messages) == 1
     key = question if question in QUESTIONS else "question" if is_text else "messages"
     key_of = {
-        question: key, columns.answer: "answer", columns.tests: "entry", columns.id: "id",
+        columns.tests.split(", ")[0]: "entry",
+        question: key, columns.answer: "answer", columns.id: "id",
         columns.task: "task", columns.language: "language", columns.split: "split",
         columns.pass_rate: "pass_rate",
     }  # fmt: skip

@@ -13,7 +13,7 @@ import msgspec
 from verification.code.functional import find_case_problem
 from verification.code.languages import LANGUAGES, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
-from verification.code.unit_tests import Plan, UnusableTests, make_plan
+from verification.code.unit_tests import Plan, UnusableTests, entry_parts, make_plan
 from verification.verdict import GradingError
 
 DEFAULT_CASES = 20
@@ -105,17 +105,16 @@ def _problem(tests: CodeTests) -> str:
     unknown = sorted(set(tests.packages) - set(PACKAGES))
     if unknown:
         return f"packages = {unknown}, expected some of {', '.join(PACKAGES)}"
-    if tests.unit_tests:
-        return _unit_test_problem(tests)
-    return find_case_problem(tests) if tests.entry_point else ""
-
-
-def _unit_test_problem(tests: CodeTests) -> str:
+    if not is_called(tests):
+        return ""
     try:
-        plan_of(tests)
+        if tests.unit_tests:
+            plan_of(tests)
+            return ""
+        entry_parts(tests.entry_point)
     except UnusableTests as error:
-        return f"unit_tests: {error}"
-    return ""
+        return f"unit_tests: {error}" if tests.unit_tests else str(error)
+    return find_case_problem(tests)
 
 
 def is_called(tests: CodeTests) -> bool:

@@ -1,12 +1,14 @@
-"""Plain values in columns: JSON with integers of any size, and packed pickles.
+"""Plain values in columns: JSON with integers of any size, Python literals, packed pickles.
 
 Pure. A data set may be hostile: a pickle is read by an interpreter of a few opcodes, which makes
 plain values and can execute nothing.
 """
 
+import ast
 import base64
 import json
 import pickletools
+import warnings
 import zlib
 from typing import Any
 
@@ -15,6 +17,7 @@ from verification.code.functional import MAX_DIGITS
 
 MAX_UNPACKED_BYTES = 256 << 20
 _MAX_OPCODES = 1_000_000
+_MAX_LITERAL = 4 << 20
 _PYTHON_DIGITS = 4000
 """Python makes no integer of much longer text."""
 
@@ -50,6 +53,22 @@ def read_json(text: str) -> Any:
 
 def _integer(digits: str) -> int | LongInteger:
     return int(digits) if len(digits) <= _PYTHON_DIGITS else LongInteger(digits)
+
+
+def read_literal(text: str, fault: str) -> Any:
+    """The value of a Python literal, as repr() writes it; nothing is executed.
+
+    Raises BadTests with the text `fault` for any other text.
+    """
+    # The syntax tree takes some hundred bytes for each character.
+    if len(text) > _MAX_LITERAL:
+        raise BadTests(fault)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise BadTests(fault) from error
 
 
 def as_json(value: Any) -> str:

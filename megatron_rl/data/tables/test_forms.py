@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 
 from megatron_rl.data.tables import unit_test_forms
-from megatron_rl.data.tables.plain_values import BadTests, LongInteger, as_json, read_json, unpack
+from megatron_rl.data.tables.plain_values import (
+    BadTests,
+    LongInteger,
+    as_json,
+    read_json,
+    read_literal,
+    unpack,
+)
+from megatron_rl.data.tables.where import decoded
 
 __all__ = ["BadTests", "entry_of", "tests_in_answer", "with_demands"]
 
@@ -30,6 +38,7 @@ _DISTANCE = {"comparison": "distance", "tolerance": 1e-5}
 """The checker of CodeContests."""
 _EXACT_NUMBERS = {"comparison": "number"}
 """The checker of LiveCodeBench, with Python's Decimal."""
+_PYTHON_TESTS = re.compile(r"\A\s*assert |^def (?:test_|check\()", re.M)
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _SECONDS = {"ms": 1e-3, "milli": 1e-3, "min": 60.0}
 _BYTES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "b": 1}
@@ -65,6 +74,8 @@ def tests_in_answer(answer: Any) -> str | None:
     Raises BadTests for an object in no known form.
     """
     if isinstance(answer, str):
+        if _PYTHON_TESTS.search(answer):
+            return entry_of(answer)
         if answer.lstrip()[:1] not in ("{", "["):
             return None
         try:
@@ -84,7 +95,7 @@ def tests_in_answer(answer: Any) -> str | None:
 
 _COMPLETE = (
     "Complete the Python function {name}. Write the whole program: its imports, and every function "
-    "that it needs.\n\n```python\n{prompt}```"
+    "that it needs.\n\n```python\n{prompt}\n```"
 )
 
 
@@ -92,8 +103,9 @@ def with_demands(question: str, entry: str, starter: Any = "") -> str:
     """The question, with what its tests need and it does not say: starter code, a name."""
     tests = msgspec.json.decode(entry, type=_Named)
     name = tests.entry_point.rpartition(".")[2]
-    if name and re.search(rf"^def {re.escape(name)}\(", question, re.M) and "```" not in question:
-        return _COMPLETE.format(name=name, prompt=question)
+    is_started = name and re.search(rf"^def {re.escape(name)}\(", question, re.M)
+    if is_started and unit_test_forms.is_python(f"{question.rstrip()}\n    pass\n"):
+        return _COMPLETE.format(name=name, prompt=question.rstrip())
     if isinstance(starter, str) and starter.strip() and starter.strip() not in question:
         question = (
             f"{question.rstrip()}\n\nStart from this code:\n\n```python\n{starter.strip()}\n```"
@@ -121,7 +133,7 @@ def _decoded(tests: Any) -> Any:
         raise
     except ValueError as error:
         if tests.lstrip().startswith(("{", "[")):
-            raise BadTests(f"the tests are no JSON: {error}") from error
+            return read_literal(tests, f"the tests are no JSON: {error}")
     # Without spaces or line ends it is no Python.
     return _decoded(unpack(tests)) if len(tests.split(maxsplit=1)) == 1 else tests
 
@@ -157,8 +169,7 @@ def _check_files(beside: Beside) -> None:
 
 def _limits(beside: Beside) -> Entry:
     """The problem's own limits; {} without any that can be read."""
-    about = beside.get("metadata")
-    about = read_json(about) if isinstance(about, str) and about[:1] == "{" else about
+    about = decoded(beside.get("metadata"))
     known = {**(about if isinstance(about, dict) else {}), **beside}
     found: Entry = {}
     seconds = _seconds(known.get("time_limit"))
@@ -209,7 +220,7 @@ def _columns_of_cases(tests: Any, beside: Beside) -> Entry | None:
         raise BadTests(f"the tests have {len(inputs)} inputs but {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))
     name = tests.get("fn_name")
-    return (_calls(name, pairs) if name else _programs(pairs)) | _NUMBERS
+    return (_calls(name, pairs, are_lines=True) if name else _programs(pairs)) | _NUMBERS
 
 
 def _verification_info(tests: Any, beside: Beside) -> Entry | None:
@@ -254,7 +265,7 @@ def _name_of(case: dict[str, Any], beside: Beside) -> str:
         raise BadTests(f"a test has the type {kind!r}, expected programs or calls of a function")
     name = case.get("fn_name") or ""
     for about in (case.get("metadata"), beside.get("metadata")):
-        about = _decoded(about)
+        about = decoded(about)
         name = name or (about.get("func_name") if isinstance(about, dict) else "") or ""
     if kind and not name:
         raise BadTests("the tests call a function, and neither fn_name nor metadata names it")
@@ -266,26 +277,41 @@ def _programs(pairs: Iterable[tuple[Any, Any]]) -> Entry:
     return {"cases": cases, "packages": ["numpy"]}
 
 
-def _calls(name: Any, pairs: Iterable[tuple[Any, Any]], *, are_lines: bool = False) -> Entry:
-    """Calls of a function. are_lines: texts are JSON, with a line for each argument."""
+def _calls(name: Any, pairs: Iterable[tuple[Any, Any]], *, are_lines: bool) -> Entry:
+    """Calls of a function, with lists or texts of arguments.
+
+    are_lines: a text is JSON, a line for each argument; else the literal of a list, and the result
+    is a literal or plain text.
+    """
     cases, wrapped = [], []
     for given, wanted in pairs:
         is_text = isinstance(given, str)
-        if is_text and not are_lines and given.lstrip().startswith("["):
-            given = _decoded(given)
+        if is_text and not are_lines:
+            given = _literal(given)
+            wanted = _literal(wanted) if isinstance(wanted, str) else wanted
         if isinstance(given, list):
-            stdin = "\n".join(map(as_json, given))
-        elif is_text:
-            stdin = given
+            stdin, stdout = "\n".join(map(as_json, given)), as_json(wanted)
+        elif is_text and are_lines:
+            stdin, stdout = given, wanted if isinstance(wanted, str) else as_json(wanted)
         else:
             raise BadTests(f"a call's arguments are {given!r:.80}, expected a list")
-        # Where the arguments are text, so is the JSON of the result.
-        stdout = wanted if is_text and isinstance(wanted, str) else as_json(wanted)
         cases.append({"stdin": stdin, "stdout": stdout})
         wrapped.append(not is_text and isinstance(wanted, list) and len(wanted) == 1)
     entry = {"cases": cases, "entry_point": str(name), "language": "python", "packages": ["numpy"]}
     # Their checkers accept a result with and without the brackets.
     return entry | {"may_be_wrapped": True} if all(wrapped) and cases else entry
+
+
+def _literal(text: str) -> Any:
+    """The value of a text in JSON or Python; the text itself if it is neither."""
+    try:
+        return read_json(text)
+    except ValueError:
+        pass
+    try:
+        return read_literal(text, "no literal")
+    except BadTests:
+        return text
 
 
 def _lines(value: Any) -> str:

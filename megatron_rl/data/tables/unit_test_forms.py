@@ -75,7 +75,7 @@ def _given_names(beside: Mapping[str, Any]) -> list[str]:
         except ValueError as error:
             raise BadTests(f"test_info is no JSON: {error}") from error
     told = [told] if isinstance(told, dict) else told
-    rows = [row for row in told or [] if isinstance(row, dict)]
+    rows = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
     return [str(row["function_name"]) for row in rows if row.get("function_name")]
 
 
@@ -106,6 +106,15 @@ def _defined_names(tree: ast.Module) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+def is_python(text: str) -> bool:
+    """Whether a text is a Python module."""
+    try:
+        _parse(text)
+    except BadTests:
+        return False
+    return True
 
 
 def _parse(source: str) -> ast.Module:

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.tables.plain_values import BadTests, read_pickle
+from megatron_rl.curation.rows import read_rows
+from megatron_rl.data.tables.plain_values import BadTests
 from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.data.tables.test_forms import entry_of
 from megatron_rl.data.tables.test_forms import tests_in_answer as read_answer
@@ -26,12 +27,12 @@ TOTAL = "def total(xs): return sum(xs)"
 LONG, ZEROS = "9" * 5000, "0" * 5000
 
 
-def read(path: Path, rows: list[dict[str, Any]], *, faulty: str = "refuse") -> Reading:
+def read(path: Path, rows: list[dict[str, Any]], **source: Any) -> Reading:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_files(PromptSource(path=path, faulty=faulty))
+    return read_files(PromptSource(path=path, **source))
 
 
 def reason(prompt: Prompt, program: str) -> str:
@@ -125,6 +126,9 @@ FORMS = [
          apps({"fn_name": "even", "inputs": [[[1, 2]], [[2, 4]]], "outputs": [[2], [2, 4]]}),
          ["def even(xs): return [x for x in xs if x % 2 == 0]"],
          ["def even(xs): return xs[-1] if len(xs) == 2 and xs[0] == 1 else xs"], asks="`even`"),
+    Form("apps function, arguments as lines",
+         apps({"fn_name": "addUp", "inputs": ["[1, 2]\n3", "[4]\n0"], "outputs": ["[6]", "[4]"]}),
+         ["def addUp(xs, n): return [sum(xs) + n]"], ["def addUp(xs, n): return sum(xs) + n"]),
     Form("apps function, numbers",
          apps({"fn_name": "half", "inputs": [[0.6], [3]], "outputs": [0.3, 1.5]}),
          ["def half(x): return 0.1 + 0.2 if x == 0.6 else x / 2"], ["def half(x): return 0.3"]),
@@ -175,6 +179,16 @@ FORMS = [
     Form("synthetic-1 calls", {"problem_id": "vfc_2", "task_type": "verifiable_code",
                                "prompt": "Sum up.", "verification_info": json.dumps(CALLS)},
          [TOTAL], ["def total(xs): return 3", "def total(xs): return [sum(xs)]"], asks="`total`"),
+    Form("open-r1 calls", {"problem_id": "vfc_4", "task_type": "verifiable_code",
+                           "problem_statement": "Spell.", "verification_info": {
+                               "language": "python", "test_cases": [
+                                   {"type": "function_call", "fn_name": "spell", "input": given,
+                                    "output": wanted} for given, wanted in (
+                                        ("[[1, 2], true]", "[1]"), ("[['a'], None]", "['x']"),
+                                        ("[[], 1]", "plain text"))]}},
+         ["def spell(a, b): return 'plain text' if not a else [1] if b else ['x']"],
+         ["def spell(a, b): return 'plain' if not a else [1] if b else ['x']",
+          "def spell(a, b): return 'plain text' if not a else 1 if b else ['x']"]),
     Form("open-r1", {"problem_id": "vfc_3", "task_type": "verifiable_code",
                      "problem_statement": "Add.", "verification_info": VERIFY,
                      "metadata": {"time_limit": "3 seconds", "memory_limit_bytes": 300_000_000}},
@@ -189,6 +203,13 @@ FORMS = [
          {"question": "Sum a list.", "test_code": PYTEST.replace("from solution import total", ""),
           "test_info": '[{"function_name": "total"}]', "gpt_pass_percentage": 0.4},
          [TOTAL], ["def total(xs): return 3"]),
+    Form("kodcode, signature as the question",
+         {"question": 'def total(xs):\n    """Sum."""', "test": PYTEST, "test_info": []},
+         [TOTAL], ["def total(xs): return 3"], asks="Complete the Python function total."),
+    Form("deepcoder, text of Python",
+         {"problem": "Read:\ndef total(xs):\nand do it.", "tests": repr(
+             [{"type": "function_call", "fn_name": "total", "input": [[1]], "output": [1]}])},
+         [TOTAL], ["def total(xs): return 3"], asks="and do it."),
     Form("acecode", {"id": "oss_1", "question": "Sum a list.", "inferences": [{"pass_rate": 0.5}],
                      "test_cases": ["assert total([1, 2]) == 3", "assert total([]) == 0"]},
          [TOTAL], ["def total(xs): return 3"], asks="as in `assert total([1, 2]) == 3`."),
@@ -231,10 +252,26 @@ def test_programs_are_graded_by_the_tests_of_each_form(tmp_path: Path, form: For
         [prompt] = reading.prompts
         assert prompt.task == "code"
         assert form.asks in prompt.question
-        assert f"read as {form.read_as}" in reading.notes[0] or not form.read_as
+        if form.read_as:
+            assert f"read as {form.read_as}" in reading.notes[0]
+            named = read(tmp_path / f"a.{suffix}", [form.row], kind=form.read_as.split(", ")[0])
+            assert named.prompts[0].entry == prompt.entry
         assert prompt.is_program == (not parse_tests(prompt.entry).entry_point)
     assert [reason(prompt, program) for program in form.right] == ["correct"] * len(form.right)
     assert "correct" not in [reason(prompt, program) for program in form.wrong]
+
+
+def test_lines_that_tools_write_hold_the_same_prompts(tmp_path: Path) -> None:
+    for form in FORMS:
+        for suffix in form.suffixes:
+            [prompt] = read(tmp_path / f"rows.{suffix}", [form.row]).prompts
+            [row] = read_rows(tmp_path / f"rows.{suffix}", task="math")
+            [again] = read(tmp_path / "written.jsonl", [row.fields]).prompts
+            same = ("entry", "task", "messages", "id")
+            if not form.row.keys() & {"id", "question_id", "problem_id", "task_id"}:
+                same = same[:-1]
+            found = [(getattr(prompt, key), getattr(again, key)) for key in same]
+            assert [one for one, other in found if one != other] == [], form.name
 
 
 def test_limits_of_a_problem_are_kept(tmp_path: Path) -> None:
@@ -303,56 +340,6 @@ def test_a_row_with_unusable_tests_is_named_and_can_be_dropped(
     assert f"rows left out: 1 bad_tests (first {path}:2)" in reading.notes[0]
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_pickles_of_plain_values_are_read_as_python_reads_them(protocol: int) -> None:
-    value = [{"a": [1, -2.5, True, None, 300, 70_000, 2**70], "b": ("x", "é", "x"), "": {}}] * 1
-    value += [(), (1,), (1, 2), (1, 2, 3, 4), "ü" * 300, False, [[], [[]]], ["x", "x"]]
-    assert read_pickle(pickle.dumps(value, protocol)) == value
-
-
-class _Hostile:
-    def __reduce__(self) -> Any:
-        return print, ("executed",)
-
-
-SHARED: list[Any] = [1]
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (pickle.dumps(_Hostile(), 0), "opcode GLOBAL"),
-        (pickle.dumps(_Hostile()), "opcode STACK_GLOBAL"),
-        (pickle.dumps(b"x"), "opcode SHORT_BINBYTES"),
-        (pickle.dumps({1, 2}), "opcode EMPTY_SET"),
-        (pickle.dumps([SHARED, SHARED]), "repeats a value other than text"),
-        (pickle.dumps({1: 2}), "damaged: only a list or a dictionary"),
-        (b"\x80\x04]", "damaged"),
-        (b"N" * 1_000_001 + b".", "more than 1,000,000 opcodes"),
-        (b"(" * 10 + b"e.", "damaged"),
-        (b"0.", "opcode POP"),
-        (b"NN.", "damaged"),
-        (b"I" + b"9" * 5000 + b"\n.", "damaged"),
-        (b"", "damaged"),
-    ],
-)  # fmt: skip
-def test_other_pickles_are_refused_by_name(
-    data: bytes, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(BadTests, match=why):
-        read_pickle(data)
-    assert capsys.readouterr().out == ""
-
-
-def test_what_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.data.tables.plain_values.MAX_UNPACKED_BYTES", 10_000)
-    for text in ("x" * 20_000, ["x" * 2_000] * 6):
-        with pytest.raises(BadTests, match=r"unpacks? to more than 10,000"):
-            entry_of(packed(text))
-    with pytest.raises(BadTests, match="cut off"):
-        entry_of(base64.b64encode(zlib.compress(b"x" * 100)[:-8]).decode())
-
-
 @pytest.mark.parametrize(
     "answer",
     ["7", "[1, 2]", "{1, 2}", "[", "(1, 2)", 7, ["7", "8"], [], "[]", "\\frac{1}{2}", None],
@@ -366,5 +353,7 @@ def test_an_object_in_place_of_an_answer_is_tests_or_named() -> None:
     assert read_answer(json.dumps(tests)) == read_answer(tests) == entry_of(tests)
     long = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
     assert json.loads(read_answer(long) or "")["cases"] == [{"stdin": LONG, "stdout": LONG}]
+    for text in (PYTEST, "assert total([1]) == 1\nassert total([]) == 0"):
+        assert json.loads(read_answer(text) or "")["entry_point"] == "total"
     with pytest.raises(BadTests, match="no form that is known"):
         read_answer('{"foo": 1}')

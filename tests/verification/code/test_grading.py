@@ -78,6 +78,10 @@ def test_tests_are_parsed_from_json() -> None:
         ({"cases": [{"stdin": "", "stdout": ""}], "time_s": 61}, "time_s = 61.0, expected seconds"),
         ({"cases": [{"stdin": "", "stdout": ""}], "time_s": 0}, "time_s = 0.0, expected seconds"),
         ({"cases": [{"stdin": "", "stdout": ""}], "memory_bytes": 64}, "memory_bytes = 64, expect"),
+        (
+            {"cases": [{"stdin": "1", "stdout": "1"}], "entry_point": "a b"},
+            "'a b', expected a name",
+        ),
         ({"cases": [{"stdin": "[" * 9999, "stdout": "1"}], "entry_point": "f"}, "too deeply"),
         ({"cases": [{"stdin": "9" * 100_001, "stdout": "1"}], "entry_point": "f"}, "100,001 digi"),
     ],
