@@ -80,8 +80,8 @@ class PromptSource(Section):
     """Treatment of the system messages of rows. "keep": they replace ours, and may ask for another
     form than the format check. "replace": the run removes them, and adds ours."""
     faulty: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows of files and hub that are not prompts, such as rows without an answer. The
-    run refuses to start, or drops and counts these rows."""
+    """Treatment of rows of files, hub and jsonl that are not prompts, such as rows without an
+    answer. The run refuses to start, or drops and counts these rows."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"

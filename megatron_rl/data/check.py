@@ -4,7 +4,7 @@ A fault is a prompt that a run would refuse, leave out, grade wrongly or leak. T
 finds it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_rl.config.evaluation import EvalConfig
@@ -12,12 +12,10 @@ from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import find_dropped
-from megatron_rl.data.kinds import read_as
 from megatron_rl.data.prompts import describe_own_system
 from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
-from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
@@ -58,7 +56,7 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     notes: list[str] = []
     parts = []
     for name, source in _sources(config):
-        reading = _read(source, config.run.seed, faults.append)
+        reading = read_source(source, config.run.seed, key="prompts.kind", on_fault=faults.append)
         notes += reading.notes
         parts.append(Part(name, reading.prompts))
     for part in parts:
@@ -83,12 +81,6 @@ def _sources(config: Config) -> Iterator[tuple[str, PromptSource]]:
     for one in config.eval.sets:
         update = {**all_rows, "held_out_share": 1.0, "train_size": 0}
         yield one.name, one.prompts.model_copy(update=update)
-
-
-def _read(source: PromptSource, seed: int, on_fault: Callable[[RowFault], None]) -> Reading:
-    if read_as(source) == "jsonl":
-        return read_files(source, on_fault)
-    return read_source(source, seed, key="prompts.kind", on_fault=on_fault)
 
 
 def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[Fault]:

@@ -168,6 +168,9 @@ def read_source(
     fault.
     """
     kind = read_as(source, SOURCES, key=key)
+    if kind == "jsonl" and (source.faulty == "drop" or on_fault is not None):
+        # The reader of lines stops at a fault.
+        kind = "files"
     if kind in _READERS:
         return _READERS[kind](source, on_fault)
     # A data set of reasoning_gym may have been found without its kind.

@@ -78,6 +78,17 @@ def test_faulty_rows_never_stop_a_run_that_drops_them(tmp_path: Path) -> None:
     settings.check_prompts(material.divide().all, reward)
 
 
+def test_lines_in_our_own_form_are_dropped_alike(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [FAULTY[0], *FAULTY[:2]])
+    reading = read(path, kind="jsonl")
+    assert [p.question for p in reading.prompts] == ["p"]
+    assert "1 repeated" in reading.notes[0] and "1 no_answer" in reading.notes[0]
+    with pytest.raises(InputError, match=r"a\.jsonl:3: the answer is empty"):
+        read(path, kind="jsonl", faulty="refuse")
+    reading = read(write(tmp_path / "b.jsonl", FAULTY[:1] * 3), kind="jsonl", faulty="refuse")
+    assert len(reading.prompts) == 1 and "2 repeated" in reading.notes[0]
+
+
 def test_refused_rows_are_counted_by_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", FAULTY)
     with pytest.raises(InputError, match=r"2 of 5 rows .* \(1 no_answer, 1 placeholder\); first"):
