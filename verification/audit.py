@@ -41,6 +41,7 @@ class _Line(msgspec.Struct, frozen=True):
     prompt_id: str = ""
     reason: str = ""
     stage: int = 0
+    other_answers: list[str] = []
 
 
 class Record(NamedTuple):
@@ -113,6 +114,7 @@ def _sample(line: _Line, prompts: Mapping[str, Prompt], rules: Sequence[LengthRu
         is_finished=line.is_finished and line.finish_reason != "length",
         seed=line.seed,
         prompt_tail=line.prompt_tail,
+        other_answers=line.other_answers,
         length_rule=rules[line.stage] if line.stage < len(rules) else None,
     )
 
@@ -200,31 +202,34 @@ _TO_OPINION = {number: opinion for opinion, number in _TO_NUMBER.items()}
 
 def says_text(answer: str, request: ScoreRequest) -> float:
     """1 if equal after normalisation, -1 if not: other texts may mean the same."""
-    return 1.0 if _opinions(answer, request.answer)["text"] else -1.0
+    return 1.0 if _says("text", answer, request) == 1.0 else -1.0
 
 
 def says_number(answer: str, request: ScoreRequest) -> float:
     """1 or 0 by plain readings, -1 if they cannot tell."""
-    return _says("number", answer, request.answer)
+    return _says("number", answer, request)
 
 
 def says_structure(answer: str, request: ScoreRequest) -> float:
     """1 or 0 by our grammar, -1 if it cannot tell."""
-    return _says("structure", answer, request.answer)
+    return _says("structure", answer, request)
 
 
 def says_math_verify(answer: str, request: ScoreRequest) -> float:
     """1 or 0 by math-verify, -1 if it cannot tell."""
-    return _says("math_verify", answer, request.answer)
+    return _says("math_verify", answer, request)
 
 
 def says_bare(answer: str, request: ScoreRequest) -> float:
     """1 or 0 by math-verify alone."""
-    return _TO_NUMBER[same_by_bare_library(answer, request.answer)]
+    said = [same_by_bare_library(answer, one) for one in (request.answer, *request.other_answers)]
+    return _TO_NUMBER[any(said)]
 
 
-def _says(parser: str, answer: str, reference: str) -> float:
-    return _TO_NUMBER[_opinions(answer, reference)[parser]]
+def _says(parser: str, answer: str, request: ScoreRequest) -> float:
+    """The opinion on the accepted answers: 1 if equal to one, 0 if to none, -1 if unknown."""
+    said = [_opinions(answer, one)[parser] for one in (request.answer, *request.other_answers)]
+    return _TO_NUMBER[True if True in said else None if None in said else False]
 
 
 @functools.lru_cache(maxsize=16)

@@ -4,7 +4,6 @@ The dry run of a configuration grades them, to find out whether any completion c
 reward. The form is read from the prompt as the model sees it, never from the format check.
 """
 
-import json
 from typing import NamedTuple
 
 from megatron_rl.protocol.types import Prompt
@@ -126,15 +125,15 @@ def _programs(tests: CodeTests, count: int) -> tuple[str, str, str] | None:
 
 
 def _look_up_calls(entry_point: str, cases: list[Case]) -> str:
-    table = {
-        json.dumps([json.loads(line) for line in case.stdin.splitlines() if line.strip()]): (
-            json.loads(case.stdout)
-        )
-        for case in cases
-    }
-    tests = CodeTests(entry_point=entry_point)
-    body = _call("return TABLE[json.dumps(list(given))]", tests)
-    return f"import json\nTABLE = {table!r}\n{body}"
+    rows = [([line for line in case.stdin.splitlines() if line.strip()], case.stdout)
+            for case in cases]  # fmt: skip
+    body = _call("return TABLE[json.dumps(list(given))]", CodeTests(entry_point=entry_point))
+    return (
+        f"import json\nROWS = {rows!r}\n"
+        # The program reads the JSON, since only the sandbox reads integers of any size.
+        "TABLE = {json.dumps(list(map(json.loads, given))): json.loads(wanted)"
+        f" for given, wanted in ROWS}}\n{body}"
+    )
 
 
 def _call(body: str, tests: CodeTests) -> str:

@@ -1,12 +1,15 @@
 """Whether an answer is right: the table COMPARISONS, and functions that a user names.
 
 `quick` halves are string code and run in the verifier itself; `judge` runs in a grading process.
-Two wrong answers are compared in the same way: one serves as the reference.
+Two wrong answers are compared in the same way: one serves as the reference. A request may have
+several accepted answers: an answer is right if it equals any.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+
+import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function, where_raised
@@ -61,6 +64,56 @@ class Comparison:
     """Loads what `judge` needs, so that no completion pays for it."""
     equivalence: Equivalence = Equivalence()
     """Which wrong answers are the same."""
+
+
+def _with_each_answer(request: ScoreRequest) -> list[ScoreRequest]:
+    """The request with each accepted answer alone."""
+    if not request.other_answers:
+        return [request]
+    answers = [request.answer, *request.other_answers]
+    return [msgspec.structs.replace(request, answer=a, other_answers=[]) for a in answers]
+
+
+def _best(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict on an answer by those against each accepted answer."""
+    right = [verdict for verdict in verdicts if verdict.is_correct]
+    # An answer that equals an accepted one in value says more than one that equals none.
+    return (right or [v for v in verdicts if v == UNEVALUATED] or list(verdicts))[0]
+
+
+def any_answer_quickly(quick: Callable[..., Verdict | None]) -> QuickJudge:
+    """The quick comparison with all accepted answers: None unless plain text decides."""
+
+    def judge(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+        verdicts: list[Verdict] = []
+        is_open = False
+        for one in _with_each_answer(request):
+            verdict = quick(checked, one, rules)
+            if verdict is not None and verdict.is_correct:
+                return verdict
+            is_open |= verdict is None
+            verdicts += [] if verdict is None else [verdict]
+        return None if is_open else _best(verdicts)
+
+    return judge
+
+
+def any_answer(judge: Judge, quick: QuickJudge) -> Judge:
+    """The comparison with all accepted answers, of which plain text leaves one undecided."""
+
+    def judge_each(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
+        if not request.other_answers:
+            return judge(checked, request, rules)
+        verdicts = []
+        for one in _with_each_answer(request):
+            # `quick` also refuses pairs that would keep `judge` busy.
+            verdict = quick(checked, one, rules) or judge(checked, one, rules)
+            if verdict.is_correct:
+                return verdict
+            verdicts.append(verdict)
+        return _best(verdicts)
+
+    return judge_each
 
 
 def exact_text(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
@@ -141,12 +194,12 @@ def code_limits(reward: RewardConfig) -> grading.CodeLimits:
 
 COMPARISONS: dict[str, Comparison] = {
     "math": Comparison(
-        _math,
-        _math_quickly,
+        any_answer(_math, _math_quickly),
+        any_answer_quickly(_math_quickly),
         math_answer.prepare,
         Equivalence(str.strip, _same_math, _same_math_quickly),
     ),
-    "exact": Comparison(exact_text, exact_text),
+    "exact": Comparison(any_answer(exact_text, exact_text), any_answer_quickly(exact_text)),
     "reasoning_gym": Comparison(
         _gym, _gym_quickly, gym_answer.prepare, Equivalence(_without_spacing)
     ),
@@ -170,7 +223,7 @@ def find_comparison(name: str) -> Comparison:
             )
         return CORRECT if is_right else WRONG
 
-    return Comparison(judge, equivalence=Equivalence(str, judge))
+    return Comparison(any_answer(judge, _undecided), equivalence=Equivalence(str, judge))
 
 
 def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:

@@ -53,6 +53,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all completions of a problem: draws its tests."""
     prompt_tail: str = ""
     """The end of the rendered prompt, which may open <think>."""
+    other_answers: list[str] = []
+    """Further accepted answers."""
     length_rule: LengthRule | None = None
     """None: the limit of the `Grading`, and the margin of its reward section."""
 
@@ -170,4 +172,5 @@ def _request(number: int, sample: Sample) -> ScoreRequest:
         seed=sample.seed,
         prompt_tail=sample.prompt_tail,
         length_rule=sample.length_rule,
+        other_answers=sample.other_answers,
     )

@@ -4,7 +4,9 @@ Used by the verifier's entry and by the launcher.
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
@@ -12,10 +14,12 @@ from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from verification.code.grading import parse_tests
-from verification.code.setup import prepare
+from verification.code.setup import prepare, with_own_limits
 from verification.comparisons import COMPARISONS, code_limits
 from verification.gym_answer import REFUSED_DATASETS
 from verification.verdict import GradingError
+
+UNKNOWN_TASK = "unknown_task"
 
 
 def check_sources(sources: Iterable[PromptSource]) -> None:
@@ -40,22 +44,47 @@ def check_functions(reward: RewardConfig) -> None:
         find_function({}, extra.function, key=f"reward.extra {extra.name!r}: function")
 
 
-def check_prompts(prompts: Iterable[Prompt], reward: RewardConfig) -> None:
-    """Raise InputError for a prompt of an unknown task, or of code without usable tests."""
+class PromptFault(NamedTuple):
+    """Why no completion of a prompt could be graded."""
+
+    reason: str
+    """One word, for counts."""
+    text: str
+
+
+def find_fault(prompt: Prompt, reward: RewardConfig) -> PromptFault | None:
+    """The fault of a prompt: its task is unknown, or it lacks usable tests, or an answer."""
     tasks = reward.all_tasks
-    for prompt in prompts:
-        if prompt.task not in tasks:
-            matches = difflib.get_close_matches(prompt.task, tasks, n=1)
-            hint = f"; did you mean {matches[0]!r}?" if matches else ""
-            raise InputError(
-                f"{_name(prompt)} has the unknown task {prompt.task!r}: known are "
-                f"{sorted(tasks)}, others are defined in [reward.tasks.NAME]{hint}"
-            )
-        if tasks[prompt.task].compare == CODE:
-            try:
-                parse_tests(prompt.entry)
-            except GradingError as error:
-                raise InputError(f"{_name(prompt)}: {error}") from error
+    if prompt.task not in tasks:
+        matches = difflib.get_close_matches(prompt.task, tasks, n=1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        return PromptFault(
+            UNKNOWN_TASK,
+            f"{_name(prompt)} has the unknown task {prompt.task!r}: known are "
+            f"{sorted(tasks)}, others are defined in [reward.tasks.NAME]{hint}",
+        )
+    compare = tasks[prompt.task].compare
+    if compare in ("math", "exact") and not any(map(str.strip, prompt.answers)):
+        return PromptFault("no_answer", f"{_name(prompt)}: the answer is empty")
+    if compare == CODE:
+        try:
+            with_own_limits(code_limits(reward), parse_tests(prompt.entry))
+        except GradingError as error:
+            return PromptFault("bad_tests", f"{_name(prompt)}: {error}")
+    return None
+
+
+def check_prompts(prompts: Iterable[Prompt], reward: RewardConfig) -> None:
+    """Raise InputError, with counts, for prompts whose completions could not be graded."""
+    faults = [fault for prompt in prompts if (fault := find_fault(prompt, reward)) is not None]
+    if not faults:
+        return
+    counts = Counter(fault.reason for fault in faults).most_common()
+    named = ", ".join(f"{count:,} {reason}" for reason, count in counts)
+    more = f"; {len(faults):,} prompts cannot be graded ({named})" if len(faults) > 1 else ""
+    raise InputError(
+        f"{faults[0].text}{more}. Correct them, or leave them out by prompts.faulty='drop'"
+    )
 
 
 def _name(prompt: Prompt) -> str:

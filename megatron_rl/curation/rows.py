@@ -38,7 +38,9 @@ class Row(msgspec.Struct, frozen=True):
 
     def replace(self, **values: str) -> "Row":
         """The row with another id, answer, entry or language."""
-        prompt = msgspec.structs.replace(self.prompt, **values)
+        # Another answer replaces all accepted ones.
+        others: list[str] = [] if "answer" in values else self.prompt.other_answers
+        prompt = msgspec.structs.replace(self.prompt, **values, other_answers=others)
         return Row({**self.fields, **values}, prompt)
 
     def with_question(self, question: str) -> "Row":
@@ -87,16 +89,19 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
     A run makes the same prompt of the written line as of the row.
     """
     question = columns.question or next(key for key in QUESTIONS if key in fields)
-    is_text = isinstance(value_of(fields, question), str)
+    # Messages may be written as JSON text.
+    is_text = isinstance(value_of(fields, question), str) and len(prompt.messages) == 1
     key = question if question in QUESTIONS else "question" if is_text else "messages"
     key_of = {
-        question: key, columns.answer: "answer", columns.tests: "entry", columns.id: "id",
+        columns.tests.split(", ")[0]: "entry",
+        question: key, columns.answer: "answer", columns.id: "id",
         columns.task: "task", columns.language: "language", columns.split: "split",
         columns.pass_rate: "pass_rate",
     }  # fmt: skip
-    values: dict[str, Any] = {
-        name: getattr(prompt, name) for name in key_of.values() if name != key
-    }
+    names = ("answer", "entry", "id", "task", "language", "split", "pass_rate")
+    values: dict[str, Any] = {name: getattr(prompt, name) for name in names}
+    if prompt.other_answers:
+        values["answer"] = prompt.answers
     values[key] = prompt.question if is_text else msgspec.to_builtins(prompt.messages)
     found: dict[str, Any] = {}
     for column, value in fields.items():
@@ -106,9 +111,11 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
             found[name] = value if str(value) == str(values[name]) else values[name]
         else:
             # Under its own name a run would read this column from the line.
-            found[f"original_{column}" if is_ours(column) else column] = value
+            is_read = is_ours(column) or question.startswith(f"{column}.")
+            found[f"original_{column}" if is_read else column] = value
     named = {"answer"} | {n for column, n in key_of.items() if value_of(fields, column) is not None}
-    if "entry" in named:
+    if "entry" in named or prompt.entry:
+        named.add("entry")
         named.add("task")
     return found | {n: value for n, value in values.items() if n in named and n not in found}
 

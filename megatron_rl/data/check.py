@@ -4,19 +4,18 @@ A fault is a prompt that a run would refuse, leave out, grade wrongly or leak. T
 finds it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import find_dropped
 from megatron_rl.data.prompts import describe_own_system
+from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
 from megatron_rl.data.sources import read_source
-from megatron_rl.data.tables.hub import read_hub
-from megatron_rl.data.tables.source import Reading, RowFault, read_files
+from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
@@ -24,7 +23,7 @@ from verification import settings
 from verification.math.answer import find_illegible
 
 Fault = RowFault
-UNKNOWN_TASK = "unknown_task"
+UNKNOWN_TASK = settings.UNKNOWN_TASK
 CONTAINED_WORDS = 8
 """An evaluation question of fewer words counts only as a whole prompt, not inside another."""
 _READING_S = 600.0
@@ -57,7 +56,7 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
     notes: list[str] = []
     parts = []
     for name, source in _sources(config):
-        reading = _read(source, config.run.seed, faults.append)
+        reading = read_source(source, config.run.seed, key="prompts.kind", on_fault=faults.append)
         notes += reading.notes
         parts.append(Part(name, reading.prompts))
     for part in parts:
@@ -76,18 +75,12 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
 def _sources(config: Config) -> Iterator[tuple[str, PromptSource]]:
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
-    yield from (("", source) for source in config.prompts)
+    # A run leaves repeated rows out; here each is a fault with its place.
+    all_rows = {"repeated": "keep"}
+    yield from (("", source.model_copy(update=all_rows)) for source in config.prompts)
     for one in config.eval.sets:
-        update = {"held_out_share": 1.0, "train_size": 0}
+        update = {**all_rows, "held_out_share": 1.0, "train_size": 0}
         yield one.name, one.prompts.model_copy(update=update)
-
-
-def _read(source: PromptSource, seed: int, on_fault: Callable[[RowFault], None]) -> Reading:
-    if source.kind in ("files", "jsonl"):
-        return read_files(source, on_fault)
-    if source.kind == "hub":
-        return read_hub(source, on_fault)
-    return read_source(source, seed, key="prompts.kind")
 
 
 def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[Fault]:
@@ -96,30 +89,30 @@ def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
     mathematical: list[Prompt] = []
     for prompt in prompts:
         place = prompt.place or f"prompt {prompt.id!r}"
-        try:
-            settings.check_prompts([prompt], reward)
-        except InputError as error:
-            reason = "bad_tests" if prompt.task in tasks else UNKNOWN_TASK
-            yield Fault(place, reason, _after_place(str(error), place))
+        fault = settings.find_fault(prompt, reward)
+        if fault is not None:
+            yield Fault(place, fault.reason, _after_place(fault.text, place))
             continue
-        compare = tasks[prompt.task].compare
-        if compare in ("math", "exact") and not prompt.answer.strip():
-            yield Fault(place, "no_answer", f"{place}: the answer is empty")
-        elif compare == "math":
+        if tasks[prompt.task].compare == "math":
             mathematical.append(prompt)
         if prompt.messages[-1].role != "user":
             said = f"the last message is of the role {prompt.messages[-1].role!r}, not of the user"
             yield Fault(place, "not_a_question", f"{place}: {said}")
-    answers = [prompt.answer for prompt in mathematical]
+    yield from _unreadable(mathematical)
+
+
+def _unreadable(prompts: Sequence[Prompt]) -> Iterator[Fault]:
+    """Prompts with an accepted answer that our grammar cannot read."""
+    answers = [(prompt, answer) for prompt in prompts for answer in prompt.answers]
     if not answers:
         return
+    texts = [answer for _, answer in answers]
     # In a child: a hostile answer may keep the parser busy.
-    found = call_in_child(find_illegible, answers, what="reading the answers", limit_s=_READING_S)
+    found = call_in_child(find_illegible, texts, what="reading the answers", limit_s=_READING_S)
     for index, why in found.items():
-        place = mathematical[index].place or f"prompt {mathematical[index].id!r}"
-        yield Fault(
-            place, "unreadable_answer", f"{place}: the answer {answers[index][:200]!r}: {why}"
-        )
+        prompt, answer = answers[index]
+        place = _name(prompt)
+        yield Fault(place, "unreadable_answer", f"{place}: the answer {answer[:200]!r}: {why}")
 
 
 def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
@@ -130,8 +123,10 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
         place = prompt.place or f"prompt {prompt.id!r}"
         other = first.setdefault(prompt.normalized_question, prompt)
         if other is not prompt:
-            same = other.answer == prompt.answer and other.entry == prompt.entry
-            reason = "repeated" if same else "repeated_with_other_answer"
+            same = other.answers == prompt.answers and other.entry == prompt.entry
+            reason = REPEATED if same else OTHER_ANSWER
+            if same and other.split != prompt.split:
+                reason = "in_both_splits"
             answers = "" if same else f" with the answer {other.answer[:100]!r}"
             yield Fault(place, reason, f"{place}: the question is that of {_name(other)}{answers}")
         known = ids.setdefault(prompt.id, prompt)

@@ -8,12 +8,8 @@ import json
 from importlib.resources import files
 
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.data.tables.test_forms import entry_of, with_demands
 from megatron_rl.protocol.types import ChatMessage, Prompt
-
-_ASK = (
-    "Complete the Python function {name}. Write the whole program: its imports, and every function "
-    "that it needs.\n\n```python\n{prompt}```"
-)
 
 
 def load_human_eval(source: PromptSource, seed: int) -> list[Prompt]:
@@ -23,15 +19,13 @@ def load_human_eval(source: PromptSource, seed: int) -> list[Prompt]:
 
 
 def _prompt(row: dict[str, str]) -> Prompt:
-    name = row["entry_point"]
-    # Some tests call a function that the prompt defines, so they need the prompt too.
-    tests = {"unit_tests": f"{row['prompt']}    pass\n{row['test']}", "entry_point": name}
-    question = _ASK.format(name=name, prompt=row["prompt"])
+    entry = entry_of(row["test"], row)
+    question = with_demands(row["prompt"], entry)
     return Prompt(
         id=row["task_id"],
         task="code",
         messages=[ChatMessage("user", question)],
         answer="",
         split="held_out",
-        entry=json.dumps(tests),
+        entry=entry,
     )

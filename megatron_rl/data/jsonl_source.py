@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import PromptSource
+from megatron_rl.data.answers import (
+    accepted_answers,
+    has_placeholder,
+    is_placeholder,
+    read_rate,
+)
+from megatron_rl.data.messages import NotText, plain_turns, refuse_images
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 _SPLITS = ("train", "held_out")
@@ -21,8 +29,11 @@ QUESTIONS = ("messages", "prompt", "question", "problem")
 _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
-    '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1)'
+    '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1). "answer" '
+    "may be a list of accepted answers"
 )
+_COMPARED = ("math", "exact")
+"""Our tasks that compare with the answer."""
 
 
 ENDS_IN_ANSWER = "the messages end in an answer of the assistant"
@@ -34,10 +45,19 @@ _SHORTEN = (
 )
 
 
+class BadLine(InputError):
+    """A row that is no prompt."""
+
+    def __init__(self, text: str, reason: str = "malformed") -> None:
+        super().__init__(text)
+        self.reason = reason
+        """One word, for counts."""
+
+
 class _Line(msgspec.Struct, frozen=True):
     """One line; the question has one of four names."""
 
-    answer: str | int | float
+    answer: str | int | float | list[str | int | float | None]
     messages: list[ChatMessage] = []
     prompt: str | list[ChatMessage] = ""
     question: str = ""
@@ -49,8 +69,8 @@ class _Line(msgspec.Struct, frozen=True):
     """Empty: chosen by a hash of the question."""
     entry: str = ""
     language: str = ""
-    pass_rate: float | None = None
-    """From 0 to 1; for the curriculum."""
+    pass_rate: float | str | None = None
+    """From 0 to 1, or text such as "5/8"; for the curriculum."""
 
     @property
     def conversation(self) -> list[ChatMessage]:
@@ -100,23 +120,53 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         check_keys(fields, place)
-        line = msgspec.json.decode(text, type=_Line)
-    except msgspec.DecodeError as error:
+        values = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{place}: {error}; {_EXPECTED}") from error
-    prompt = _prompt_of(line, place, name=f"{path.stem}:{number}", task=task)
+    refuse_marked(values, place)
+    prompt = make_prompt(values, place, name=f"{path.stem}:{number}", task=task)
     return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
 
 
 def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> Prompt:
-    """The prompt of a row with our keys; `split` is empty without one. Raises InputError.
+    """The prompt of a row with our keys; `split` is empty without one. Raises BadLine.
 
     name, task: id and task of a row without them.
     """
     try:
-        line = msgspec.convert(fields, _Line)
+        line = msgspec.convert({**fields, **_plain_questions(fields)}, _Line)
+    except NotText as error:
+        raise BadLine(f"{place}: {error}", "not_text") from error
     except msgspec.ValidationError as error:
-        raise InputError(f"{place}: {error}; {_EXPECTED}") from error
+        text = str(error)
+        has_none = "missing required field `answer`" in text or "at `$.answer" in text
+        reason = "no_answer" if has_none else "malformed"
+        raise BadLine(f"{place}: {error}; {_EXPECTED}", reason) from error
     return _prompt_of(line, place, name=name, task=task)
+
+
+def _plain_questions(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of questions, with messages as plain turns. Raises NotText."""
+    found: dict[str, Any] = {}
+    for key in QUESTIONS:
+        value = plain_turns(fields[key]) if key in fields else None
+        if isinstance(value, list) and key in ("question", "problem"):
+            # A question in parts.
+            found |= {key: "", "messages": value}
+        elif value is not None:
+            found[key] = value
+    return found
+
+
+def refuse_marked(fields: Mapping[str, Any], place: str) -> None:
+    """Raise BadLine for a row that a column marks as a placeholder, as in NeMo Gym's blends."""
+    for key, value in fields.items():
+        if "placeholder" in key.casefold() and value:
+            raise BadLine(
+                f"{place}: {key!r} says that the row is a placeholder: fill the rows in by the "
+                "script of the data set",
+                "placeholder",
+            )
 
 
 def example_fault(fields: Mapping[str, Any]) -> str:
@@ -138,24 +188,59 @@ def example_fault(fields: Mapping[str, Any]) -> str:
 
 def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
     if line.split and line.split not in _SPLITS:
-        raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
-    if not line.conversation:
-        raise InputError(f"{place}: there is no question; {_EXPECTED}")
+        raise BadLine(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
+    asked = [m.content for m in line.conversation if m.role == "user"]
+    if not line.conversation or (asked and not asked[-1].strip()):
+        raise BadLine(f"{place}: there is no question; {_EXPECTED}", "no_question")
     if line.conversation[-1].role == "assistant":
-        raise InputError(f"{place}: {ENDS_IN_ANSWER}; {_SHORTEN}")
-    if line.pass_rate is not None and not 0 <= line.pass_rate <= 1:
-        raise InputError(f'{place}: "pass_rate" is {line.pass_rate:g}; expected 0 to 1')
+        raise BadLine(f"{place}: {ENDS_IN_ANSWER}; {_SHORTEN}", "not_a_question")
+    try:
+        rate = read_rate(line.pass_rate)
+    except ValueError as error:
+        raise BadLine(f'{place}: "pass_rate" is {error}') from error
+    task = line.task or task
+    answers = _answers_of(line, place, task=task)
+    if task != CODE:
+        _check_question(asked[-1] if asked else "", place)
     return Prompt(
         id=str(line.id) or name,
-        task=line.task or task,
+        task=task,
         messages=line.conversation,
-        answer=str(line.answer),
+        answer=answers[0] if answers else "",
+        other_answers=answers[1:],
         split=line.split,
         entry=line.entry,
         language=line.language,
-        pass_rate=line.pass_rate,
+        pass_rate=rate,
         place=place,
     )
+
+
+def _answers_of(line: _Line, place: str, *, task: str) -> list[str]:
+    """The accepted answers of a line; [] for a task that needs none. Raises BadLine."""
+    is_math = task == "math"
+    try:
+        # A mathematical label is never a list of quoted texts; a text of another task may be one.
+        answers = accepted_answers(line.answer, reads_text=is_math, is_math=is_math)
+    except ValueError as error:
+        raise BadLine(f"{place}: {error}") from error
+    if task in _COMPARED and not answers and not line.entry:
+        raise BadLine(f"{place}: the answer is empty ({line.answer!r})", "no_answer")
+    for answer in answers:
+        if task in _COMPARED and is_placeholder(answer):
+            raise BadLine(f"{place}: the answer {answer!r} is a placeholder", "placeholder")
+    return answers
+
+
+def _check_question(question: str, place: str) -> None:
+    """Raise BadLine for a placeholder, and for a question about an image."""
+    if has_placeholder(question):
+        text = f"{place}: the question {question[:100]!r} is a placeholder, or holds one"
+        raise BadLine(text, "placeholder")
+    try:
+        refuse_images(question)
+    except NotText as error:
+        raise BadLine(f"{place}: {error}", "not_text") from error
 
 
 def check_keys(line: Mapping[str, Any], place: str) -> None:

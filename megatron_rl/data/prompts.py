@@ -5,6 +5,7 @@ Used by the rollout queue, and by tools that need the same split.
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.data.dropped_prompts import DROPPED
 from megatron_rl.data.epochs import ShuffledEpochs
@@ -20,6 +22,7 @@ from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.source import Reading
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
+from verification import settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,7 @@ def describe_own_system(prompts: Sequence[Prompt]) -> str:
     return (
         f"{of_all} have a system message of their own, so render.system_prompt is not added to "
         "them, and no demonstration: a task's format check rejects completions in another form. "
-        "Ask for the form in these messages, or remove the messages from the rows"
+        "Ask for the form in these messages, or let ours replace them by prompts.system='replace'"
     )
 
 
@@ -167,16 +170,26 @@ class PromptMaterial:
 
 
 def read_prompts(
-    sources: list[PromptSource], seed: int, *, eval_sets: Sequence[EvalSet] = ()
+    sources: list[PromptSource],
+    seed: int,
+    *,
+    eval_sets: Sequence[EvalSet] = (),
+    reward: RewardConfig | None = None,
 ) -> PromptMaterial:
-    """Read all sources. Raises InputError."""
+    """Read all sources. Raises InputError.
+
+    reward: of the run. Sources with faulty = "drop" lose the prompts that it could not grade.
+    """
     if not sources and not eval_sets:
         raise InputError("no prompts are configured: add a [[prompts]] section")
-    readings = [read_source(source, seed, key="prompts.kind") for source in sources]
+    readings = [
+        _without_ungradable(read_source(source, seed, key="prompts.kind"), source, reward)
+        for source in sources
+    ]
     loaded = _with_unique_ids([reading.prompts for reading in readings])
     evaluated = {}
     for one in eval_sets:
-        reading = _read_eval_set(one, seed)
+        reading = _read_eval_set(one, seed, reward)
         evaluated[one.name] = reading.prompts
         readings.append(reading)
     return PromptMaterial(
@@ -188,15 +201,39 @@ def read_prompts(
     )
 
 
+def _without_ungradable(
+    reading: Reading, source: PromptSource, reward: RewardConfig | None
+) -> Reading:
+    """The prompts that the run's rewards can grade, where the source drops others by count."""
+    if reward is None or source.faulty == "refuse":
+        return reading
+    kept, faults = [], []
+    for prompt in reading.prompts:
+        fault = settings.find_fault(prompt, reward)
+        if fault is None:
+            kept.append(prompt)
+        else:
+            faults.append(fault)
+    if not faults:
+        return reading
+    if not kept:
+        raise InputError(f"{faults[0].text}; prompts.faulty='drop' would leave no prompt")
+    counts = Counter(fault.reason for fault in faults).most_common()
+    named = ", ".join(f"{count} {reason}" for reason, count in counts)
+    note = f"prompts left out: {named} (first {faults[0].text})"
+    return reading._replace(prompts=kept, notes=[*reading.notes, note])
+
+
 def load_prompts(
     sources: list[PromptSource],
     seed: int,
     dropped: frozenset[str] = frozenset(),
     *,
     eval_sets: Sequence[EvalSet] = (),
+    reward: RewardConfig | None = None,
 ) -> PromptSets:
     """Prompts of all sources, with as many held out as possible. Raises InputError."""
-    return read_prompts(sources, seed, eval_sets=eval_sets).divide(dropped)
+    return read_prompts(sources, seed, eval_sets=eval_sets, reward=reward).divide(dropped)
 
 
 def prompts_of_run(
@@ -206,13 +243,20 @@ def prompts_of_run(
 
     cursor: of a resumed run. A run that began without the limit of held-out prompts keeps its rule.
     """
-    material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    material = material_of_run(config)
     sets = material.divide(dropped, most_held_out=most_held_out(config))
     if cursor is not None and cursor.sizes != sets.sizes:
         earlier = material.divide(dropped)
         if cursor.sizes == earlier.sizes:
             return earlier
     return sets
+
+
+def material_of_run(config: Config) -> PromptMaterial:
+    """All prompts of a run, not yet divided. Raises InputError."""
+    return read_prompts(
+        config.prompts, config.run.seed, eval_sets=config.eval.sets, reward=config.reward
+    )
 
 
 def most_held_out(config: Config) -> int:
@@ -222,12 +266,12 @@ def most_held_out(config: Config) -> int:
     )
 
 
-def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
+def _read_eval_set(wanted: EvalSet, seed: int, reward: RewardConfig | None) -> Reading:
     """Prompts of an evaluation set; their ids begin with its name. Raises InputError."""
     key = f"eval.sets, {wanted.name}: prompts.kind"
     # The trainer uses no row of an evaluation set.
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
-    reading = read_source(source, seed, key=key)
+    reading = _without_ungradable(read_source(source, seed, key=key), source, reward)
     [loaded] = _with_unique_ids([reading.prompts])
     prompts = [
         msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")

@@ -16,9 +16,13 @@ from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.human_eval_source import load_human_eval
 from megatron_rl.data.jsonl_source import load_jsonl
+from megatron_rl.data.kinds import paths_of, read_as, with_hub_name
+from megatron_rl.data.repeats import Repeats
 from megatron_rl.data.tables.hub import read_hub
+from megatron_rl.data.tables.rows import RowFault, without_system
 from megatron_rl.data.tables.source import Reading, read_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
+from verification import settings
 
 log = logging.getLogger(__name__)
 
@@ -148,18 +152,51 @@ def load_files(source: PromptSource, seed: int) -> list[Prompt]:
 
 def load_hub(source: PromptSource, seed: int) -> list[Prompt]:
     """Prompts of a data set of the Hub."""
-    return read_hub(source).prompts
+    return read_hub(with_hub_name(source)).prompts
 
 
-def read_source(source: PromptSource, seed: int, *, key: str) -> Reading:
-    """Prompts of a source, with notes for the user. key: name of `source.kind` in messages."""
-    if source.kind in _READERS:
-        return _READERS[source.kind](source)
-    prompts = find_function(SOURCES, source.kind, key=key)(source, seed)
-    return Reading(prompts, [], [source.path] if source.path is not None else [])
+def read_source(
+    source: PromptSource,
+    seed: int,
+    *,
+    key: str,
+    on_fault: Callable[[RowFault], None] | None = None,
+) -> Reading:
+    """Prompts of a source, with notes for the user. Raises InputError.
+
+    key: name of `source.kind` in messages. on_fault: as for `read_files`; other readers stop at a
+    fault.
+    """
+    kind = read_as(source, SOURCES, key=key)
+    if kind == "jsonl" and (source.faulty == "drop" or on_fault is not None):
+        # The reader of lines stops at a fault.
+        kind = "files"
+    if kind in _READERS:
+        return _READERS[kind](source, on_fault)
+    # A data set of reasoning_gym may have been found without its kind.
+    settings.check_sources([source.model_copy(update={"kind": kind})])
+    prompts = find_function(SOURCES, kind, key=key)(source, seed)
+    notes = [] if kind == source.kind else [f"{source.name}: a data set of {kind}"]
+    files = paths_of(source)
+    if source.system == "replace":
+        prompts = [without_system(prompt) for prompt in prompts]
+    if kind == "jsonl" and source.repeated == "drop":
+        repeats = Repeats()
+        kept = [prompt for prompt in prompts if not repeats.find(prompt)]
+        if len(kept) < len(prompts):
+            notes.append(f"{files[0]}: rows left out: {len(prompts) - len(kept)} repeated")
+        prompts = kept
+    return Reading(prompts, notes, files)
 
 
-_READERS: dict[str, Callable[[PromptSource], Reading]] = {"files": read_files, "hub": read_hub}
+def _read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None) -> Reading:
+    return read_hub(with_hub_name(source), on_fault)
+
+
+_READERS: dict[str, Callable[[PromptSource, Callable[[RowFault], None] | None], Reading]] = {
+    "files": read_files,
+    "hub": _read_hub,
+}
 
 SOURCES: dict[str, Callable[[PromptSource, int], list[Prompt]]] = {
     "files": load_files,

@@ -36,8 +36,8 @@ from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, find_droppe
 from megatron_rl.data.prompts import (
     PromptSets,
     has_own_system,
+    material_of_run,
     most_held_out,
-    read_prompts,
 )
 from megatron_rl.launcher import model_checks
 from megatron_rl.launcher.placement import listed_gpus
@@ -238,7 +238,7 @@ def check_prompts(config: Config) -> PromptReport:
     """All sources load, and there are enough train and held-out prompts."""
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
-    material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    material = material_of_run(config)
     sets = material.divide()
     settings.check_prompts(sets.all, config.reward)
     tasks = sorted({prompt.task for prompt in sets.all})

@@ -13,7 +13,8 @@ import xxhash
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.kinds import read_as, with_hub_name
+from megatron_rl.data.prompts import material_of_run
 from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
@@ -65,7 +66,7 @@ def _count_epochs(config: Config) -> Config:
             f"train.epochs={config.train.epochs} with stages of {sorted(sizes)} groups a batch: "
             "give train.steps in its place"
         )
-    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = material_of_run(config).divide()
     drawn = zip(config.prompts, sets.train, strict=True)
     prompts = sum(len(found) for source, found in drawn if source.weight)
     if not config.sampled_groups:
@@ -80,7 +81,7 @@ def _count_epochs(config: Config) -> Config:
 
 def _pin_prompts(config: Config, saved: Config | None) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
-    if all(source.kind != "hub" for source in sources):
+    if all(read_as(source) != "hub" for source in sources):
         return config
     earlier = [] if saved is None else [*saved.prompts, *(one.prompts for one in saved.eval.sets)]
     found = [pinned(source, earlier) for source in sources]
@@ -98,7 +99,11 @@ def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     return PromptRecord(
         [_record_of(path) for path in files],
-        [SourceRecord(s.name, s.revision) for s in sources if s.kind == "hub" and is_pinned(s)],
+        [
+            SourceRecord(with_hub_name(s).name, s.revision)
+            for s in sources
+            if read_as(s) == "hub" and is_pinned(s)
+        ],
     )
 
 

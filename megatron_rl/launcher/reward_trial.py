@@ -90,4 +90,5 @@ def sample_of(prompt: Prompt, text: str, tail: str = "") -> Sample:
         language=prompt.language,
         tokens=1,
         prompt_tail=tail,
+        other_answers=prompt.other_answers,
     )

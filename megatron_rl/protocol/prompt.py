@@ -40,6 +40,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """"math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
     messages: list[ChatMessage]
     answer: str
+    """The reference answer; the first of several accepted ones."""
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""
     entry: str = ""
@@ -52,6 +53,13 @@ class Prompt(msgspec.Struct, frozen=True):
     """Source as file:line, for messages to the user."""
     is_spare: bool = False
     """Held out only by a hash: it is trained on if no evaluation uses it."""
+    other_answers: list[str] = []
+    """Further accepted answers: a completion is right if it equals any."""
+
+    @property
+    def answers(self) -> list[str]:
+        """All accepted answers."""
+        return [self.answer, *self.other_answers]
 
     @property
     def question(self) -> str:

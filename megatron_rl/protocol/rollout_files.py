@@ -107,6 +107,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     queue.record_tokens."""
     stage: int = 0
     """The stage whose rules sampled and judged it; 0: the configuration itself."""
+    other_answers: list[str] = []
+    """Further accepted answers."""
 
 
 class RolloutFile(NamedTuple):
@@ -236,7 +238,7 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
 def without_texts(record: RolloutRecord) -> RolloutRecord:
     """A record without texts, to keep many in memory."""
     return msgspec.structs.replace(
-        record, text="", problem="", answer="", prompt_tail="", detail=""
+        record, text="", problem="", answer="", prompt_tail="", detail="", other_answers=[]
     )
 
 

@@ -260,6 +260,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """As in Rollout."""
     length_rule: LengthRule | None = None
     """Rule of the stage; None (evaluations): of the stage with the longest completions."""
+    other_answers: list[str] = []
+    """Further accepted answers."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):

@@ -208,9 +208,9 @@ def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord
 def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
     """Whether a record belongs to an unchanged prompt of the set."""
     prompt = prompts.get(record.prompt_id)
-    return prompt is not None and (prompt.question, prompt.answer) == (
+    return prompt is not None and (prompt.question, prompt.answers) == (
         record.problem,
-        record.answer,
+        [record.answer, *record.other_answers],
     )
 
 

@@ -237,4 +237,5 @@ def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecor
         spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
         times=times,
         stage=group.stage,
+        other_answers=group.prompt.other_answers,
     )

@@ -115,6 +115,7 @@ class Scoring:
             seed=group.sampling.seed,
             prompt_tail=rollout.prompt_tail,
             length_rule=group.length_rule,
+            other_answers=prompt.other_answers,
         )
         self._put(_Request(group, rollout, message, self._pools_of_task[prompt.task]))
 

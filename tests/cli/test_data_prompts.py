@@ -51,7 +51,7 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
         {"question": "in words?", "answer": "Monday"},
     )
     code, found = checked(path)
-    assert code == 1 and found["prompts"] == 10
+    assert code == 1 and found["prompts"] == 9
     assert faults(found) == [
         ("mine.jsonl:10", "repeated"),
         ("mine.jsonl:11", "not_a_question"),
@@ -213,6 +213,22 @@ def test_show_prints_the_rendered_prompt_and_its_tokens(tmp_path: Path) -> None:
     assert f"task math, train, {len(ids)} tokens" in said and "answer: 3" in said
     for line in tokenizer.decode(ids).split("\n"):
         assert line in said
+
+
+def test_show_and_check_say_what_was_taken(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "p", "answer": ["\\frac{7}{2}", "3.5"], "difficulty": "5/8"},
+        {"problem": "q", "answer": "7", "difficulty": "0/8"},
+    ]
+    path = write(tmp_path / "polaris.jsonl", *rows)
+    code, found = checked(path)
+    said = found["notes"][0]
+    assert code == 0 and "2 prompts, read as Polaris;" in said
+    assert "pass_rate = difficulty" in said and "1 with several accepted answers" in said
+    console = Console(file=io.StringIO(), width=400)
+    assert show(ShowOptions(str(path), ["prompts.0.held_out_share=0"], rows=2), console) == 0
+    shown = console.file.getvalue()
+    assert "answer: \\frac{7}{2} or 3.5" in shown and said in shown
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_the_resolved_file_holds_the_system_prompts_and_not_the_unset_one(tmp_pa
 def test_a_file_of_own_prompts_needs_a_path_alone(tmp_path: Path) -> None:
     config = load_text(tmp_path, '[[prompts]]\npath = "mine.jsonl"\n')
     [source] = config.prompts
-    assert (source.kind, source.task, source.held_out_share) == ("files", "math", 0.1)
+    assert (source.kind, source.task, source.held_out_share) == ("auto", "math", 0.1)
     assert config.eval.prompts == "auto"
 
 

@@ -151,6 +151,13 @@ def test_relative_paths_are_those_beside_the_file_and_overrides_those_of_the_she
     (files / "Qwen" / "Qwen3-8B").mkdir(parents=True)
     tree = read_layers(write(files, hub=text)).tree
     assert tree["model"]["path"] == f"{files}/Qwen/Qwen3-8B"
+    given = ["openai/gsm8k", "data/train.jsonl", "data/x.parquet"]
+    text = "".join(f'[[prompts]]\npath = "{path}"\n' for path in given)
+    found = [one["path"] for one in read_layers(write(files, data=text)).tree["prompts"]]
+    assert found == ["openai/gsm8k", f"{files}/data/train.jsonl", f"{files}/data/x.parquet"]
+    (files / "openai/gsm8k").mkdir(parents=True)
+    [first, *_] = read_layers(write(files, data=text)).tree["prompts"]
+    assert first["path"] == f"{files}/openai/gsm8k"
 
 
 def test_every_path_of_the_configuration_is_known_to_be_one() -> None:

@@ -22,8 +22,8 @@ from megatron_rl.curation.code_tests import (
     run_on_tests,
 )
 from megatron_rl.curation.rows import Row, read_rows
-from megatron_rl.curation.samples import Solution, read_solutions
-from verification.code.outputs import Printed
+from megatron_rl.curation.samples import Solution, Solutions, read_solutions
+from verification.code.outputs import Job, Printed
 from verification.code.problem import parse_tests
 from verification.code.setup import CodeLimits
 
@@ -142,8 +142,15 @@ def test_solutions_of_an_evaluation_set_are_found_by_the_question(tmp_path: Path
     found = read_solutions(path, RewardConfig())
     [row] = rows(tmp_path, {"entry": entry({"stdin": "3", "stdout": "9"})})
     assert row.prompt.question == "q0?"
-    printed, counts = run_on_tests([row], found, check_sandbox(CodeLimits()), workers=1)
+    limits = check_sandbox(CodeLimits())
+    printed, counts = run_on_tests([row], found, limits, workers=1)
     assert printed == {"p0": [[Printed(b"9\n")]]}
+    busy = "import time, numpy\nwhile time.process_time() < 1: pass"
+    again = Solutions({"p0": [Solution(busy, "py")]}, 0)
+    [row] = rows(tmp_path, {"entry": entry({"stdin": "3"}, time_s=0.5, packages=["numpy"])})
+    assert run_on_tests([row], again, limits, workers=1)[0] == {
+        "p0": [[Printed(failure="test_timeout")]]
+    }
     assert counts == {
         "solutions_run": 1, "solutions_not_run": 0, "solutions_without_program": 1,
         "solutions_of_no_problem": 1,
@@ -154,13 +161,13 @@ def test_a_solution_that_takes_too_long_altogether_is_killed_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = check_sandbox(CodeLimits(test_s=1.0))
-    sleeper = Solution("import time\nwhile True: time.sleep(1)", "python")
-    [late] = run_all([(sleeper, ["1"])], limits, workers=1)
+    sleeper = Job("import time\nwhile True: time.sleep(1)", "python", ["1"], limits)
+    [late] = run_all([sleeper], workers=1)
     assert late == [Printed(failure="test_timeout")]
     # Less than the process needs to begin: it cannot answer that it got too little of a core.
     monkeypatch.setattr("megatron_rl.curation.code_tests.START_S", 0.05)
     hurried = msgspec.structs.replace(limits, host_patience=0.0)
-    [killed] = run_all([(sleeper, ["1"])], hurried, workers=1)
+    [killed] = run_all([msgspec.structs.replace(sleeper, limits=hurried)], workers=1)
     assert killed == "no answer within 0 s"
 
 

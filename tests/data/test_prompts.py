@@ -140,6 +140,7 @@ def test_prompts_keep_out_every_held_out_question_of_a_tiny_dataset() -> None:
         ({"options": {"max_term": 3}}, "chain_sum has no option 'max_term'; it has .*max_terms"),
         ({"options": {"min_terms": 0}}, "does not accept .*min_terms must be positive"),
         ({"options": {"min_terms": "x"}}, "does not accept"),
+        ({"name": "n_queens", "kind": "auto"}, "'n_queens' is refused: its scorer evaluates"),
         ({"template": "Compute"}, "does not contain {question}"),
         ({"strip_prefix": "Hello"}, "no question of chain_sum starts with .*'Hello'"),
         ({"train_size": 0, "held_out_size": 0}, "are both 0"),

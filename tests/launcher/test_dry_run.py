@@ -165,13 +165,42 @@ def test_templates_that_open_the_thoughts_are_understood(
 def test_bad_labels_are_warnings_unless_all_are(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     # Braces that do not close leave no box around the label.
-    lines = [dict(LINES[0], answer=label) for label in ("3", "\\frac{")]
+    lines = [LINES[0], dict(LINES[3], answer="\\frac{")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load("one_node", model, path)
     (report,) = grade_made_up(load_prompts(config.prompts, 0).all, config)
     assert report.problems == [] and len(report.warnings) == 1
     assert "in 1 of 2 prompts" in report.warnings[0] and "labels.jsonl:2" in report.warnings[0]
     assert "unclosed_box" in report.warnings[0]
+
+
+def test_a_right_answer_to_a_list_of_labels_earns_the_reward(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lists.jsonl"
+    labels = (["\\frac{7}{2}", "3.5"], "['7/2', '3.5']")
+    lines = [dict(LINES[n], answer=label) for n, label in zip((0, 3), labels, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = load("one_node", model, path)
+    (report,) = grade_made_up(load_prompts(config.prompts, 0).all, config)
+    assert (report.prompts, report.problems, report.warnings) == (2, [], [])
+    assert report.earned == pytest.approx(1.0) and report.earned_wrong == pytest.approx(0.1)
+
+
+def test_rows_of_eurus_earn_rewards_once_ours_replaces_their_system_message(
+    model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "eurus.jsonl"
+    system = {"role": "system", "content": "Use the actions [ASSESS] and [ADVANCE]."}
+    rows = [
+        {"prompt": [system, {"role": "user", "content": question}], "ability": ability,
+         "reward_model": {"ground_truth": truth, "style": "rule"}}
+        for question, ability, truth in (
+            (QUESTIONS[0], "math", "3"),
+            (QUESTIONS[2], "code", json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})),
+        )
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = problems_of(load("one_node", model, path, "prompts.0.system=replace"))
+    assert found == {"math": [], "code": []}
 
 
 def test_a_comparison_is_called_once_for_each_completion(

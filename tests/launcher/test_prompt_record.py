@@ -59,6 +59,10 @@ def test_a_run_that_goes_on_keeps_its_commit(
     (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, earlier)))
     with pytest.raises(InputError, match=f"--revision {COMMIT} --local-dir"):
         pin_revisions(config_of(tmp_path, source))
+    # The same name, found without a kind.
+    for same in (PromptSource(path=Path("openai/gsm8k")), PromptSource(name="openai/gsm8k")):
+        with pytest.raises(InputError, match=f"--revision {COMMIT} --local-dir"):
+            pin_revisions(config_of(tmp_path, same))
     # Another data set in its place has no commit yet.
     other = PromptSource(kind="hub", name="openai/gsm8k", subset="socratic")
     with pytest.raises(InputError, match="openai/gsm8k --local-dir"):

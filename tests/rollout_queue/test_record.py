@@ -199,8 +199,10 @@ def test_what_a_program_printed_is_recorded_with_its_verdict(tmp_path: Path) -> 
     wrong = group.scored[0]
     failed = msgspec.structs.replace(WRONG, detail=said)
     group.scored[0] = msgspec.structs.replace(wrong, score=failed)
+    group.prompt = msgspec.structs.replace(group.prompt, other_answers=["3.5"])
     Recorder(tmp_path).write_step(0, [group], now=4.0)
     assert [rollout.detail for rollout in read_rollouts(tmp_path)] == [said, ""]
+    assert [rollout.other_answers for rollout in read_rollouts(tmp_path)] == [["3.5"]] * 2
 
 
 def test_evaluation_that_is_made_again_replaces_lines_and_arrays_together(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from megatron_rl.config.reward import ExtraReward, RewardConfig
@@ -45,6 +46,15 @@ def test_truncated_completion_is_asked_about_as_unfinished() -> None:
     scoring.submit(new_group(), make_rollout(0, finish_reason="length"))
     asked = scoring.next_request(0.0)
     assert asked is not None and not asked[1].is_finished and asked[1].completion_tokens == 3
+
+
+def test_every_accepted_answer_is_sent() -> None:
+    scoring, group = scoring_with("v"), new_group()
+    group.prompt = msgspec.structs.replace(group.prompt, other_answers=["3.5", "7/2"])
+    scoring.submit(group, make_rollout(0))
+    asked = scoring.next_request(0.0)
+    assert asked is not None
+    assert (asked[1].answer, asked[1].other_answers) == ("1", ["3.5", "7/2"])
 
 
 def test_full_pool_of_programs_does_not_hold_up_answers() -> None:

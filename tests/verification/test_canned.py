@@ -51,6 +51,15 @@ ENTRIES = {
     "C++": {"cases": CASES, "language": "cpp"},
     "function": {"cases": CALLS, "entry_point": "f"},
     "method": {"cases": CALLS, "entry_point": "Solution().f"},
+    "long integers": {
+        "cases": [{"stdin": "9" * 5000, "stdout": "[1]"}],
+        "entry_point": "f",
+        "may_be_wrapped": True,
+    },
+    "fewer of many cases": {
+        "time_s": 16.0,
+        "cases": [{"stdin": str(number), "stdout": str(number + 1)} for number in range(40)],
+    },
 }
 
 

@@ -58,7 +58,8 @@ def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, 
             unit_tests, plan, imports = source_of(tests), plan_of(tests), ""
         else:
             tolerance = tests.tolerance if tests.comparison == "float" else None
-            unit_tests, imports = as_unit_tests(cases, tolerance), PRELUDE
+            unit_tests = as_unit_tests(cases, tolerance, may_be_wrapped=tests.may_be_wrapped)
+            imports = PRELUDE
             plan = make_plan(unit_tests, tests.entry_point)
     except (UnusableTests, ValueError) as error:
         raise GradingError(f"the unit tests of a code prompt are broken: {error}") from error

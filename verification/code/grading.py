@@ -26,6 +26,7 @@ from verification.code.setup import (
     limits_of_test,
     open_sandbox,
     prepare,
+    with_own_limits,
 )
 from verification.run_time import available_bytes
 from verification.sandbox.call_proxy import EXIT_NO_ENTRY_POINT
@@ -65,7 +66,8 @@ def grade(
         return Verdict(False, "unknown_language" if name is None else "wrong_language")
     # UTF-8 has no lone surrogates: the compiler refuses their bytes.
     code = source.encode("utf-8", "surrogatepass")
-    cases = draw_cases(tests, seed=seed, count=limits.cases)
+    own = with_own_limits(limits, tests)
+    cases = draw_cases(tests, seed=seed, count=limits.cases, most=own.cases)
     jobs = make_jobs(source, tests, cases) if is_called(tests) else None
     with open_sandbox(name, limits, tests.packages) as sandbox:
         verdict = compile_program(sandbox, name, code, limits)
@@ -77,10 +79,10 @@ def grade(
 
         def run_tests() -> Iterator[Verdict]:
             for number, case in enumerate(cases if not calls else [], 1):
-                found = _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
+                found = _run_case(sandbox, name, code, case=case, tests=tests, limits=own)
                 yield found._replace(detail=found.detail and f"test {number}: {found.detail}")
             if jobs is not None:
-                yield run_unit_tests(sandbox, jobs, limits)
+                yield run_unit_tests(sandbox, jobs, own)
 
         verdict, passed = _first_failure(run_tests(), counts_all=counts_all)
         if not counts_all:
@@ -88,7 +90,7 @@ def grade(
         if calls and verdict.is_correct:
             passed = total
         elif calls:
-            passed = _count_calls(sandbox, source, tests, calls=calls, limits=limits)
+            passed = _count_calls(sandbox, source, tests, calls=calls, limits=own)
     return verdict._replace(tests=(passed, total))
 
 

@@ -13,10 +13,13 @@ import msgspec
 from verification.code.functional import find_case_problem
 from verification.code.languages import LANGUAGES, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
-from verification.code.unit_tests import Plan, UnusableTests, make_plan
+from verification.code.unit_tests import Plan, UnusableTests, entry_parts, make_plan
 from verification.verdict import GradingError
 
 DEFAULT_CASES = 20
+MAX_TIME_S = 60.0
+"""Of one test, by the problem's own limit."""
+LEAST_MEMORY_BYTES = 1 << 20
 PACKAGES: dict[str, tuple[str, ...]] = {
     "numpy": ("numpy",),
     "sympy": ("sympy", "mpmath"),
@@ -48,10 +51,16 @@ class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Further names of the solution that unit tests use."""
     packages: list[str] = []
     """Packages that solution and unit tests may import."""
+    may_be_wrapped: bool = False
+    """Of calls: an expected list of one value also stands for that value."""
     comparison: str = "whitespace"
-    """"exact", "whitespace", "float" or "checker"."""
+    """"checker" or a key of OUTPUT_COMPARISONS."""
     tolerance: float = 1e-6
-    """Absolute or relative tolerance of "float"."""
+    """Tolerance of "float" (absolute or relative) and "distance" (absolute)."""
+    time_s: float | None = None
+    """CPU time of one test; None: `reward.test_s`."""
+    memory_bytes: int | None = None
+    """Memory of one test, beside the interpreter; None: `expert.reward.test_memory_bytes`."""
     checker: str = ""
     """Python program that reads {"stdin", "expected", "output"} as JSON from standard input and
     exits with 0 to accept."""
@@ -89,20 +98,23 @@ def _problem(tests: CodeTests) -> str:
         return f"unit_tests are Python, but language = {tests.language!r}"
     if not tests.tolerance >= 0:
         return f"tolerance = {tests.tolerance}, expected a number >= 0"
+    if tests.time_s is not None and not 0 < tests.time_s <= MAX_TIME_S:
+        return f"time_s = {tests.time_s}, expected seconds above 0, at most {MAX_TIME_S:g}"
+    if tests.memory_bytes is not None and tests.memory_bytes < LEAST_MEMORY_BYTES:
+        return f"memory_bytes = {tests.memory_bytes}, expected at least {LEAST_MEMORY_BYTES}"
     unknown = sorted(set(tests.packages) - set(PACKAGES))
     if unknown:
         return f"packages = {unknown}, expected some of {', '.join(PACKAGES)}"
-    if tests.unit_tests:
-        return _unit_test_problem(tests)
-    return find_case_problem(tests) if tests.entry_point else ""
-
-
-def _unit_test_problem(tests: CodeTests) -> str:
+    if not is_called(tests):
+        return ""
     try:
-        plan_of(tests)
+        if tests.unit_tests:
+            plan_of(tests)
+            return ""
+        entry_parts(tests.entry_point)
     except UnusableTests as error:
-        return f"unit_tests: {error}"
-    return ""
+        return f"unit_tests: {error}" if tests.unit_tests else str(error)
+    return find_case_problem(tests)
 
 
 def is_called(tests: CodeTests) -> bool:
@@ -127,14 +139,18 @@ def plan_of(tests: CodeTests) -> Plan:
     )
 
 
-def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> list[Case]:
+def draw_cases(
+    tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES, most: int | None = None
+) -> list[Case]:
     """At most `count` cases in their order; one seed draws the same cases.
 
-    Source: Magistral (arXiv 2506.10910), section 2.2.2: 20 tests, the same for a whole group.
+    most: limits the number further, to some of the same cases. Source: Magistral (arXiv
+    2506.10910), section 2.2.2: 20 tests, the same for a whole group.
     """
-    indices = range(len(tests.cases))
-    if len(indices) > count:
-        indices = sorted(random.Random(seed).sample(indices, count))
+    indices = list(range(len(tests.cases)))
+    for size in (count, count if most is None else most):
+        if len(indices) > size:
+            indices = sorted(random.Random(seed).sample(indices, size))
     return [tests.cases[index] for index in indices]
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
 from verification.code.languages import LANGUAGES, make_header_folder
-from verification.code.problem import package_folders
+from verification.code.problem import CodeTests, is_called, package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
 from verification.sandbox.sandbox import Sandbox, SandboxSpec
@@ -27,6 +27,8 @@ GROUP_PROCESSES = 256
 OPEN_FILES = 64
 BUILD_BYTES = 256 << 20
 COMPILER_FILE_BYTES = 128 << 20
+INTERPRETER_BYTES = 32 << 20
+"""Added to a problem's own limit of memory, which counts the program's data alone."""
 # Modules that most solutions import.
 WARM_MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "typing")
 log = logging.getLogger(__name__)
@@ -69,6 +71,27 @@ def longest_item_s(limits: CodeLimits, tests: int) -> float:
     A checker counts as one test.
     """
     return longest_program_s(limits.compile_s, tests * limits.test_s, limits.wall_factor)
+
+
+def with_own_limits(limits: CodeLimits, tests: CodeTests) -> CodeLimits:
+    """The limits for one problem: its own time and memory, where it names any.
+
+    All its tests take no more time than `limits.cases` tests under the common limit, so a longer
+    limit draws fewer cases. Raises GradingError where not even one fits.
+    """
+    if tests.memory_bytes is not None:
+        memory = min(tests.memory_bytes + INTERPRETER_BYTES, limits.compile_memory_bytes)
+        limits = msgspec.structs.replace(limits, test_memory_bytes=memory)
+    if tests.time_s is None:
+        return limits
+    # Calls run once more together, and unit tests once beside the cases.
+    fitting = int(limits.cases * limits.test_s / tests.time_s) - is_called(tests)
+    if fitting < 1:
+        raise GradingError(
+            f"a test may take {tests.time_s:g} s by its problem, and all tests of a program "
+            f"{limits.cases * limits.test_s:g} s: raise reward.tests_per_problem or reward.test_s"
+        )
+    return msgspec.structs.replace(limits, test_s=tests.time_s, cases=min(limits.cases, fitting))
 
 
 def prepare(limits: CodeLimits) -> CodeLimits:

@@ -54,7 +54,7 @@ def make_plan(
     source: str, entry_point: str, *, names: tuple[str, ...] = (), packages: tuple[str, ...] = ()
 ) -> Plan:
     """The plan of tests. Raises UnusableTests."""
-    root, method = _entry_parts(entry_point)
+    root, method = entry_parts(entry_point)
     tree = _parse(source)
     # Tests name the last part: `f` for `Solution().f`.
     name = method or root
@@ -109,8 +109,8 @@ def _aliases(tree: ast.Module, callees: set[str], modules: set[str]) -> set[str]
     }
 
 
-def _entry_parts(entry_point: str) -> tuple[str, str]:
-    """(name, method) of an entry point."""
+def entry_parts(entry_point: str) -> tuple[str, str]:
+    """(name, method) of an entry point. Raises UnusableTests."""
     root, dot, method = entry_point.partition(".")
     root = root.removesuffix("()") if dot else root
     if not root.isidentifier() or (dot and not method.isidentifier()):

@@ -374,6 +374,8 @@ def main(descriptor: int) -> None:
         settings = json.loads(connection.recv(1 << 20))
         for name in settings["warm_modules"]:
             importlib.import_module(name)
+        # Programs print and read integers of any size; the limit of CPU time bounds them.
+        sys.set_int_max_str_digits(0)
         os.environ.update(HOME=settings["temporary"], TMPDIR=settings["temporary"])
         # The interpreter runs without `site`, which shows installed packages and defines these.
         for name in ("exit", "quit"):

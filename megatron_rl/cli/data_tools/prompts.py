@@ -240,7 +240,7 @@ def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Cons
     _say(console, *text[:chars].split("\n"))
     if len(text) > chars:
         _say(console, f"... {len(text) - chars} more characters: --chars {len(text)}")
-    _say(console, f"answer: {prompt.answer[:chars]}")
+    _say(console, f"answer: {' or '.join(prompt.answers)[:chars]}")
     if prompt.entry:
         _say(console, f"entry: {prompt.entry[:chars]}")
 

@@ -1,13 +1,24 @@
-"""Known public data sets: their columns, and how to read their answers and tests.
+"""Known public data sets: their columns, and how to read their answers.
 
-Pure. To add a data set, add an entry to DATA_SETS. A new form of answers is a function in PARTS; a
-new form of tests of programs is a function in TEST_FORMS.
+Pure. To add a data set, add an entry to DATA_SETS. A new form of answers is a function in PARTS.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+REQUEST = "responses_create_params.input"
+"""The messages of a request in the form of OpenAI's Responses."""
+VERL_ANSWER = "reward_model.ground_truth"
+TASK_TYPE = "task_type"
+"""Says which of its verifiers SYNTHETIC-1 uses for a row, as "verifiable_math"."""
+DIFFICULTY = "difficulty"
+"""A pass rate in Polaris, as text of the form "5/8"; another measure in other data sets."""
+
+VERIFICATION = "verification_info, metadata"
+MODULE = "test, test_info, test_entry_point, entry_point, prompt"
+ASSERTIONS = "test_list, test_setup_code, test_imports"
+"""Columns of tests that several data sets have."""
 
 
 class DataSet(NamedTuple):
@@ -24,45 +35,103 @@ class DataSet(NamedTuple):
     is_partly_answered: bool = False
     """Some rows, such as proofs, lack the part; these rows are faulty."""
     tests: str = ""
-    """Column of a program's tests; the task is "code" then."""
+    """Column of a program's tests, and after commas columns that belong to it (`test_forms.py`).
+    The task is "code" then."""
     id: str = ""
     pass_rate: str = ""
     prefix: str = ""
     """Instructions before each question (suffix: after it). They are removed, because our format
     checks need another form."""
     suffix: str = ""
+    kind: str = ""
+    """Column that says what a row is, such as "math" or "code"."""
+    marks: tuple[str, ...] = ()
+    """Further columns by which the data set is known."""
+
+    @property
+    def names(self) -> list[str]:
+        """The data sets with these columns; [] for an entry without a name."""
+        return [] if self.name in UNNAMED else self.name.split(", ")
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that a file of the data set has."""
+        tests = "" if self.answer else self.tests.split(", ")[0]
+        return [name for name in (self.question, self.answer, tests, self.pass_rate) if name]
 
 
+OWN = "lines in our own form"
+UNNAMED = (OWN, "others", "conversations")
 DATA_SETS = (
-    DataSet("lines in our own form", "question", "answer", tests="entry", id="id",
+    DataSet(OWN, "question", "answer", tests="entry", id="id",
             pass_rate="pass_rate"),
     DataSet("GSM8K", "question", "answer", part="after_hashes"),
-    DataSet("MATH-500", "problem", "answer", id="unique_id"),
     DataSet("DeepScaleR, AIME", "problem", "answer"),
+    DataSet("MATH-500", "problem", "answer", id="unique_id"),
     DataSet("OpenR1-Math", "problem", "answer", id="uuid"),
     DataSet("Big-Math", "problem", "answer", pass_rate="llama8b_solve_rate"),
+    DataSet("Polaris", "problem", "answer", pass_rate=DIFFICULTY),
+    DataSet("reasoning_gym", "question", "answer",
+            marks=("metadata.source_dataset", "metadata.source_index")),
+    DataSet("DeepMath-103K", "question", "final_answer"),
     DataSet("others", "problem", "final_answer"),
+    DataSet("OpenMathReasoning", "problem", "expected_answer", pass_rate="pass_rate_72b_tir"),
     DataSet("others", "problem", "expected_answer"),
+    DataSet("NeMo-Gym", REQUEST, "expected_answer", tests="verifier_metadata.unit_tests"),
     DataSet(
-        "DAPO-Math-17k", "prompt", "reward_model.ground_truth",
+        "DAPO-Math-17k", "prompt", VERL_ANSWER,
         prefix="Solve the following math problem step by step. The last line of your response "
         "should be of the form Answer: $Answer (without quotes) where $Answer is the answer to "
         "the problem.",
         suffix='Remember to put your answer on its own line after "Answer:".',
     ),
-    DataSet("Skywork-OR1 and the form of verl", "prompt", "reward_model.ground_truth"),
+    DataSet("Skywork-OR1, Eurus-2-RL, verl", "prompt", VERL_ANSWER, kind="ability"),
+    DataSet("GSM8K of verl", "prompt", VERL_ANSWER, kind="ability",
+            suffix="Let's think step by step and output the final answer after \"####\"."),
+    DataSet("SYNTHETIC-1", "prompt", "verification_info.ground_truth", id="problem_id",
+            kind=TASK_TYPE, tests=VERIFICATION),
     DataSet("others", "query", "ground_truth"),
+    DataSet("others", "question", "answers"),
     DataSet("MATH, NuminaMath", "problem", "solution", part="last_boxed", is_partly_answered=True),
-    DataSet("LiveCodeBench, DeepCoder", "problem", tests="tests", id="question_id"),
-    DataSet("others", "question", tests="test_cases"),
-    DataSet("APPS, TACO", "question", tests="input_output", id="problem_id"),
+    DataSet("APPS, TACO", "question", id="problem_id",
+            tests="input_output, starter_code, time_limit, memory_limit"),
+    DataSet("DeepCoder", "problem", tests="tests, metadata, starter_code", id="question_id"),
+    DataSet("LiveCodeBench", "question_content", id="question_id",
+            tests="public_test_cases, private_test_cases, metadata, starter_code"),
+    DataSet("CodeContests", "description",
+            tests="public_tests, private_tests, generated_tests, time_limit, memory_limit_bytes, "
+            "input_file, output_file"),
+    DataSet("open-r1 verifiable coding", "problem_statement", tests=VERIFICATION, id="problem_id"),
+    DataSet("MBPP", "text", tests=ASSERTIONS, id="task_id"),
+    DataSet("MBPP-sanitized", "prompt", tests=ASSERTIONS, id="task_id"),
+    DataSet("KodCode", "question", tests=MODULE, id="question_id",
+            pass_rate="gpt_pass_percentage"),
+    DataSet("KodCode-SFT", "question", tests="test_code, test_entry_point, test_info",
+            id="conversation_id", pass_rate="gpt_pass_percentage"),
+    DataSet("HumanEval", "prompt", tests=MODULE, id="task_id"),
+    DataSet("AceCode", "question", tests="test_cases"),
     DataSet("conversations", "messages"),
 )  # fmt: skip
 
 
 def known_names(key: str) -> list[str]:
     """Column names for a field of DataSet, such as "answer", in the order of the table."""
-    return list(dict.fromkeys(filter(None, (getattr(one, key) for one in DATA_SETS))))
+    # Questions of code have names, such as "text", that mean something else in other data sets.
+    rows = [one for one in DATA_SETS if key != "question" or one.answer or not one.tests]
+    return list(dict.fromkeys(filter(None, (getattr(one, key) for one in rows))))
+
+
+def named_form(kind: str) -> DataSet | None:
+    """The data set of the table that a prompts.kind names, in any case; None for another kind."""
+    wanted = _letters(kind)
+    return next(
+        (one for one in DATA_SETS if wanted in map(_letters, one.names)),
+        None,
+    )
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.casefold()))
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -74,10 +143,6 @@ _BRACE = re.compile(r"\\.|[{}]", re.S)
 
 class NoAnswer(ValueError):
     """The value lacks the wanted part; the text names it."""
-
-
-class BadTests(NoAnswer):
-    """Tests of a program that can grade nothing."""
 
 
 class Part(NamedTuple):
@@ -121,7 +186,8 @@ PARTS = {
 def choose_part(values: Sequence[Any], column: str) -> str:
     """ "all" or a key of PARTS, by a column's values in the first rows.
 
-    All rows must have the part, except in a column that `is_partly_answered`.
+    All rows must have the part, except in a column that `is_partly_answered`; the mark of GSM8K
+    stands in no other answers, so that most rows are enough.
     """
     texts = [value for value in values if isinstance(value, str) and value.strip()]
     for one in DATA_SETS:
@@ -129,7 +195,8 @@ def choose_part(values: Sequence[Any], column: str) -> str:
             continue
         found = sum(PARTS[one.part].find(text) is not None for text in texts)
         is_partly = one.is_partly_answered and column.lower().endswith(one.answer)
-        if found == len(texts) or (found and is_partly):
+        is_most = 2 * found > len(texts) and one.part == "after_hashes"
+        if found == len(texts) or is_most or (found and is_partly):
             return one.part
     return "all"
 
@@ -142,76 +209,3 @@ def take_part(value: Any, part: str) -> Any:
     if not answer:
         raise NoAnswer(f"there is no answer {PARTS[part].where}")
     return answer
-
-
-# --- tests of programs ----------------------------------------------------------------------------
-
-
-def entry_of(tests: Any) -> str:
-    """Our `entry` for tests in one of TEST_FORMS, also as JSON; "" for none. Raises BadTests."""
-    if isinstance(tests, str):
-        if not tests.strip():
-            return ""
-        try:
-            tests = json.loads(tests)
-        except ValueError as error:
-            raise BadTests(f"the tests are no JSON: {error}") from error
-    for read in TEST_FORMS.values():
-        entry = read(tests)
-        if entry is not None:
-            return json.dumps(entry)
-    raise BadTests(f"the tests have no form that is known: {', '.join(TEST_FORMS)}")
-
-
-def _own_entry(tests: Any) -> dict[str, Any] | None:
-    return tests if isinstance(tests, dict) and {"cases", "unit_tests"} & tests.keys() else None
-
-
-def _columns_of_cases(tests: Any) -> dict[str, Any] | None:
-    """APPS and TACO: programs, or with "fn_name" a function."""
-    if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
-        return None
-    inputs, outputs = tests["inputs"], tests["outputs"]
-    if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise BadTests("inputs and outputs of the tests are no lists")
-    if len(inputs) != len(outputs):
-        raise BadTests(f"the tests have {len(inputs)} inputs but {len(outputs)} outputs")
-    pairs = list(zip(inputs, outputs, strict=True))
-    name = tests.get("fn_name")
-    if not name:
-        return _cases((_lines(given), _lines(wanted)) for given, wanted in pairs)
-    # APPS puts what a call returns into a list of one.
-    cases = _cases(
-        ("\n".join(map(json.dumps, given)),
-         json.dumps(wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted))
-        for given, wanted in pairs
-    )  # fmt: skip
-    return {**cases, "entry_point": name, "language": "python"}
-
-
-def _list_of_cases(tests: Any) -> dict[str, Any] | None:
-    """LiveCodeBench and DeepCoder: programs that read standard input."""
-    if not (isinstance(tests, list) and tests and all(isinstance(one, dict) for one in tests)):
-        return None
-    if any(one.get("testtype", "stdin") != "stdin" or "fn_name" in one for one in tests):
-        raise BadTests("tests that call a function need an entry with its entry_point")
-    if not all({"input", "output"} <= one.keys() for one in tests):
-        return None
-    return _cases((one["input"], one["output"]) for one in tests)
-
-
-def _cases(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    return {"cases": [{"stdin": given, "stdout": wanted} for given, wanted in pairs]}
-
-
-def _lines(value: Any) -> str:
-    """Standard input or output: a text, or the list of its lines."""
-    return value if isinstance(value, str) else "\n".join(map(str, value))
-
-
-TEST_FORMS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
-    "an entry with cases or unit_tests": _own_entry,
-    "{inputs, outputs}": _columns_of_cases,
-    "or a list of {input, output}": _list_of_cases,
-}
-"""Each gives the entry, or None for tests in another form."""

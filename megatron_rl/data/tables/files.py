@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.data.tables.plain_values import LongInteger, read_json
 
 LINES = (".jsonl", ".ndjson")
 BINARY = (".parquet", ".arrow")
@@ -87,8 +88,8 @@ def _read_lines(path: Path) -> Iterator[TableRow]:
                 if not line.strip():
                     continue
                 try:
-                    fields = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    fields = _decode(decoder, line)
+                except (ValueError, RecursionError) as error:
                     yield TableRow(number, {}, str(error))
                     continue
                 yield TableRow(number, fields)
@@ -98,14 +99,30 @@ def _read_lines(path: Path) -> Iterator[TableRow]:
 
 def _read_json_array(path: Path) -> Iterator[TableRow]:
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        rows = _decode(msgspec.json.Decoder(list[dict[str, Any]]), path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"cannot read the prompts {path}: {error}; expected a list of objects, or an object a "
             "line"
         ) from error
     for number, fields in enumerate(rows, 1):
         yield TableRow(number, {key: value for key, value in fields.items() if value is not None})
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    """The value of JSON. Raises ValueError, RecursionError."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        # msgspec refuses integers beyond 4,300 digits, after it has seen that the JSON is whole.
+        if "Integer value out of range" not in str(error):
+            raise
+        value = msgspec.convert(read_json(data.decode()), decoder.type)
+        rows = value if isinstance(value, list) else [value]
+        for row in rows:
+            # A column of its own is text then, such as an answer.
+            row |= {key: str(one) for key, one in row.items() if isinstance(one, LongInteger)}
+        return value
 
 
 def _keys_of(fields: dict[str, Any], prefix: str) -> list[str]:

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.data.kinds import read_as, with_hub_name
 from megatron_rl.data.tables.files import SUFFIXES
 from megatron_rl.data.tables.folders import TableFiles, find_files
-from megatron_rl.data.tables.source import Reading, RowFault, read_table
+from megatron_rl.data.tables.rows import RowFault
+from megatron_rl.data.tables.source import Reading, read_table
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DESCRIBING = ("README.md", "dataset_dict.json", "state.json")
@@ -122,7 +124,8 @@ def hub_answers(kind: str, name: str, revision: str) -> Iterator[None]:
         raise InputError(
             f"the Hub has no {kind} {name!r}"
             + (f" with the revision {revision!r}" if revision else "")
-            + ": look for its name on the Hub (a private one needs `hf auth login`)"
+            + ": look for its name on the Hub (a private one needs `hf auth login`), or give an "
+            "existing folder"
         ) from error
     except (httpx.HTTPError, OSError) as error:
         raise HubSilent(f"the Hub does not answer: {type(error).__name__}: {error}") from error
@@ -182,9 +185,10 @@ def _offline(source: PromptSource, why: str) -> Fetched:
     if source.revision:
         command += f" --revision {source.revision}"
     raise InputError(
-        f"{source.name} is not in the cache, or not the wanted split of it, and {why}. On a "
+        f"{source.name} is no folder here, and as a data set of the Hub it is not in the cache, or "
+        f"not the wanted split of it; {why}. On a "
         f"machine with a network run `{command} --local-dir FOLDER`, copy FOLDER here, and give "
-        "prompts.kind = 'files' with prompts.path = 'FOLDER'; or copy the cache ($HF_HOME/hub)"
+        "prompts.path = 'FOLDER'; or copy the cache ($HF_HOME/hub)"
     )
 
 
@@ -193,15 +197,20 @@ def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> Prompt
 
     earlier: sources of the resumed run, which keep their commits.
     """
-    if source.kind != "hub":
+    if read_as(source) != "hub":
         return source
     if not is_pinned(source):
         kept = next((one.revision for one in earlier if _is_same(one, source)), source.revision)
         source = source.model_copy(update={"revision": kept})
-    return source.model_copy(update={"revision": fetch(source, completes=True).commit})
+    return source.model_copy(
+        update={"revision": fetch(with_hub_name(source), completes=True).commit}
+    )
 
 
 def _is_same(one: PromptSource, other: PromptSource) -> bool:
     """Whether `one` has a commit and the same rows as `other`."""
-    keys = ("kind", "name", "subset", "dataset_split")
-    return is_pinned(one) and all(getattr(one, key) == getattr(other, key) for key in keys)
+    if not is_pinned(one) or read_as(one) != "hub":
+        return False
+    keys = ("name", "subset", "dataset_split")
+    first, second = with_hub_name(one), with_hub_name(other)
+    return all(getattr(first, key) == getattr(second, key) for key in keys)

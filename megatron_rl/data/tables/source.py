@@ -11,28 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import xxhash
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.jsonl_source import (
-    ENDS_IN_ANSWER,
-    QUESTIONS,
-    check_keys,
-    example_fault,
-    make_prompt,
-    with_splits,
+from megatron_rl.config.prompts import PromptColumns, PromptSource
+from megatron_rl.data.jsonl_source import with_splits
+from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED, Repeats
+from megatron_rl.data.tables.columns import (
+    SAMPLE_ROWS,
+    ColumnMap,
+    every_name,
+    find_columns,
+    no_such_column,
 )
-from megatron_rl.data.tables.columns import SAMPLE_ROWS, ColumnMap, find_columns
-from megatron_rl.data.tables.data_sets import BadTests, NoAnswer, entry_of, take_part
-from megatron_rl.data.tables.files import (
-    LINES,
-    TableRow,
-    place_of,
-    read_columns,
-    read_rows,
-)
+from megatron_rl.data.tables.files import LINES, place_of, read_columns, read_rows
 from megatron_rl.data.tables.folders import TableFiles, find_files
+from megatron_rl.data.tables.rows import RowFault, RowReader
 from megatron_rl.data.tables.where import (
     Condition,
     check_columns,
@@ -40,17 +33,7 @@ from megatron_rl.data.tables.where import (
     parse_conditions,
     value_of,
 )
-from megatron_rl.protocol.types import ChatMessage, Prompt
-
-
-class RowFault(NamedTuple):
-    """A row that is not a prompt."""
-
-    place: str
-    reason: str
-    """One word, for counts."""
-    text: str
-    """Message that begins with the place."""
+from megatron_rl.protocol.types import Prompt
 
 
 class Reading(NamedTuple):
@@ -96,8 +79,7 @@ def is_in_our_form(source: PromptSource) -> bool:
     files = _files_of(source)
     columns = _Table(source, files, str(source.path)).columns
     is_lines = len(files.files) == 1 and files.files[0].suffix in LINES
-    own = (columns.question, columns.answer, columns.part, columns.tests)
-    return is_lines and own == ("", "answer", "all", "entry")
+    return is_lines and columns.is_own
 
 
 def _files_of(source: PromptSource) -> TableFiles:
@@ -123,28 +105,34 @@ def read_table(
             prompts.append(found)
         elif on_fault is not None:
             on_fault(found)
+        elif found.reason in (REPEATED, OTHER_ANSWER):
+            # These rows never stop a run: the first row with the question stays.
+            table.leave_out([found])
         else:
             faults.append(found if not faults else found._replace(text=""))
+    table.check_given()
     if faults and (source.faulty == "refuse" or not prompts):
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
     table.leave_out(faults)
     prompts = table.with_unique_ids(prompts)
-    return Reading(
-        with_splits(prompts, source.held_out_share), table.notes(len(prompts)), files.files
-    )
+    if source.faulty == "drop":
+        prompts = table.without_repeated_ids(prompts)
+    return Reading(with_splits(prompts, source.held_out_share), table.notes(prompts), files.files)
 
 
 def _describe_faults(faults: list[RowFault], label: str, *, prompts: int) -> str:
     """The error for faulty rows. prompts: rows without a fault."""
     count, first = len(faults), faults[0].text
+    reasons = Counter(fault.reason for fault in faults).most_common()
+    named = ", ".join(f"{number:,} {reason}" for reason, number in reasons)
     if not prompts:
         rows = f"all {count:,} rows of {label} are faulty" if count > 1 else (
             f"the only row of {label} is faulty"
         )  # fmt: skip
         return f"{rows}, so prompts.faulty='drop' would leave none; {first}"
     return (
-        f"{count:,} of {count + prompts:,} rows of {label} are faulty; first {first}; correct "
-        "them, or leave such rows out by prompts.faulty='drop'"
+        f"{count:,} of {count + prompts:,} rows of {label} are faulty ({named}); first {first}; "
+        "correct them, or leave such rows out by prompts.faulty='drop'"
     )
 
 
@@ -159,11 +147,13 @@ class _Table:
         self._label = label
         self._conditions = parse_conditions(source.where)
         self._is_lines = files.files[0].suffix in LINES
+        self._names_of_columns: list[str] = []
         self.columns = self._find_columns()
+        self._reader = RowReader(source, self.columns)
         self._keeps_columns = keeps_columns
         self.kept: list[dict[str, Any]] = []
         """With keeps_columns: all columns of each prompt's row."""
-        self._seen: set[bytes] = set()
+        self._repeats = Repeats()
         self._names: list[str] = []
         """Id of each prompt by its file and row."""
         self._left_out: Counter[str] = Counter()
@@ -175,6 +165,7 @@ class _Table:
         """Each row that meets prompts.where, as a prompt or a fault."""
         needed = {name.split(".")[0] for name in self.columns.names}
         needed |= {condition.column.split(".")[0] for condition in self._conditions}
+        needed |= {name for name in self._names_of_columns if "placeholder" in name.casefold()}
         for file in self._files.files:
             for row in read_rows(file, None if self._keeps_columns else needed):
                 place = place_of(file, row.number)
@@ -185,15 +176,29 @@ class _Table:
                     self._left_out["where"] += 1
                     continue
                 name = self._name_of(file, row.number)
-                found = self._convert(row, place, name)
+                found = self._reader.read(row.fields, place, name)
+                found = self._repetition(found, place) or found
                 if isinstance(found, Prompt):
-                    if self._is_repeated(found):
-                        self._left_out["repeated"] += 1
-                        continue
                     self._names.append(name)
                     if self._keeps_columns:
                         self.kept.append(row.fields)
                 yield found
+
+    def _repetition(self, found: Prompt | RowFault, place: str) -> RowFault | None:
+        """The fault of a row that repeats an earlier question; None for another row."""
+        if self._source.repeated == "keep" or not isinstance(found, Prompt):
+            return None
+        reason = self._repeats.find(found)
+        text = f"{place}: an earlier row has the question"
+        if reason == OTHER_ANSWER:
+            text += f", with another answer than {found.answer[:100]!r}"
+        return RowFault(place, reason, text) if reason else None
+
+    def check_given(self) -> None:
+        """Raise InputError for a configured column that no row has."""
+        for key, column in self._reader.never_seen.items():
+            if column not in self._names_of_columns:
+                raise no_such_column(key, column, self._label, self._names_of_columns)
 
     def leave_out(self, faults: list[RowFault]) -> None:
         """Count faulty rows for `notes`."""
@@ -213,20 +218,38 @@ class _Table:
             for prompt, name in zip(prompts, self._names, strict=True)
         ]
 
-    def notes(self, kept: int) -> list[str]:
-        """Notes for the user; [] if all lines are in our own form and kept."""
-        source, own = self._source, PromptSource()
-        is_plain = self._is_lines and not self.columns.question and self.columns.part == "all"
-        if is_plain and not self._left_out and source.columns == own.columns:
+    def without_repeated_ids(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts; those with the id of an earlier one are counted and left out."""
+        first: dict[str, Prompt] = {}
+        for prompt in prompts:
+            if first.setdefault(prompt.id, prompt) is not prompt:
+                self.leave_out([RowFault(prompt.place, "repeated_id", "")])
+        return list(first.values())
+
+    def notes(self, prompts: list[Prompt]) -> list[str]:
+        """Notes for the user: what was taken and left out; [] for all lines of our own form."""
+        counts = {
+            "with several accepted answers": sum(bool(p.other_answers) for p in prompts),
+            "whose own system message was removed": self._reader.systems_replaced,
+        }
+        unknown = sum(prompt.pass_rate is None for prompt in prompts)
+        if self.columns.pass_rate and unknown < len(prompts):
+            counts["without a known pass rate"] = unknown
+        plain = self._is_lines and self.columns.is_own and self._source.columns == PromptColumns()
+        if plain and not self._left_out and not any(counts.values()):
             return []
         where = f" ({self._files.chosen})" if self._files.chosen else ""
-        said = f"{self._label}{where}: {kept} prompts; columns: {self.columns.describe()}"
+        form = f", read as {self.columns.form}" if self.columns.form else ""
+        taken = f"{len(prompts)} prompts{form}; columns: "
+        taken += self.columns.describe(self._names_of_columns)
+        said = f"{self._label}{where}: {taken}"
         if self._left_out:
             said += "; rows left out: " + ", ".join(
                 f"{count} {reason}"
                 + (f" (first {self._first[reason]})" if reason in self._first else "")
                 for reason, count in self._left_out.most_common()
             )
+        said += "".join(f"; {count} {what}" for what, count in counts.items() if count)
         return [said]
 
     def _find_columns(self) -> ColumnMap:
@@ -237,6 +260,7 @@ class _Table:
         names = list(dict.fromkeys(read_columns(file)))
         if self._is_lines:
             names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
+        self._names_of_columns = every_name(names, sample)
         if not self._is_lines or sample:
             check_columns(self._conditions, names, str(file))
         return find_columns(self._source, names, sample, place=str(file), is_lines=self._is_lines)
@@ -256,98 +280,3 @@ class _Table:
                 raise InputError(f"{place}: {error}") from error
 
         return all(map(is_true, self._conditions))
-
-    def _is_repeated(self, prompt: Prompt) -> bool:
-        if self._source.repeated == "keep":
-            return False
-        digest = xxhash.xxh3_128_digest(prompt.normalized_question.encode("utf-8", "surrogatepass"))
-        if digest in self._seen:
-            return True
-        self._seen.add(digest)
-        return False
-
-    def _convert(self, row: TableRow, place: str, name: str) -> Prompt | RowFault:
-        columns, source = self.columns, self._source
-        try:
-            if not columns.question:
-                check_keys(row.fields, place)
-            fields = self._our_fields(row.fields)
-            task = "code" if fields.get("entry") and self._has_tests() else source.task
-            prompt = make_prompt(fields, place, name=name, task=task)
-        except BadTests as error:
-            return RowFault(place, "bad_tests", f"{place}: {error}")
-        except NoAnswer as error:
-            return RowFault(place, "no_answer", f"{place}: {error}")
-        except InputError as error:
-            reason = _reason(str(error))
-            example = example_fault(row.fields) if reason == "no_answer" else ""
-            return RowFault(place, reason, f"{place}: {example}" if example else str(error))
-        return _with_question(prompt, self._shorten)
-
-    def _has_tests(self) -> bool:
-        """Whether rows with tests have the task "code": the configuration names no other task."""
-        column = self.columns.tests
-        return bool(column) and column != "entry" and self._source.task == PromptSource().task
-
-    def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The row with our keys. Raises NoAnswer."""
-        columns = self.columns
-        if not columns.question:
-            found = {key: fields[key] for key in QUESTIONS if key in fields}
-        else:
-            found = _question(value_of(fields, columns.question))
-        answer = value_of(fields, columns.answer) if columns.answer else None
-        if answer is not None:
-            found["answer"] = take_part(answer, columns.part)
-        tests = value_of(fields, columns.tests) if columns.tests else None
-        if tests is not None:
-            is_ours = isinstance(tests, str) and columns.tests == "entry"
-            found["entry"] = tests if is_ours else entry_of(tests)
-            found.setdefault("answer", "")
-        for key in ("id", "task", "language", "split", "pass_rate"):
-            column = getattr(columns, key)
-            value = value_of(fields, column) if column else None
-            if value is not None:
-                found[key] = value
-        return found
-
-    def _shorten(self, text: str) -> str:
-        """The question in prompts.template, without the data set's instructions."""
-        columns, template = self.columns, self._source.template
-        if columns.prefix or columns.suffix:
-            text = text.strip().removeprefix(columns.prefix).removesuffix(columns.suffix).strip()
-        return text if template == "{question}" else template.replace("{question}", text)
-
-
-def _question(value: Any) -> dict[str, Any]:
-    """The question with our key; messages keep only role and content."""
-    if value is None:
-        return {}
-    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
-        keys = ("role", "content")
-        return {"messages": [{k: turn[k] for k in keys if k in turn} for turn in value]}
-    return {"prompt": value}
-
-
-def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
-    """The prompt with another text in the user's last message."""
-    messages = list(prompt.messages)
-    places = [place for place, message in enumerate(messages) if message.role == "user"]
-    if not places:
-        return prompt
-    text = change(messages[places[-1]].content)
-    if text == messages[places[-1]].content:
-        return prompt
-    messages[places[-1]] = ChatMessage("user", text)
-    return msgspec.structs.replace(prompt, messages=messages)
-
-
-def _reason(text: str) -> str:
-    """The reason, in one word, for an error of `make_prompt`."""
-    if "missing required field `answer`" in text or "at `$.answer`" in text:
-        return "no_answer"
-    if "there is no question" in text:
-        return "no_question"
-    if ENDS_IN_ANSWER in text:
-        return "not_a_question"
-    return "malformed"

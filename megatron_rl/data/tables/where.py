@@ -3,11 +3,14 @@
 Pure. A condition is a column, an operator and a TOML value; no code is evaluated.
 """
 
+import difflib
 import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from megatron_rl.config.errors import InputError
 
@@ -35,10 +38,11 @@ def parse_conditions(texts: Sequence[str]) -> list[Condition]:
 def check_columns(conditions: Iterable[Condition], columns: Sequence[str], place: str) -> None:
     """Raise InputError for a condition on a missing column."""
     for condition in conditions:
-        if condition.column not in columns:
+        # A dot may enter a structure that is JSON text in some rows alone.
+        if condition.column not in columns and condition.column.split(".")[0] not in columns:
             raise InputError(
                 f"prompts.where = {condition.text!r}: {place} has no column {condition.column!r}; "
-                f"it has {', '.join(columns)}"
+                f"it has {', '.join(columns)}{nearest(condition.column, columns)}"
             )
 
 
@@ -61,13 +65,38 @@ def holds(condition: Condition, value: Any) -> bool:
 
 
 def value_of(fields: Mapping[str, Any], column: str) -> Any:
-    """A row's value in a column; a dot enters a structure. None without a value."""
+    """A row's value in a column; a dot enters a structure, also one written as JSON text.
+
+    None without a value.
+    """
     if column in fields:
         return fields[column]
     value: Any = fields
     for part in column.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        inner = decoded(value)
+        value = inner.get(part) if isinstance(inner, Mapping) else None
     return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Hint with the known name that is most like a missing one; empty without a like one."""
+    # A user may name the last part alone, or write another case.
+    by_form = {one.casefold(): one for one in known}
+    by_form |= {form.rsplit(".", 1)[-1]: one for form, one in by_form.items() if "." in form}
+    wanted = name.casefold()
+    found = difflib.get_close_matches(wanted, by_form, n=1, cutoff=0.6)
+    found = found or difflib.get_close_matches(wanted.rsplit(".", 1)[-1], by_form, n=1, cutoff=0.6)
+    return f"; did you mean {by_form[found[0]]!r}?" if found else ""
+
+
+def decoded(value: Any) -> Any:
+    """The object that a text holds as JSON; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return value
 
 
 def _same(value: Any, wanted: Any) -> bool:

@@ -57,6 +57,7 @@ class Answer(msgspec.Struct):
     answer: str = ""
     reason: str = ""
     reward: float | None = None
+    other_answers: list[str] = []
 
 
 @dataclass(frozen=True)

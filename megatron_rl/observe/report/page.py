@@ -95,7 +95,8 @@ def _examples(run: Run) -> str:
     for example in run.examples:
         problem = html.escape(_cut(example.before.problem))
         sides = _side("before", example.before) + _side("after", example.after)
-        reference = html.escape(_cut(example.before.answer))
+        accepted = [example.before.answer, *example.before.other_answers]
+        reference = html.escape(_cut(" or ".join(accepted)))
         shown.append(
             f"<details open><summary>{problem}</summary><p class='note'>reference answer: "
             f"{reference}</p><div class='pair'>{sides}</div></details>"

@@ -19,12 +19,13 @@ _PROGRAM = """
 import json, sys
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.tables.hub import pinned, read_hub
-source = PromptSource(kind="hub", **json.loads(sys.argv[1]))
+from megatron_rl.data.sources import read_source
+from megatron_rl.data.tables.hub import pinned
+source = PromptSource(**json.loads(sys.argv[1]))
 try:
     if sys.argv[2] == "pin":
         source = pinned(source)
-    reading = read_hub(source)
+    reading = read_source(source, 0, key="prompts.kind")
     print(json.dumps([source.revision, [p.answer for p in reading.prompts], reading.notes]))
 except InputError as error:
     print(json.dumps([str(error)]))
@@ -52,7 +53,7 @@ def look(
     hub: Hub | None, home: Path, do: str = "read", *, is_offline: bool = False, **source: Any
 ) -> list[Any]:
     """What a process with this cache says; without a hub it has no network."""
-    given = {"name": NAME, "subset": "main", "dataset_split": "train", **source}
+    given = {"kind": "hub", "name": NAME, "subset": "main", "dataset_split": "train", **source}
     variables = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
     return ask_beside(hub, home, _PROGRAM, json.dumps(given), do, **variables)
 
@@ -68,6 +69,18 @@ def test_only_the_wanted_files_are_fetched_and_the_commit_is_pinned(tmp_path: Pa
         assert look(hub, tmp_path)[1] == ["20", "21"]
         assert look(hub, tmp_path, revision=FIRST)[1] == ["10", "11"]
     assert look(None, tmp_path, "pin", revision=FIRST)[:2] == [FIRST, ["10", "11"]]
+
+
+@pytest.mark.parametrize("source", [{"kind": "auto", "name": "", "path": NAME}, {"kind": "GSM8K"}])
+def test_a_name_is_found_on_the_hub_and_pinned_without_its_kind(
+    tmp_path: Path, source: dict[str, str]
+) -> None:
+    [said] = look(None, tmp_path, **source)
+    assert f"{NAME} is no folder here" in said and "hf download --repo-type dataset" in said
+    with serving({FIRST: commit(10)}) as hub:
+        revision, answers, notes = look(hub, tmp_path, "pin", **source)
+        assert (revision, answers) == (FIRST, ["10", "11"])
+        assert f"{NAME} @ {FIRST[:12]} (main, split train): 2 prompts, read as GSM8K" in notes[0]
 
 
 def test_wrong_names_revisions_and_splits_are_clear_errors(tmp_path: Path) -> None:

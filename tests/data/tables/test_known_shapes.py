@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.tables.columns import find_columns
-from megatron_rl.data.tables.data_sets import DATA_SETS, PARTS, DataSet
+from megatron_rl.data.tables.data_sets import DATA_SETS, OWN, PARTS, DataSet
 from megatron_rl.data.tables.source import Reading, read_files
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -35,23 +35,27 @@ ANSWERS = {"all": "7", "after_hashes": "3+4 = 7\n#### 7", "last_boxed": "so \\bo
 
 @pytest.mark.parametrize("one", [one for one in DATA_SETS if one.answer or one.tests])
 def test_columns_of_each_entry_of_the_table_are_found(one: DataSet) -> None:
-    row = {one.question: f"{one.prefix} 3+4? {one.suffix}", one.tests: "{}", one.id: "a"}
-    row |= {one.answer: ANSWERS[one.part], one.pass_rate: 0.5}
+    row = dict.fromkeys(one.tests.split(", "), "assert f()")
+    row |= {one.question: f"{one.prefix} 3+4? {one.suffix}", one.id: "a"}
+    row |= {one.answer: ANSWERS[one.part], one.pass_rate: "4/8", one.kind: "math"}
+    row |= dict.fromkeys(one.marks, "chain_sum")
     row.pop("", None)
-    # A dot enters a structure.
-    value: Any = {"ground_truth": "7"}
-    fields = row | {"reward_model": value} if "." in one.answer else row
+    fields: dict[str, Any] = {}
+    for column, value in row.items():
+        # A dot enters a structure.
+        first, _, inner = column.partition(".")
+        outer = fields.get(first) if isinstance(fields.get(first), dict) else {}
+        fields[first] = {**outer, inner: value} if inner else value
     found = find_columns(PromptSource(), list(row), [fields], place="file", is_lines=False)
-    keys = ("question", "answer", "part", "tests", "id", "pass_rate", "prefix", "suffix")
+    keys = ("question", "answer", "part", "tests", "id", "pass_rate", "prefix", "suffix", "kind")
     assert {key: getattr(found, key) for key in keys} == {key: getattr(one, key) for key in keys}
+    assert found.form == (one.name if one.names or one.name == OWN else "")
 
 
 def test_the_guide_lists_the_table() -> None:
     assert set(PARTS) == {one.part for one in DATA_SETS} - {"all"}
     guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    names = {name for one in DATA_SETS for name in one.name.split(", ")}
-    known = names - {"others", "conversations", "lines in our own form"}
-    assert {name for name in known if name not in guide} == set()
+    assert {name for one in DATA_SETS for name in one.names if name not in guide} == set()
 
 
 GSM8K = [
@@ -117,12 +121,12 @@ def dapo_row(number: int) -> dict[str, Any]:
 
 def test_dapo_17k_without_its_instructions_and_repetitions(tmp_path: Path) -> None:
     path = write(tmp_path / "dapo-math-17k.parquet", [dapo_row(n % 4) for n in range(12)])
-    reading = read(path, repeated="drop")
+    reading = read(path)
     assert pairs(reading) == [(f"What is {n}+1?", str(n + 1)) for n in range(4)]
     assert [prompt.id for prompt in reading.prompts] == [f"dapo-math-17k:{n}" for n in range(1, 5)]
     assert "answer = reward_model.ground_truth" in reading.notes[0]
     assert "8 repeated" in reading.notes[0]
-    assert len(read(path).prompts) == 12
+    assert len(read(path, repeated="keep").prompts) == 12
 
 
 def test_dapo_processed(tmp_path: Path) -> None:
@@ -201,34 +205,3 @@ def test_a_problem_in_the_form_of_verl_keeps_its_system_message(tmp_path: Path) 
     assert [(m.role, m.content) for m in prompt.messages] == [
         ("system", "Be brief."), ("user", "1+1?"),
     ]  # fmt: skip
-
-
-def test_tests_of_apps_and_of_livecodebench_become_ours(tmp_path: Path) -> None:
-    apps = [
-        {"question": "Add.", "difficulty": "intro",
-         "input_output": json.dumps({"inputs": ["3 4\n", "1 1\n"], "outputs": ["7\n", "2\n"]})},
-        {"question": "Sum them.", "difficulty": "intro",
-         "input_output": json.dumps({"fn_name": "add", "inputs": [[2, [7]]], "outputs": [[9]]})},
-    ]  # fmt: skip
-    plain, called = read(write(tmp_path / "apps.parquet", apps)).prompts
-    assert (plain.task, called.task, plain.answer) == ("code", "code", "")
-    assert json.loads(plain.entry) == {
-        "cases": [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "1 1\n", "stdout": "2\n"}]
-    }
-    assert json.loads(called.entry) == {
-        "cases": [{"stdin": "2\n[7]", "stdout": "9"}], "entry_point": "add", "language": "python",
-    }  # fmt: skip
-    tests = [{"input": "3 4", "output": "7", "testtype": "stdin"}]
-    rows = [{"problem": "Add.", "tests": json.dumps(tests)}]
-    [prompt] = read(write(tmp_path / "lcb.parquet", rows)).prompts
-    assert json.loads(prompt.entry) == {"cases": [{"stdin": "3 4", "stdout": "7"}]}
-
-
-def test_verdicts_on_tests_that_were_read(tmp_path: Path) -> None:
-    """The verifier accepts what was made of them."""
-    from verification.code.grading import parse_tests
-
-    rows = [{"question": "q", "tests": json.dumps({"inputs": [["3", "4"]], "outputs": ["7"]})}]
-    [prompt] = read(write(tmp_path / "a.parquet", rows)).prompts
-    [case] = parse_tests(prompt.entry).cases
-    assert (case.stdin, case.stdout) == ("3\n4", "7")

@@ -6,6 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.protocol.types import Prompt
 from tests.verification.code import human_eval_tasks
 from tests.verification.code.cpp_problems import PROBLEMS
 from verification.code.grading import (
@@ -18,8 +21,8 @@ from verification.code.grading import (
     prepare,
 )
 from verification.code.languages import LANGUAGES, find_language
-from verification.code.output_comparison import OUTPUT_COMPARISONS
-from verification.code.setup import longest_item_s
+from verification.code.setup import longest_item_s, with_own_limits
+from verification.settings import check_prompts
 from verification.verdict import GradingError
 
 ADD = "print(sum(map(int, input().split())))"
@@ -36,40 +39,6 @@ def limits(tmp_path_factory: pytest.TempPathFactory) -> CodeLimits:
 
 def _reason(source: str, tests: CodeTests, limits: CodeLimits, tag: str = "python") -> str:
     return grade(source, tag, tests, seed=0, limits=limits).reason
-
-
-@pytest.mark.parametrize(
-    ("mode", "output", "expected", "is_same"),
-    [
-        ("exact", "7\n", "7\n", True),
-        ("exact", "7", "7\n", False),
-        ("exact", "7 \n", "7\n", False),
-        ("whitespace", "7", "7\n", True),
-        ("whitespace", "1  2\n\n3", "1 2 3", True),
-        ("whitespace", "12 3", "1 23", False),
-        ("whitespace", "7.0", "7", False),
-        ("whitespace", "Yes", "yes", False),
-        ("whitespace", "", " \n", True),
-        ("float", "0.3333333", "0.33333333", True),
-        ("float", "0.33333", "0.33334", False),
-        ("float", "1000000.5", "1000000.0", True),
-        ("float", "1000002", "1000000", False),
-        ("float", "7", "7.0000000", True),
-        ("float", "1e3", "1000", True),
-        ("float", "-0.0", "0", True),
-        ("float", "nan", "0.5", False),
-        ("float", "nan", "nan", True),
-        ("float", "inf", "1e308", False),
-        ("float", "1e999", "1e998", False),
-        ("float", "1_0", "10", False),
-        ("float", "0x10", "16", False),
-        ("float", "area 2.5000001", "area 2.5", True),
-        ("float", "1 2 3", "1 2", False),
-        ("float", "", "0", False),
-    ],
-)
-def test_comparison_modes(mode: str, output: str, expected: str, is_same: bool) -> None:
-    assert OUTPUT_COMPARISONS[mode](output.encode(), expected.encode(), 1e-6) is is_same
 
 
 def test_draw_is_the_same_for_a_seed_and_differs_between_seeds() -> None:
@@ -106,6 +75,15 @@ def test_tests_are_parsed_from_json() -> None:
         ({"unit_tests": "assert f()"}, "without the entry_point"),
         ({"unit_tests": "x", "entry_point": "f", "language": "cpp"}, "unit_tests are Python"),
         ({"cases": [{"stdin": "", "stdout": ""}], "tolerance": -1}, "tolerance = -1"),
+        ({"cases": [{"stdin": "", "stdout": ""}], "time_s": 61}, "time_s = 61.0, expected seconds"),
+        ({"cases": [{"stdin": "", "stdout": ""}], "time_s": 0}, "time_s = 0.0, expected seconds"),
+        ({"cases": [{"stdin": "", "stdout": ""}], "memory_bytes": 64}, "memory_bytes = 64, expect"),
+        (
+            {"cases": [{"stdin": "1", "stdout": "1"}], "entry_point": "a b"},
+            "'a b', expected a name",
+        ),
+        ({"cases": [{"stdin": "[" * 9999, "stdout": "1"}], "entry_point": "f"}, "too deeply"),
+        ({"cases": [{"stdin": "9" * 100_001, "stdout": "1"}], "entry_point": "f"}, "100,001 digi"),
     ],
 )
 def test_unusable_tests_are_refused_with_the_reason(fields: dict, complaint: str) -> None:
@@ -175,6 +153,7 @@ def test_no_tag_means_two_languages() -> None:
         ("import asyncio\nasync def main():\n    " + ADD + "\nasyncio.run(main())", "correct"),
         (ADD + "\nexit()", "correct"),
         (ADD + "\nexit(0)", "correct"),
+        ("assert len(str(int(str(10**9999)))) == 10000\n" + ADD, "correct"),
     ],
 )  # fmt: skip
 def test_python_programs(source: str, reason: str, limits: CodeLimits) -> None:
@@ -321,6 +300,52 @@ def test_rlimits_alone_are_announced_as_unsafe(caplog: pytest.LogCaptureFixture)
         limits = prepare(CodeLimits(isolation="rlimits", wall_factor=1.9))
     assert "UNSAFE" in caplog.text
     assert _reason(ADD, ADD_TESTS, limits) == "correct"
+
+
+BUSY = "import time\nwhile time.process_time() < 0.4: pass\nprint(len(bytearray(100 << 20)) >> 20)"
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ({}, "correct"),
+        ({"time_s": 0.2}, "test_timeout"),
+        ({"memory_bytes": 64 << 20}, "test_memory"),
+        ({"memory_bytes": 300 << 20, "time_s": 3.0}, "correct"),
+    ],
+)
+def test_the_limits_of_a_problem_hold_for_its_tests(
+    own: dict, reason: str, limits: CodeLimits
+) -> None:
+    tests = CodeTests(cases=[Case("", "100")], **own)
+    assert _reason(BUSY, tests, limits) == reason
+    tight = msgspec.structs.replace(limits, test_s=0.2, test_memory_bytes=50 << 20)
+    tight = msgspec.structs.replace(tight, cases=100)
+    assert _reason(BUSY, tests, tight) == (reason if len(own) == 2 else "test_timeout")
+
+
+@pytest.mark.parametrize(
+    ("time_s", "cases", "calls"), [(None, 20, 20), (1, 20, 20), (4, 20, 19), (10, 8, 7), (40, 2, 1)]
+)
+def test_a_longer_limit_draws_fewer_tests(time_s: float | None, cases: int, calls: int) -> None:
+    """All tests together take at most 20 x 4 s of CPU time; calls run once more together."""
+    many = [Case(str(number), str(number)) for number in range(50)]
+    tests = CodeTests(cases=many, time_s=time_s)
+    found = with_own_limits(CodeLimits(), tests)
+    assert (found.cases, found.test_s) == (cases, time_s or 4.0)
+    called = msgspec.structs.replace(tests, entry_point="f")
+    assert with_own_limits(CodeLimits(), called).cases == calls
+    drawn = draw_cases(tests, seed=5, most=found.cases)
+    assert len(drawn) == cases
+    assert set(drawn) <= set(draw_cases(tests, seed=5))
+
+
+def test_a_limit_that_no_test_fits_is_refused_by_name() -> None:
+    entry = json.dumps({"cases": [{"stdin": "", "stdout": ""}], "time_s": 50})
+    prompt = Prompt("p", "code", [], "", entry=entry)
+    check_prompts([prompt], RewardConfig())
+    with pytest.raises(InputError, match="50 s by its problem.* 40 s: raise reward.tests_per_prob"):
+        check_prompts([prompt], RewardConfig(tests_per_problem=10))
 
 
 def test_longest_item_by_hand() -> None:

@@ -98,7 +98,7 @@ async function open(id) {
     `${record.task} | ${record.reason}, reward ${record.reward === null ? "none" : number(record.reward)} | ` +
     `${record.tokens} tokens, ${record.finish_reason} | versions ${spans} | ${record.generator ?? ""}`;
   at("problem").textContent = record.problem;
-  at("answer").textContent = record.answer;
+  at("answer").textContent = [record.answer, ...(record.other_answers ?? [])].join("\nor ");
   const parts = Object.entries(record.parts).map(([name, value]) => `${name}: ${number(value)}`);
   at("verdict").textContent = [record.reason, ...parts, record.detail ?? ""].join("\n");
   showText();

@@ -1,0 +1,115 @@
+"""Answers and pass rates as rows write them: lists, placeholders, rates in text.
+
+Pure and linear in the texts; used by all readers of rows.
+"""
+
+import re
+from typing import Any
+
+MAX_ANSWERS = 64
+"""Accepted answers of one question: each costs a comparison."""
+_NO_LABEL = ("", "n/a", "null", "nan")
+"""Texts that stand for no answer to a mathematical problem."""
+_ITEM = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')\s*(,|\Z)""", re.S)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrt](?![A-Za-z])|([\\\"'/]))")
+_SPACES = {"\\n": "\n", "\\r": "\r", "\\t": "\t"}
+
+
+def texts_of_list(text: str) -> list[str] | None:
+    """The texts of a JSON or Python list of texts, as `["7/2", '3.5']`; None for another text.
+
+    A list of other values, such as the interval [1, 2] or a matrix, is one answer.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    inner, place = text[1:-1].strip(), 0
+    found: list[str] = []
+    while place < len(inner):
+        item = _ITEM.match(inner, place)
+        if item is None:
+            return None
+        found.append(_ESCAPE.sub(_unescaped, item[1] if item[1] is not None else item[2]))
+        place = item.end()
+    return found or None
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    # Any other backslash is LaTeX that was written without an escape, as in "\frac{7}{2}".
+    if escape[1]:
+        return chr(int(escape[1], 16))
+    return escape[2] or _SPACES[escape[0]]
+
+
+def accepted_answers(value: Any, *, reads_text: bool, is_math: bool) -> list[str]:
+    """The different accepted answers of a row, without empty ones. Raises ValueError for too many.
+
+    value: a text, a number or a list of these. reads_text: a text may be a list of texts.
+    """
+    listed = texts_of_list(value) if reads_text and isinstance(value, str) else None
+    values = value if isinstance(value, list) else [value] if listed is None else listed
+    texts = (str(one) for one in values if one is not None)
+    empty = _NO_LABEL if is_math else ("",)
+    found = list(dict.fromkeys(t for t in texts if t.strip().casefold() not in empty))
+    if len(found) > MAX_ANSWERS:
+        raise ValueError(f"there are {len(found)} accepted answers; allowed are {MAX_ANSWERS}")
+    return found
+
+
+# --- placeholders ---------------------------------------------------------------------------------
+
+_BRACKETS = "[](){}<>_*$ .\n\t"
+_WORDS = {"placeholder", "todo", "tbd", "fixme", "to be filled", "to be filled in", "fill me in"}
+_NAMES = {"question", "problem", "prompt", "answer", "solution", "ground_truth", "ground truth",
+          "expected_answer", "final answer", "your answer", "answer here", "your answer here",
+          "insert answer", "insert question"}  # fmt: skip
+_MARK = re.compile(r"(?<![\\A-Za-z}])\{\{?\s?(?:question|problem|problem_statement)\s?\}")
+_MAX_CHARS = 60
+
+
+def is_placeholder(text: str) -> bool:
+    """Whether a text stands for one that a script should have filled in."""
+    if len(text) > _MAX_CHARS:
+        return False
+    bare = text.strip(_BRACKETS).casefold()
+    bare = bare.removesuffix(" placeholder").removeprefix("placeholder ").removeprefix("insert ")
+    is_marked = text.strip()[:1] in "[{<" and text.strip()[-1:] in "]}>"
+    return bare in _WORDS or (is_marked and bare in _NAMES)
+
+
+def has_placeholder(question: str) -> bool:
+    """Whether a question is a placeholder, or a template that nobody filled in."""
+    return is_placeholder(question) or _MARK.search(question) is not None
+
+
+# --- pass rates -----------------------------------------------------------------------------------
+
+UNKNOWN_RATES = ("", "n/a", "na", "none", "null", "nan", "unknown", "-")
+_FRACTION = re.compile(r"([0-9]{1,9})\s?/\s?([0-9]{1,9})")
+_NUMBER = re.compile(
+    r"([0-9]{1,9}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(e[+-]?[0-9]{1,2})?\s?(%?)", re.I
+)
+
+
+def read_rate(value: Any) -> float | None:
+    """The pass rate of a number or of text as "5/8", "0.25" or "62%"; None: unknown, as "n/a".
+
+    Raises ValueError for anything else.
+    """
+    rate = _rate_of_text(value.strip()) if isinstance(value, str) else value
+    if rate is None or rate != rate:
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(f'{value!r}; expected 0 to 1, "5/8", "62%" or "n/a"')
+    return float(rate)
+
+
+def _rate_of_text(text: str) -> Any:
+    if text.casefold() in UNKNOWN_RATES:
+        return None
+    if fraction := _FRACTION.fullmatch(text):
+        right, samples = int(fraction[1]), int(fraction[2])
+        return right / samples if samples else None if not right else text
+    if number := _NUMBER.fullmatch(text):
+        return float(number[1] + (number[2] or "")) / (100 if number[3] else 1)
+    return text

@@ -1,0 +1,80 @@
+"""Messages of rows as plain turns of text: contents in parts, messages written as JSON text.
+
+Pure; used by all readers of rows.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_ROLES = {"developer": "system"}
+"""Roles of requests -> roles that chat templates know."""
+_IMAGE_MARKS = ("<image>", "<video>", "<|image_pad|>")
+
+
+class NotText(ValueError):
+    """A message holds something other than text; the text names it."""
+
+
+def plain_turns(value: Any) -> Any:
+    """Messages with role and text content alone; any other value unchanged. Raises NotText."""
+    turns = _from_json(value) if isinstance(value, str) else value
+    if not isinstance(turns, list) or not turns:
+        return value
+    if all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        return [_plain_turn(turn) for turn in turns]
+    if all(isinstance(turn, Mapping) and "type" in turn for turn in turns):
+        return [{"role": "user", "content": _text_of_parts(turns)}]
+    return value
+
+
+def refuse_images(text: str) -> None:
+    """Raise NotText for a question that shows an image."""
+    for mark in _IMAGE_MARKS:
+        if mark in text:
+            raise NotText(f"the question holds {mark}: images are not read")
+
+
+def _from_json(text: str) -> Any:
+    """The messages that a text holds as JSON; None for other texts."""
+    if not text.lstrip().startswith("[") or '"role"' not in text:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def _plain_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    role = turn["role"]
+    found = {"role": _ROLES.get(role, role) if isinstance(role, str) else role}
+    if "content" in turn:
+        found["content"] = _plain_content(turn["content"])
+    return found
+
+
+def _plain_content(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return _text_of_parts([content])
+    return _text_of_parts(content) if isinstance(content, list) else content
+
+
+def _text_of_parts(parts: list[Any]) -> str:
+    """The text of a content in parts. Chat templates, too, put nothing between the parts."""
+    return "".join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise NotText(f"a message has a part of the type {type(part).__name__}; expected text")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        raise NotText(
+            f"a message has a part of the type {kind!r} (keys {', '.join(map(str, part))}); only "
+            "parts of text are read"
+        )
+    return text
