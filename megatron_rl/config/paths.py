@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+_TEMPLATE = "render.chat_template"
 PATH_KEYS = (
     "model.path",
     "model.megatron_path",
@@ -20,6 +21,7 @@ PATH_KEYS = (
     "replay.datasets",
     "checkpoint.resume",
     "ports.keys_dir",
+    _TEMPLATE,
 )
 """Keys with paths; `*` replaces the number of a table in a list."""
 _WORDS = {
@@ -33,6 +35,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_hub_name(text: str) -> bool:
     """Whether a text has the form of a model name on the Hugging Face Hub, as "Qwen/Qwen3-8B"."""
     return _HUB_NAME.fullmatch(text) is not None
+
+
+def is_template_text(text: str) -> bool:
+    """Whether a value of render.chat_template is a Jinja template, not the path of a file."""
+    return "{{" in text or "{%" in text
 
 
 def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
@@ -49,6 +56,8 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
         ]
     key = ".".join("*" if part.isdigit() else part for part in key.split("."))
     if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
+        return value
+    if key == _TEMPLATE and is_template_text(value):
         return value
     path = Path(os.path.normpath(folder / Path(value).expanduser()))
     if key in _HUB_KEYS and is_hub_name(value) and not path.exists():

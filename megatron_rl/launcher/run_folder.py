@@ -92,6 +92,7 @@ def _check_resumption(config: Config) -> Beginning:
             f"{run_dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
             "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
         )
+    _check_template(config)
     step = step_of(found)
     if step >= config.train.steps and has_ended:
         raise InputError(
@@ -103,6 +104,18 @@ def _check_resumption(config: Config) -> Beginning:
             f"{found} is after step {step}, beyond train.steps={config.train.steps}: raise it"
         )
     return Beginning(found, is_again=True)
+
+
+def _check_template(config: Config) -> None:
+    """Raise InputError if the resumed run would read another chat template, as from a file."""
+    run_dir = config.run.dir
+    earlier = earlier_config(run_dir)
+    if earlier is not None and earlier.render.chat_template != config.render.chat_template:
+        raise InputError(
+            f"render.chat_template is another text than {run_dir / CONFIG} has, and a run has one "
+            "chat template: put the old text back, or name another folder with --run-dir DIR (and "
+            "begin there with checkpoint.resume=CHECKPOINT)"
+        )
 
 
 def _is_same_command(config: Config) -> bool:

@@ -1,0 +1,322 @@
+"""Templates as families have them: ids as transformers has them, options, ends, and losses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generation.worker import GeneratorWorker
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.data.dropped_prompts import try_rendering
+from megatron_rl.protocol.render import Conversation, Renderer
+from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
+from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling
+from megatron_rl.trainer.sft_dataset import SftExample, tokenize
+from tests.protocol.template_families import CHATML, FAMILIES, write_family
+
+ASK = "what is\n12 a the 12?"
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": ASK}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for name in FAMILIES:
+        write_family(folder / name, name)
+    return folder
+
+
+def make(folder: Path, **render: Any) -> Renderer:
+    config = RenderConfig(**{"system_prompt": "", **render})
+    return Renderer(config, folder, 4096, format_checks={"sums": "think_box"})
+
+
+def prompt_ids(renderer: Renderer, question: str = ASK) -> list[int]:
+    return renderer.render([ChatMessage("user", question)], 8, task="sums")
+
+
+def own_ids(folder: Path, turns: list[dict[str, str]], opens: bool, **variables: Any) -> list[int]:
+    """What transformers makes of the folder, without our renderer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = tokenizer.apply_chat_template(
+        turns, tokenize=True, add_generation_prompt=opens, **variables
+    )
+    ids: list[int] = found["input_ids"]
+    return ids
+
+
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("smollm2", {}, f"<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n{ASK}"
+     "<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen2.5", {}, f"<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\n{ASK}"
+     "<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen3", {}, f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen3", {"enable_thinking": True},
+     f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen3", {"enable_thinking": False},
+     f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ("mistral", {}, f"<s>[INST]{ASK}[/INST]"),
+    ("llama3", {"date_string": "1 May 2026"},
+     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 1 May 2026\n\n"
+     f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{ASK}<|eot_id|>"
+     "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    ("r1", {}, f"<｜begin▁of▁sentence｜><｜User｜>{ASK}<｜Assistant｜><think>\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "variables", "text"), CASES)
+def test_prompts_have_the_ids_that_transformers_gives_the_family(
+    folders: Path, name: str, variables: dict[str, Any], text: str
+) -> None:
+    renderer = make(folders / name, chat_template_kwargs=variables)
+    ids = prompt_ids(renderer)
+    assert ids == own_ids(folders / name, [USER], True, **variables)
+    # Special tags survive decoding, and each is one token.
+    assert renderer.decode(ids) == text
+    assert set(renderer.encode("".join(FAMILIES[name].tokens))) == {
+        renderer.tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[name].tokens
+    }
+    with_system = make(folders / name, chat_template_kwargs=variables, system_prompt="be brief")
+    assert prompt_ids(with_system) == own_ids(folders / name, [SYSTEM, USER], True, **variables)
+
+
+THOUGHT = "<think>\n1 + 11\n</think>\n\nIt is 12"
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "response"),
+    [
+        ("smollm2", {}, THOUGHT),
+        ("qwen2.5", {}, THOUGHT),
+        ("qwen2.5-base", {}, THOUGHT),
+        ("qwen3", {}, THOUGHT),
+        ("qwen3", {"enable_thinking": False}, "It is 12"),
+        ("mistral", {}, "[THINK]1 + 11[/THINK]It is 12"),
+        ("llama3", {}, "It is 12"),
+    ],
+)
+def test_sft_teaches_the_ids_of_the_whole_conversation_up_to_its_end(
+    folders: Path, name: str, variables: dict[str, Any], response: str
+) -> None:
+    renderer = make(folders / name, chat_template_kwargs=variables)
+    example = SftExample([ChatMessage("user", ASK)], response, "sums")
+    (sequence,) = tokenize([example], renderer)
+    taught = sequence.token_ids.tolist()
+    answer = {"role": "assistant", "content": response}
+    whole = own_ids(folders / name, [USER, answer], False, **variables)
+    # Behind the end some templates begin a line.
+    assert taught == whole[: len(taught)]
+    assert renderer.decode(whole[len(taught) :]).strip() == ""
+    assert taught[-1] in renderer.stop_ids
+    assert renderer.decode(taught[sequence.prompt_length :]) == response
+    shown = TaughtAnswer(Conversation("sums", [ChatMessage("user", ASK)]), response)
+    assert not [note for note in probe_renderer(renderer, [shown]) if "SFT responses" in note]
+
+
+def test_a_response_that_the_template_would_write_otherwise_is_said(folders: Path) -> None:
+    asked = Conversation("sums", [ChatMessage("user", ASK)])
+    examples = [TaughtAnswer(asked, THOUGHT), TaughtAnswer(asked, "It is 12")]
+    (note,) = [n for n in probe_renderer(make(folders / "qwen3"), examples) if "SFT" in n]
+    assert "would write 1 of the first 2 SFT responses otherwise" in note
+    assert "'It is 12<|im_end|>' is taught" in note and "'<think>\\n\\n</think>" in note
+    # DeepSeek's template opens thoughts in the prompt and leaves them out of the history.
+    (note,) = [n for n in probe_renderer(make(folders / "r1"), examples) if "SFT" in n]
+    assert "would write 2 of the first 2" in note
+
+
+def test_spaces_that_a_template_puts_around_an_answer_are_taught(tmp_path: Path) -> None:
+    ids = write_family(tmp_path, "mistral")
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}"
+        "{% endif %}{% endfor %}"
+    )
+    renderer = make(tmp_path, chat_template=template)
+    taught = prompt_ids(renderer) + renderer.render_response("12")
+    assert renderer.tokenizer.decode(taught) == f"<s>[INST] {ASK} [/INST] 12 </s>"
+    assert taught[-1] == ids["</s>"] and taught.count(ids["</s>"]) == 1
+
+
+def test_every_end_of_a_model_ends_a_completion_and_is_left_out_once(folders: Path) -> None:
+    for name, family in FAMILIES.items():
+        renderer = make(folders / name)
+        expected = {*family.ends, family.eos}
+        if name == "qwen2.5-base":
+            expected |= {"<|im_end|>"}
+        tokens = {renderer.tokenizer.convert_ids_to_tokens(one) for one in renderer.stop_ids}
+        assert tokens == expected
+        for one in renderer.stop_ids:
+            assert renderer.decode([*renderer.encode("12"), one]) == "12"
+            last = renderer.tokenizer.convert_ids_to_tokens(one)
+            assert renderer.decode([*renderer.encode("12"), one, one]) == f"12{last}"
+
+
+def test_the_end_of_turn_of_a_base_model_ends_completions_and_is_said(folders: Path) -> None:
+    renderer = make(folders / "qwen2.5-base")
+    end, eos = (
+        renderer.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")
+    )
+    assert (renderer.end_id, renderer.stop_ids) == (end, tuple(sorted((end, eos))))
+    assert renderer.render_response("12") == [*renderer.encode("12"), end]
+    (note,) = [note for note in probe_renderer(renderer) if "ends an answer" in note]
+    assert "'<|im_end|>', and the model's folder names only '<|endoftext|>' as its end" in note
+    for name in ("qwen2.5", "llama3", "mistral", "r1"):
+        assert not [n for n in probe_renderer(make(folders / name)) if "ends an answer" in n]
+
+
+def test_an_end_that_is_no_token_is_said(folders: Path) -> None:
+    """Mistral's tokenizer has no <|im_end|>, so that text is many tokens."""
+    renderer = make(folders / "mistral", chat_template=CHATML)
+    (note,) = [note for note in probe_renderer(renderer) if "after an answer" in note]
+    assert "writes '<|im_end|>' after an answer" in note and "end only with '</s>'" in note
+    assert renderer.stop_ids == (renderer.tokenizer.eos_token_id,) == (renderer.end_id,)
+
+
+def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path) -> None:
+    """enable_thinking = false, by every way on which a run renders."""
+    from megatron_rl.cli.data_tools.prompts import render_shown
+    from megatron_rl.data.dropped_prompts import render_in_child
+    from megatron_rl.launcher.dry_run import render_all
+
+    config = Config.model_validate(
+        {
+            "model": {"path": folders / "qwen3"},
+            "render": {"system_prompt": "", "chat_template_kwargs": {"enable_thinking": False}},
+            "sampling": {"max_new_tokens": 8},
+            "generator": {"context_tokens": 4096},
+        }
+    )
+    expected = own_ids(folders / "qwen3", [USER], True, enable_thinking=False)
+    thinking = own_ids(folders / "qwen3", [USER], True)
+    assert len(expected) > len(thinking)
+    prompt = Prompt("p", "math", [ChatMessage("user", ASK)], "12")
+    renderer = Renderer(
+        config.render, folders / "qwen3", 4096, format_checks=config.reward.format_checks
+    )
+    worker = GeneratorWorker(OneToken(), renderer, [], capacity=1)
+    # Evaluation has leases of the same kind.
+    assert worker._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
+    example = SftExample(prompt.messages, "12")
+    (sequence,) = tokenize([example], renderer)
+    assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
+    (shown,) = render_shown(config, [prompt])
+    assert shown.tokens == len(expected) and shown.text.endswith("<think>\n\n</think>\n\n")
+    (tried,) = render_all(config, [prompt])
+    assert tried.text == shown.text
+    conversation = [Conversation("math", prompt.messages)]
+    room = 4096 - len(expected)
+    assert render_in_child(config, conversation, [room], [])[0] == {}
+    assert list(render_in_child(config, conversation, [room + 1], [])[0]) == [0]
+
+
+class OneToken:
+    """What a worker reads of an engine that it never asks."""
+
+    name, engine_version, version = "one", "1", 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("qwen3", {"enable_thinking": False}, ""),
+        ("qwen3", {"enable_thinkin": False}, "reads no variable 'enable_thinkin', so it changes "
+         "nothing; it reads enable_thinking."),
+        ("llama3", {"date_string": "x", "enable_thinking": True},
+         "reads no variable 'enable_thinking', so it changes nothing; it reads date_string."),
+        ("smollm2", {"thinking": True, "effort": "low"},
+         "'effort', 'thinking', so it changes nothing; it reads none but messages and tools."),
+    ],
+)  # fmt: skip
+def test_a_variable_that_the_template_never_reads_is_said(
+    folders: Path, name: str, given: dict[str, Any], expected: str
+) -> None:
+    notes = probe_renderer(make(folders / name, chat_template_kwargs=given))
+    found = [note for note in notes if "render.chat_template_kwargs: " in note]
+    assert len(found) == bool(expected) and expected in "".join(found)
+
+
+def test_blocks_of_generation_and_loop_controls_are_read(folders: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'critic' %}{% continue %}{% endif %}"
+        "{{ bos_token }}{% generation %}{{ m.content if deep else '' }}{% endgeneration %}"
+        "{{ eos_token }}{% endfor %}"
+    )
+    renderer = make(folders / "mistral", chat_template=template)
+    assert renderer.template.reads == {"messages", "bos_token", "deep", "eos_token"}
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        ("smollm2", "tools"),
+        ("qwen2.5", ""),
+        ("qwen3", "thoughts of earlier answers, tools"),
+        ("mistral", "tools"),
+        ("r1", "thoughts of earlier answers, tools"),
+    ],
+)
+def test_what_a_template_leaves_out_is_said(folders: Path, name: str, losses: str) -> None:
+    notes = [n for n in probe_renderer(make(folders / name)) if "leaves out" in n]
+    assert notes == ([f"note: the chat template leaves out: {losses}"] if losses else [])
+
+
+def test_lost_words_of_the_run_are_warned_of(folders: Path) -> None:
+    """A template without system messages, one that refuses them, and one that drops thoughts."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    renderer = make(folders / "mistral", chat_template=template, system_prompt="be brief")
+    notes = probe_renderer(renderer)
+    assert "note: the chat template leaves out: system messages, tools" in notes
+    assert any("leaves out the run's system prompt. Put its words into" in n for n in notes)
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    renderer = make(folders / "mistral", chat_template=strict + template, system_prompt="be brief")
+    notes = probe_renderer(renderer)
+    assert "note: the chat template leaves out: system messages (refused), tools" in notes
+    # Example exchanges of the format check hold thoughts, which Qwen3's template drops.
+    for name, is_lost in (("qwen3", True), ("smollm2", False)):
+        renderer = make(folders / name, system_prompt=None, demonstrate=True)
+        found = [n for n in probe_renderer(renderer) if "changes the example exchange" in n]
+        assert len(found) == is_lost
+
+
+def test_a_template_that_is_no_jinja_or_writes_unknown_tokens_is_refused(
+    folders: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"cannot be read: .*line 2\. .*render.chat_template"):
+        make(folders / "mistral", chat_template="{{ messages }}\n{% if %}")
+    ids = write_family(tmp_path, "qwen3", vocab_size=250)
+    token = ids["<|im_end|>"]
+    with pytest.raises(InputError, match=f"with id {max(ids.values()) - 3}, but the model has 250"):
+        probe_renderer(make(tmp_path))
+    assert token == max(ids.values()) - 3
+
+
+def test_an_exported_template_wins_over_the_tokenizers(tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen3")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    renderer = make(tmp_path)
+    assert renderer.tokenizer.get_chat_template() == CHATML
+    assert renderer.decode(prompt_ids(renderer)).endswith("<|im_start|>assistant\n")
+
+
+def test_notes_of_a_run_come_with_its_dropped_prompts(folders: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": folders / "qwen2.5-base"},
+            "render": {"chat_template_kwargs": {"enable_thinking": False}},
+            "sampling": {"max_new_tokens": 8},
+        }
+    )
+    prompt = Prompt("p", "math", [ChatMessage("user", ASK)], "12")
+    found = try_rendering([prompt], config)
+    assert found.dropped == []
+    assert [note.split(":")[0] for note in found.notes] == ["warning", "note"]
+    assert "reads no variable 'enable_thinking'" in found.notes[0]
+    assert "ends an answer with '<|im_end|>'" in found.notes[1]
