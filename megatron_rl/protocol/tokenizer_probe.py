@@ -81,6 +81,8 @@ def _splits_wrongly(tokenizer: Any, folder: Path) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if kind not in _MISTRAL or backend is None or backend.pre_tokenizer is None:
         return ""
+    if backend.token_to_id("[INST]") is None:
+        return ""  # another family's tokenizer
     state = backend.pre_tokenizer.__getstate__().decode()
     # Older tokenizers of Mistral divide no text before they merge.
     if '"Split"' not in state or '"ByteLevel"' not in state:
