@@ -268,7 +268,8 @@ def check_prompts(config: Config) -> PromptReport:
     if _samples_for_training(config):
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
-    notes += [*map(printable, [*sets.notes, *rendering_notes]), *_describe_dropped(dropped)]
+    notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
+    notes += map(printable, rendering_notes)
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
