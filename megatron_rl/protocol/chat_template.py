@@ -15,7 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatron_rl.config.errors import InputError
 
 Turn = dict[str, str]
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+_FAILURES = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError,
+)  # fmt: skip
 """Errors that a template raises on messages it does not take."""
 _OFFERED = (
     "messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now",

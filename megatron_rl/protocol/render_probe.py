@@ -84,7 +84,8 @@ def _describe_losses(renderer: Renderer) -> str:
     is_mistral = tokenizer.convert_tokens_to_ids("[THINK]") not in (None, tokenizer.unk_token_id)
     tags = ("[THINK]", "[/THINK]") if is_mistral else ("<think>", "</think>")
     losses = find_losses(renderer.template, tags)
-    return f"note: the chat template leaves out: {', '.join(losses)}" if losses else ""
+    kind = "warning" if "questions" in losses else "note"
+    return f"{kind}: the chat template leaves out: {', '.join(losses)}" if losses else ""
 
 
 def _describe_lost_words(renderer: Renderer) -> list[str]:

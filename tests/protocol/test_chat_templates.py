@@ -10,6 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import try_rendering
+from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Conversation, Renderer
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling
@@ -292,10 +293,26 @@ def test_a_template_that_is_no_jinja_or_writes_unknown_tokens_is_refused(
     with pytest.raises(InputError, match=r"cannot be read: .*line 2\. .*render.chat_template"):
         make(folders / "mistral", chat_template="{{ messages }}\n{% if %}")
     ids = write_family(tmp_path, "qwen3", vocab_size=250)
-    token = ids["<|im_end|>"]
-    with pytest.raises(InputError, match=f"with id {max(ids.values()) - 3}, but the model has 250"):
+    with pytest.raises(InputError, match=f"with id {ids['<|im_end|>']}, but the model has 250"):
         probe_renderer(make(tmp_path))
-    assert token == max(ids.values()) - 3
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}", "{{ raise_exception('no') }}", "{{ 'a'.index('b') }}", "{% include 'x' %}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ messages.x.y }}",
+        "{{ ''.__class__.__mro__ }}", "{{ messages + 1 }}", "{{ {}['x'].y }}",
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_refuses_prompts_with_the_reason(
+    folders: Path, template: str
+) -> None:
+    renderer = make(folders / "qwen3", chat_template=template)
+    with pytest.raises(RenderError, match=r"the chat template failed \(\w+: .*roles \['user'\]"):
+        prompt_ids(renderer)
+    assert renderer.stop_ids == renderer.model_stop_ids
+    assert any("questions (refused)" in note for note in probe_renderer(renderer))
 
 
 def test_an_exported_template_wins_over_the_tokenizers(tmp_path: Path) -> None:
