@@ -23,7 +23,7 @@ _OFFERED = (
     "messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now",
 )  # fmt: skip
 """Variables that every template is offered, as are special tokens (`..._token`)."""
-_ASKS, _DEFAULTS = ("defined", "undefined", "none"), ("default", "d")
+_ASKS = ("defined", "undefined", "none", "default", "d")
 """Tests and filters by which a template asks whether a variable is given."""
 _TOOL = {
     "type": "function",
@@ -130,8 +130,8 @@ def variables_of(template: str) -> frozenset[str]:
     tree = environment.parse(template)
     # Jinja counts a name that some branch defines; a template with a default asks for it first.
     defined = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-    asked = [test.node for test in tree.find_all(nodes.Test) if test.name in _ASKS]
-    asked += [item.node for item in tree.find_all(nodes.Filter) if item.name in _DEFAULTS]
+    questions = tree.find_all((nodes.Test, nodes.Filter))
+    asked = [one.node for one in questions if one.name in _ASKS]
     given = {node.name for node in asked if isinstance(node, nodes.Name)}
     return frozenset(meta.find_undeclared_variables(tree) - (defined - given))
 
