@@ -141,24 +141,26 @@ def find_answer_form(template: ChatTemplate, tokens: Iterable[str]) -> AnswerFor
 
     tokens: the tokenizer's added tokens, among which are those that end a turn.
     """
-    answer = "probe-answer"
     question: Turn = {"role": "user", "content": "probe-question"}
+    turns: list[Turn] = [question, {"role": "assistant", "content": "probe-answer"}]
     try:
         prompt = template.render([question])
-        whole = template.render(
-            [question, {"role": "assistant", "content": answer}], opens_answer=False
+        before, found, behind = template.render(turns, opens_answer=False).rpartition(
+            "probe-answer"
         )
+        earlier = template.render([*turns, question]).rpartition("probe-answer")[2]
     except RenderError:
         return AnswerForm()  # prompts are refused with the reason
-    before, found, behind = whole.rpartition(answer)
     if not found:
         return AnswerForm()
     lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
     lead = "" if lead.strip() else lead
     text = behind.lstrip()
-    ends = [token for token in tokens if token.strip() and text.startswith(token)]
+    begins = [token for token in tokens if token.strip() and text.startswith(token)]
+    # What follows the last answer alone is no end of a turn: some templates open an answer always.
+    ends = [token for token in begins if earlier.lstrip().startswith(token)]
     if not ends:
-        return AnswerForm(lead, rest=behind.strip())
+        return AnswerForm(lead, rest="" if begins else text.rstrip())
     return AnswerForm(lead, behind.removesuffix(text), max(ends, key=len))
 
 

@@ -68,14 +68,25 @@ class Renderer:
         }
         self.context_tokens = context_tokens
         """Limit of prompt plus completion."""
-        self.end_id: int = self.tokenizer.eos_token_id
+        self.model_stop_ids = stop_ids(model, self.tokenizer.eos_token_id)
+        """End tokens that the model's folder names."""
+        self.end_id = self._find_end()
         """The token that ends an answer: the chat template's, else the end-of-sequence token."""
-        self.model_stop_ids = stop_ids(model, self.end_id)
-        """Those that the model's folder names."""
-        if self.form.end:
-            self.end_id = self.tokenizer.convert_tokens_to_ids(self.form.end)
         self.stop_ids = tuple(sorted({*self.model_stop_ids, self.end_id}))
         """Token ids that end a sequence."""
+
+    def _find_end(self) -> int:
+        own = self.tokenizer.eos_token_id
+        ends = [own] if own is not None else list(self.model_stop_ids)
+        if self.form.end:
+            ends = [self.tokenizer.convert_tokens_to_ids(self.form.end)]
+        if not ends:
+            raise InputError(
+                f"model.path={self.model}: neither its tokenizer (eos_token), its "
+                "generation_config.json (eos_token_id) nor its chat template names an end token, "
+                "so no completion would end: name one in generation_config.json"
+            )
+        return int(ends[0])
 
     def render(
         self,
@@ -205,8 +216,6 @@ def _load_tokenizer(model: Path, chat_template: str) -> Any:
         raise InputError(
             f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
         )
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"model.path={model}: its tokenizer names no eos_token")
     return tokenizer
 
 

@@ -64,6 +64,7 @@ def _describe_end(renderer: Renderer) -> str:
     known = " and ".join(
         repr(renderer.tokenizer.convert_ids_to_tokens(token)) for token in renderer.model_stop_ids
     )
+    known = known or "none"
     if form.rest:
         return (
             f"warning: the chat template writes {form.rest[:_SHOWN_CHARACTERS]!r} after an answer, "

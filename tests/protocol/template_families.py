@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.types import ChatMessage
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -182,4 +186,30 @@ def write_family(folder: Path, name: str, **config: Any) -> dict[str, int]:
     )
     size = {"model_type": "llama", "vocab_size": tokenizer.get_vocab_size()}
     (folder / "config.json").write_text(json.dumps(size | config))
+    return ids
+
+
+ASK = "what is\n12 a the 12?"
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": ASK}
+
+
+def make(folder: Path, **render: Any) -> Renderer:
+    config = RenderConfig(**{"system_prompt": "", **render})
+    return Renderer(config, folder, 4096, format_checks={"sums": "think_box"})
+
+
+def prompt_ids(renderer: Renderer, question: str = ASK) -> list[int]:
+    return renderer.render([ChatMessage("user", question)], 8, task="sums")
+
+
+def own_ids(folder: Path, turns: list[dict[str, str]], opens: bool, **variables: Any) -> list[int]:
+    """What transformers makes of the folder, without our renderer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = tokenizer.apply_chat_template(
+        turns, tokenize=True, add_generation_prompt=opens, **variables
+    )
+    ids: list[int] = found["input_ids"]
     return ids

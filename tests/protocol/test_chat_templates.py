@@ -7,49 +7,24 @@ import pytest
 
 from generation.worker import GeneratorWorker
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import try_rendering
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.render import Conversation, Renderer
-from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
+from megatron_rl.protocol.render_probe import probe_renderer
 from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling
 from megatron_rl.trainer.sft_dataset import SftExample, tokenize
-from tests.protocol.template_families import CHATML, FAMILIES, write_family
-
-ASK = "what is\n12 a the 12?"
-SYSTEM = {"role": "system", "content": "be brief"}
-USER = {"role": "user", "content": ASK}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("families")
-    for name in FAMILIES:
-        write_family(folder / name, name)
-    return folder
-
-
-def make(folder: Path, **render: Any) -> Renderer:
-    config = RenderConfig(**{"system_prompt": "", **render})
-    return Renderer(config, folder, 4096, format_checks={"sums": "think_box"})
-
-
-def prompt_ids(renderer: Renderer, question: str = ASK) -> list[int]:
-    return renderer.render([ChatMessage("user", question)], 8, task="sums")
-
-
-def own_ids(folder: Path, turns: list[dict[str, str]], opens: bool, **variables: Any) -> list[int]:
-    """What transformers makes of the folder, without our renderer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = tokenizer.apply_chat_template(
-        turns, tokenize=True, add_generation_prompt=opens, **variables
-    )
-    ids: list[int] = found["input_ids"]
-    return ids
-
+from tests.protocol.template_families import (
+    ASK,
+    CHATML,
+    FAMILIES,
+    SYSTEM,
+    USER,
+    make,
+    own_ids,
+    prompt_ids,
+    write_family,
+)  # fmt: skip
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("smollm2", {}, f"<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n{ASK}"
@@ -84,98 +59,6 @@ def test_prompts_have_the_ids_that_transformers_gives_the_family(
     }
     with_system = make(folders / name, chat_template_kwargs=variables, system_prompt="be brief")
     assert prompt_ids(with_system) == own_ids(folders / name, [SYSTEM, USER], True, **variables)
-
-
-THOUGHT = "<think>\n1 + 11\n</think>\n\nIt is 12"
-
-
-@pytest.mark.parametrize(
-    ("name", "variables", "response"),
-    [
-        ("smollm2", {}, THOUGHT),
-        ("qwen2.5", {}, THOUGHT),
-        ("qwen2.5-base", {}, THOUGHT),
-        ("qwen3", {}, THOUGHT),
-        ("qwen3", {"enable_thinking": False}, "It is 12"),
-        ("mistral", {}, "[THINK]1 + 11[/THINK]It is 12"),
-        ("llama3", {}, "It is 12"),
-    ],
-)
-def test_sft_teaches_the_ids_of_the_whole_conversation_up_to_its_end(
-    folders: Path, name: str, variables: dict[str, Any], response: str
-) -> None:
-    renderer = make(folders / name, chat_template_kwargs=variables)
-    example = SftExample([ChatMessage("user", ASK)], response, "sums")
-    (sequence,) = tokenize([example], renderer)
-    taught = sequence.token_ids.tolist()
-    answer = {"role": "assistant", "content": response}
-    whole = own_ids(folders / name, [USER, answer], False, **variables)
-    # Behind the end some templates begin a line.
-    assert taught == whole[: len(taught)]
-    assert renderer.decode(whole[len(taught) :]).strip() == ""
-    assert taught[-1] in renderer.stop_ids
-    assert renderer.decode(taught[sequence.prompt_length :]) == response
-    shown = TaughtAnswer(Conversation("sums", [ChatMessage("user", ASK)]), response)
-    assert not [note for note in probe_renderer(renderer, [shown]) if "SFT responses" in note]
-
-
-def test_a_response_that_the_template_would_write_otherwise_is_said(folders: Path) -> None:
-    asked = Conversation("sums", [ChatMessage("user", ASK)])
-    examples = [TaughtAnswer(asked, THOUGHT), TaughtAnswer(asked, "It is 12")]
-    (note,) = [n for n in probe_renderer(make(folders / "qwen3"), examples) if "SFT" in n]
-    assert "would write 1 of the first 2 SFT responses otherwise" in note
-    assert "'It is 12<|im_end|>' is taught" in note and "'<think>\\n\\n</think>" in note
-    # DeepSeek's template opens thoughts in the prompt and leaves them out of the history.
-    (note,) = [n for n in probe_renderer(make(folders / "r1"), examples) if "SFT" in n]
-    assert "would write 2 of the first 2" in note
-
-
-def test_spaces_that_a_template_puts_around_an_answer_are_taught(tmp_path: Path) -> None:
-    ids = write_family(tmp_path, "mistral")
-    template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}"
-        "{% endif %}{% endfor %}"
-    )
-    renderer = make(tmp_path, chat_template=template)
-    taught = prompt_ids(renderer) + renderer.render_response("12")
-    assert renderer.tokenizer.decode(taught) == f"<s>[INST] {ASK} [/INST] 12 </s>"
-    assert taught[-1] == ids["</s>"] and taught.count(ids["</s>"]) == 1
-
-
-def test_every_end_of_a_model_ends_a_completion_and_is_left_out_once(folders: Path) -> None:
-    for name, family in FAMILIES.items():
-        renderer = make(folders / name)
-        expected = {*family.ends, family.eos}
-        if name == "qwen2.5-base":
-            expected |= {"<|im_end|>"}
-        tokens = {renderer.tokenizer.convert_ids_to_tokens(one) for one in renderer.stop_ids}
-        assert tokens == expected
-        for one in renderer.stop_ids:
-            assert renderer.decode([*renderer.encode("12"), one]) == "12"
-            last = renderer.tokenizer.convert_ids_to_tokens(one)
-            assert renderer.decode([*renderer.encode("12"), one, one]) == f"12{last}"
-
-
-def test_the_end_of_turn_of_a_base_model_ends_completions_and_is_said(folders: Path) -> None:
-    renderer = make(folders / "qwen2.5-base")
-    end, eos = (
-        renderer.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")
-    )
-    assert (renderer.end_id, renderer.stop_ids) == (end, tuple(sorted((end, eos))))
-    assert renderer.render_response("12") == [*renderer.encode("12"), end]
-    (note,) = [note for note in probe_renderer(renderer) if "ends an answer" in note]
-    assert "'<|im_end|>', and the model's folder names only '<|endoftext|>' as its end" in note
-    for name in ("qwen2.5", "llama3", "mistral", "r1"):
-        assert not [n for n in probe_renderer(make(folders / name)) if "ends an answer" in n]
-
-
-def test_an_end_that_is_no_token_is_said(folders: Path) -> None:
-    """Mistral's tokenizer has no <|im_end|>, so that text is many tokens."""
-    renderer = make(folders / "mistral", chat_template=CHATML)
-    (note,) = [note for note in probe_renderer(renderer) if "after an answer" in note]
-    assert "writes '<|im_end|>' after an answer" in note and "end only with '</s>'" in note
-    assert renderer.stop_ids == (renderer.tokenizer.eos_token_id,) == (renderer.end_id,)
 
 
 def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path) -> None:
