@@ -42,7 +42,7 @@ class RenderError(ValueError):
 class _Generation(Extension):
     """Reads the blocks {% generation %}, a tag of transformers."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The statements of the block."""

@@ -3,9 +3,7 @@
 Runs in a child of the launcher, which has the tokenizer loaded anyway. Takes well below a second.
 """
 
-import collections
 import os
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +13,6 @@ from megatron_rl.protocol.render import Conversation, Renderer, read_values
 from megatron_rl.protocol.tokenizer_probe import compare_tokenizers
 
 _SHOWN_CHARACTERS = 60
-_LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")
 _QUESTION: Turn = {"role": "user", "content": "1"}
 
 
@@ -39,7 +36,7 @@ def probe_renderer(renderer: Renderer, taught: Sequence[TaughtAnswer] = ()) -> l
         _describe_losses(renderer),
         *_describe_lost_words(renderer),
         _describe_clock(renderer),
-        *_describe_taught(renderer, taught),
+        _describe_taught(renderer, taught),
         *compare_tokenizers(renderer.tokenizer, renderer.model, renderer.encode, renderer.decode),
     ]
     return [note for note in notes if note]
@@ -65,8 +62,7 @@ def _describe_end(renderer: Renderer) -> str:
     """How the template ends an answer, unless with an end token of the model."""
     form = renderer.form
     known = " and ".join(
-        repr(renderer.tokenizer.convert_ids_to_tokens(token) or token)
-        for token in renderer.model_stop_ids
+        repr(renderer.tokenizer.convert_ids_to_tokens(token)) for token in renderer.model_stop_ids
     )
     known = known or "none"
     if form.rest:
@@ -126,34 +122,25 @@ def _describe_clock(renderer: Renderer) -> str:
     )
 
 
-def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> list[str]:
-    """SFT responses that open thoughts again, or that the template would write otherwise."""
-    first, changed, opened, form = "", 0, collections.Counter[str](), renderer.form
+def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> str:
+    """SFT responses that the template would write otherwise than they are taught."""
+    first, count, form = "", 0, renderer.form
     for conversation, response in taught:
         turns = renderer.turns(conversation)
         answer = {"role": "assistant", "content": response}
         try:
-            prompt = renderer.template.render(turns)
+            own = f"{renderer.template.render(turns)}{form.lead}{response}{form.gap}{form.end}"
             whole = renderer.template.render([*turns, answer], opens_answer=False)
         except RenderError:
             continue  # the cold start refuses it with the reason
-        own = f"{prompt}{form.lead}{response}{form.gap}{form.end}"
-        tag = _LAST_TAG.search(prompt[-_SHOWN_CHARACTERS:].rstrip())
-        if tag is not None and response.lstrip().startswith(tag[0]):
-            opened[tag[0]] += 1
-        elif not whole.startswith(own):
+        if not whole.startswith(own):
             place = len(os.path.commonprefix([own, whole]))
             shown = slice(place, place + _SHOWN_CHARACTERS)
             first = first or f"{own[shown]!r} is taught, {whole[shown]!r} would be written"
-            changed += 1
-    notes = [
-        f"warning: {count} of the first {len(taught)} SFT responses begin with {tag!r}, which the "
-        "chat template writes at the end of the prompt: leave it out of the responses"
-        for tag, count in opened.items()
-    ]
-    if changed:
-        notes.append(
-            f"note: the chat template would write {changed} of the first {len(taught)} SFT "
-            f"responses otherwise than they are taught (text and end, behind the prompt): {first}"
-        )
-    return notes
+            count += 1
+    if not count:
+        return ""
+    return (
+        f"note: the chat template would write {count} of the first {len(taught)} SFT responses "
+        f"otherwise than they are taught (text and end, behind the prompt): {first}"
+    )

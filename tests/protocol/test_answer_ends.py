@@ -62,10 +62,8 @@ def test_a_response_that_the_template_would_write_otherwise_is_said(folders: Pat
     assert "would write 1 of the first 2 SFT responses otherwise" in note
     assert "'It is 12<|im_end|>' is taught" in note and "'<think>\\n\\n</think>" in note
     # DeepSeek's template opens thoughts in the prompt and leaves them out of the history.
-    examples.append(TaughtAnswer(asked, THOUGHT.removeprefix("<think>\n")))
-    again, note = [n for n in probe_renderer(make(folders / "r1"), examples) if "SFT" in n]
-    assert "1 of the first 3 SFT responses begin with '<think>', which the chat" in again
-    assert "would write 2 of the first 3" in note
+    (note,) = [n for n in probe_renderer(make(folders / "r1"), examples) if "SFT" in n]
+    assert "would write 2 of the first 2" in note
 
 
 def test_spaces_that_a_template_puts_around_an_answer_are_taught(tmp_path: Path) -> None:
