@@ -37,11 +37,6 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
 
 
-def is_template_text(text: str) -> bool:
-    """Whether a value of render.chat_template is a Jinja template, not the path of a file."""
-    return "{{" in text or "{%" in text
-
-
 def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
     """The value with paths relative to `folder` made absolute. key: of the value; "": all."""
     if isinstance(value, dict):
@@ -54,12 +49,17 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
         return [
             with_absolute_paths(inner, key if is_paths else f"{key}.*", folder) for inner in value
         ]
+    if key == _TEMPLATE and is_template_text(str(value)):
+        return value
     key = ".".join("*" if part.isdigit() else part for part in key.split("."))
     if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
-        return value
-    if key == _TEMPLATE and is_template_text(value):
         return value
     path = Path(os.path.normpath(folder / Path(value).expanduser()))
     if key in _HUB_KEYS and is_hub_name(value) and not path.exists():
         return value
     return str(path)
+
+
+def is_template_text(text: str) -> bool:
+    """Whether a value of render.chat_template is a Jinja template, not the path of a file."""
+    return "{{" in text or "{%" in text
