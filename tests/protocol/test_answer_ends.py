@@ -10,7 +10,6 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.render import Conversation
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.types import ChatMessage
-from megatron_rl.trainer.sft_dataset import SftExample, tokenize
 from tests.protocol.template_families import (
     ASK,
     CHATML,
@@ -41,16 +40,15 @@ def test_sft_teaches_the_ids_of_the_whole_conversation_up_to_its_end(
     folders: Path, name: str, variables: dict[str, Any], response: str
 ) -> None:
     renderer = make(folders / name, chat_template_kwargs=variables)
-    example = SftExample([ChatMessage("user", ASK)], response, "sums")
-    (sequence,) = tokenize([example], renderer)
-    taught = sequence.token_ids.tolist()
+    prompt = prompt_ids(renderer)
+    taught = prompt + renderer.render_response(response)
     answer = {"role": "assistant", "content": response}
     whole = own_ids(folders / name, [USER, answer], False, **variables)
     # Behind the end some templates begin a line.
     assert taught == whole[: len(taught)]
     assert renderer.decode(whole[len(taught) :]).strip() == ""
     assert taught[-1] in renderer.stop_ids
-    assert renderer.decode(taught[sequence.prompt_length :]) == response
+    assert renderer.decode(taught[len(prompt) :]) == response
     shown = TaughtAnswer(Conversation("sums", [ChatMessage("user", ASK)]), response)
     assert not [note for note in probe_renderer(renderer, [shown]) if "SFT responses" in note]
 
