@@ -88,7 +88,8 @@ def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path
     example = SftExample(prompt.messages, "12")
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
-    (shown,) = render_shown(config, [prompt])
+    (shown,), findings = render_shown(config, [prompt])
+    assert findings[0].startswith("note: the chat template leaves out: thoughts of earlier")
     assert shown.tokens == len(expected) and shown.text.endswith("<think>\n\n</think>\n\n")
     (tried,) = render_all(config, [prompt])
     assert tried.text == shown.text
