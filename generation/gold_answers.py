@@ -49,7 +49,7 @@ def find_gold(
     if found is None:
         return _none(RETOKENIZED)
     if not cfg.closing:
-        found = [*found, renderer.eos_id]
+        found = [*found, renderer.end_id]
     if place + len(found) > room_tokens:
         return _none(TOO_LONG)
     return GoldAnswer(place, np.array(found, np.int32))

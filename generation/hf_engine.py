@@ -130,7 +130,9 @@ class HFEngine:
         )
         self._manager.start()
         if setup.stops_at_text:
-            tokenizer = AutoTokenizer.from_pretrained(setup.model, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                setup.model, local_files_only=True, mistral_format=False
+            )
             self._decode = tokenizer.decode
 
     @property

@@ -52,6 +52,8 @@ ALIASES = {
     "eval.samples": "val_kwargs.n n_samples_per_eval_prompt num_generations_eval",
     "reward.tasks": "custom_reward_function rm_type custom_rm_path reward_funcs reward_model",
     "render.system_prompt": "system_prompt",
+    "render.chat_template": "custom_chat_template chat_template_path",
+    "render.chat_template_kwargs": "apply_chat_template_kwargs enable_thinking thinking_mode",
     "algorithm.preset": "adv_estimator advantage_estimator loss_type",
     "algorithm.kl.coefficient": "kl_coef kl_loss_coef beta kl_coeff kl_penalty use_kl_loss",
     "algorithm.entropy.coefficient": "entropy_coeff entropy_coef",

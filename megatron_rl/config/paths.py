@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+_TEMPLATE = "render.chat_template"
 PATH_KEYS = (
     "model.path",
     "model.megatron_path",
@@ -20,6 +21,7 @@ PATH_KEYS = (
     "replay.datasets",
     "checkpoint.resume",
     "ports.keys_dir",
+    _TEMPLATE,
 )
 """Keys with paths; `*` replaces the number of a table in a list."""
 _WORDS = {
@@ -54,6 +56,8 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
         return [
             with_absolute_paths(inner, key if is_paths else f"{key}.*", folder) for inner in value
         ]
+    if key == _TEMPLATE and is_template_text(str(value)):
+        return value
     key = ".".join("*" if part.isdigit() else part for part in key.split("."))
     if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
         return value
@@ -64,3 +68,8 @@ def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
     if is_hub and not path.exists():
         return value
     return str(path)
+
+
+def is_template_text(text: str) -> bool:
+    """Whether a value of render.chat_template is a Jinja template, not the path of a file."""
+    return "{{" in text or "{%" in text

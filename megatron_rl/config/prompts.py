@@ -3,8 +3,16 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
+from megatron_rl.config.paths import is_template_text
 from megatron_rl.config.section import Section
 
 _THINK = (
@@ -196,6 +204,14 @@ class Demonstrations(Section):
     none: Demonstration | None = None
 
 
+_MOST_TEMPLATE_BYTES = 1_000_000
+_OF_RENDERER = (
+    "messages", "conversation", "conversations", "tools", "documents", "chat_template",
+    "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of apply_chat_template that are no variables of a template, or that the run sets."""
 _FOLLOWS_FROM = 500_000_000
 """Number of parameters from which rendering shows no exchange."""
 
@@ -218,7 +234,43 @@ class RenderConfig(Section):
     """Tell `megatron-rl run --dry-run` that the model was taught the form that format checks
     demand, so that prompts need not ask for it. Nothing else reads this key."""
     chat_template: str = ""
-    """Jinja chat template that replaces the tokenizer's own; empty: keep the tokenizer's."""
+    """Jinja chat template that replaces the tokenizer's own: its text, or the path of a file with
+    it. The run's config.toml keeps the text. Empty: the tokenizer's template."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Variables for the chat template, such as {enable_thinking = false} for Qwen3. Rollouts,
+    evaluation, SFT and `data show` all render with the same variables."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, given: str) -> str:
+        """The text of a template that is given as a path."""
+        if not given or is_template_text(given):
+            return given
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(
+                f"there is no file {given}; give a Jinja template (with {{{{ }}}} or {{% %}}), or "
+                "the path of a file with one"
+            )
+        if path.stat().st_size > _MOST_TEMPLATE_BYTES:
+            raise ValueError(f"{given} has over {_MOST_TEMPLATE_BYTES} bytes: name a template")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {given}: {error}") from error
+        if not is_template_text(text):
+            raise ValueError(f"{given} holds no Jinja template: there is no {{{{ or {{% in it")
+        return text
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in given:
+            if name in _OF_RENDERER:
+                raise ValueError(f"{name!r} is set by the run itself: leave it out")
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} can be no variable of a template: use letters and _")
+        return given
 
     def for_model(self, parameters: int) -> Self:
         """The settings with `demonstrate` decided, for a model of this size."""

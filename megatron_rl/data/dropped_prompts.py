@@ -6,6 +6,7 @@ tools that repeat an evaluation, leave out the prompts in this file.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Conversation, open_renderer
+from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 
@@ -35,41 +37,66 @@ class DroppedPrompt(msgspec.Struct, frozen=True):
         return self.place or f"prompt {self.id!r}"
 
 
-def find_dropped(
-    prompts: Sequence[Prompt], config: Config, limits: Mapping[str, int] | None = None
-) -> list[DroppedPrompt]:
-    """The prompts that generators could not render. Raises InputError for a bad tokenizer.
+class Rendering(NamedTuple):
+    """How prompts are rendered."""
+
+    dropped: list[DroppedPrompt]
+    """Prompts that generators could not render."""
+    notes: list[str]
+    """Lines to show about the chat template and the tokenizer."""
+
+
+def try_rendering(
+    prompts: Sequence[Prompt],
+    config: Config,
+    limits: Mapping[str, int] | None = None,
+    *,
+    taught: Sequence[TaughtAnswer] = (),
+) -> Rendering:
+    """Render all prompts, and probe the chat template. Raises InputError for a bad tokenizer.
 
     limits: maximum tokens of a completion, by prompt id; default: the largest
-    sampling.max_new_tokens of the stages.
+    sampling.max_new_tokens of the stages. taught: some SFT examples.
     """
     conversations = [Conversation(p.task, p.messages, p.is_program) for p in prompts]
     # Any stage may draw a prompt, so it must leave room for the longest completions.
     default = longest_stage(config).sampling.max_new_tokens
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
-    refusals = call_in_child(
-        find_refusals, config, conversations, room, what="rendering the prompts", limit_s=_RENDER_S
-    )
-    return [
+    refusals, notes = call_in_child(
+        render_in_child, config, conversations, room, taught,
+        what="rendering the prompts", limit_s=_RENDER_S,
+    )  # fmt: skip
+    dropped = [
         DroppedPrompt(prompts[index].id, prompts[index].place, reason)
         for index, reason in sorted(refusals.items())
     ]
+    return Rendering(dropped, notes)
 
 
-def find_refusals(
-    config: Config, conversations: Sequence[Conversation], limits: Sequence[int]
-) -> dict[int, str]:
-    """Why the run's renderer refuses conversations, by index; imports transformers.
+def find_dropped(
+    prompts: Sequence[Prompt], config: Config, limits: Mapping[str, int] | None = None
+) -> list[DroppedPrompt]:
+    """The prompts that generators could not render, as `try_rendering` finds them."""
+    return try_rendering(prompts, config, limits).dropped
+
+
+def render_in_child(
+    config: Config,
+    conversations: Sequence[Conversation],
+    limits: Sequence[int],
+    taught: Sequence[TaughtAnswer],
+) -> tuple[dict[int, str], list[str]]:
+    """Why the run's renderer refuses conversations, by index, and notes; imports transformers.
 
     limits: tokens of each one's completion.
     """
     renderer = open_renderer(config)
-    refusals = {}
+    refusals: dict[int, str] = {}
     for limit in set(limits):
         places = [place for place, mine in enumerate(limits) if mine == limit]
         found = renderer.find_refusals([conversations[place] for place in places], limit)
         refusals.update({places[index]: reason for index, reason in found.items()})
-    return refusals
+    return refusals, probe_renderer(renderer, taught)
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:

@@ -32,7 +32,7 @@ from megatron_rl.config.tree import (
     Config,
     SftConfig,
 )
-from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
+from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
 from megatron_rl.data.prompts import (
     PromptSets,
     has_own_system,
@@ -45,7 +45,13 @@ from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.observe.exporters.exporter import check_installed
-from megatron_rl.protocol.render import count_parameters, describe_system_prompts, names_cpp
+from megatron_rl.protocol.render import (
+    Conversation,
+    count_parameters,
+    describe_system_prompts,
+    names_cpp,
+)
+from megatron_rl.protocol.render_probe import TaughtAnswer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
@@ -58,6 +64,8 @@ from megatron_rl.trainer.sft_dataset import read_sft_dataset
 from verification import settings
 
 _MEMORY_SAVER = "torch-memory-saver"
+_TAUGHT_EXAMPLES = 16
+"""SFT examples whose rendering is compared with the chat template's."""
 _SLOW_FROM = 500_000_000
 """Parameters above which a step on CPU cores takes many minutes."""
 _STATE_BYTES = 16
@@ -251,7 +259,9 @@ def check_prompts(config: Config) -> PromptReport:
             "is not held out; train.steps=0 only evaluates"
         )
     evaluation_sets(config, sets)
-    dropped = find_dropped(sets.all, config, completion_limits(config, sets))
+    dropped, rendering_notes = try_rendering(
+        sets.all, config, completion_limits(config, sets), taught=_first_taught(config.sft)
+    )
     sets = material.divide(frozenset(prompt.id for prompt in dropped), most_held_out=most)
     if dropped:
         _check_kept(sets, dropped, config)
@@ -259,11 +269,22 @@ def check_prompts(config: Config) -> PromptReport:
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
+    notes += map(printable, rendering_notes)
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
     notes += describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files, sets.all)
+
+
+def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:
+    """The first SFT examples of the run."""
+    if not (sft.steps or sft.baseline) or sft.dataset is None:
+        return []
+    return [
+        TaughtAnswer(Conversation(one.task, one.messages, one.is_program), one.response)
+        for one in read_sft_dataset(sft.dataset)[:_TAUGHT_EXAMPLES]
+    ]
 
 
 def _samples_for_training(config: Config) -> bool:

@@ -92,6 +92,7 @@ def _check_resumption(config: Config) -> Beginning:
             f"{run_dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
             "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
         )
+    _check_template(config)
     step = step_of(found)
     if step >= config.train.steps and has_ended:
         raise InputError(
@@ -122,6 +123,18 @@ def earlier_config(run_dir: Path) -> Config | None:
         return load_config(path) if path.exists() else None
     except ConfigError:
         return None
+
+
+def _check_template(config: Config) -> None:
+    """Raise InputError if the resumed run would read another chat template, as from a file."""
+    run_dir = config.run.dir
+    earlier = earlier_config(run_dir)
+    if earlier is not None and earlier.render.chat_template != config.render.chat_template:
+        raise InputError(
+            f"render.chat_template is another text than {run_dir / CONFIG} has, and a run has one "
+            "chat template: put the old text back, or name another folder with --run-dir DIR (and "
+            "begin there with checkpoint.resume=CHECKPOINT)"
+        )
 
 
 def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:

@@ -8,13 +8,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import jinja2
+from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.chat_template import (
+    ChatTemplate,
+    RenderError,
+    Turn,
+    find_answer_form,
+)
 from megatron_rl.protocol.types import ChatMessage
 
 _TAIL_TOKENS = 16
@@ -32,10 +36,6 @@ class Conversation(NamedTuple):
     """As `Prompt.is_program`."""
 
 
-class RenderError(ValueError):
-    """A prompt cannot be rendered; the text says why and what to do."""
-
-
 class Renderer:
     """The tokenizer and chat template of a model folder."""
 
@@ -51,22 +51,14 @@ class Renderer:
 
         Raises InputError if there is no tokenizer or chat template.
         """
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise InputError(f"model.path={model}: cannot load its tokenizer: {error}") from error
-        if config.chat_template:
-            self._tokenizer.chat_template = config.chat_template
-        if not self._tokenizer.chat_template:
-            raise InputError(
-                f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
-            )
-        if self._tokenizer.eos_token_id is None:
-            raise InputError(f"model.path={model}: its tokenizer names no eos_token")
+        self.model = model
+        self.tokenizer = _load_tokenizer(model, config.chat_template)
+        self.template = ChatTemplate(self.tokenizer, config.chat_template_kwargs)
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
+        self.form = find_answer_form(self.template, added)
+        """What the template writes around an answer."""
         config = config.for_model(count_parameters(model))
-        self._openings = {
+        self.openings = {
             (task, is_program, is_cpp): _opening(
                 config, format_check, is_program=is_program, is_cpp=is_cpp
             )
@@ -76,10 +68,25 @@ class Renderer:
         }
         self.context_tokens = context_tokens
         """Limit of prompt plus completion."""
-        self.eos_id: int = self._tokenizer.eos_token_id
-        """The tokenizer's end-of-sequence token."""
-        self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
+        self.model_stop_ids = stop_ids(model, self.tokenizer.eos_token_id)
+        """End tokens that the model's folder names."""
+        self.end_id = self._find_end()
+        """The token that ends an answer: the chat template's, else the end-of-sequence token."""
+        self.stop_ids = tuple(sorted({*self.model_stop_ids, self.end_id}))
         """Token ids that end a sequence."""
+
+    def _find_end(self) -> int:
+        own = self.tokenizer.eos_token_id
+        ends = [own] if own is not None else list(self.model_stop_ids)
+        if self.form.end:
+            ends = [self.tokenizer.convert_tokens_to_ids(self.form.end)]
+        if not ends:
+            raise InputError(
+                f"model.path={self.model}: neither its tokenizer (eos_token), its "
+                "generation_config.json (eos_token_id) nor its chat template names an end token, "
+                "so no completion would end: name one in generation_config.json"
+            )
+        return int(ends[0])
 
     def render(
         self,
@@ -130,7 +137,7 @@ class Renderer:
             unsure.append((index, text))
         for start in range(0, len(unsure), _BATCH_PROMPTS):
             batch = unsure[start : start + _BATCH_PROMPTS]
-            ids = self._tokenizer([text for _, text in batch], add_special_tokens=False)
+            ids = self.tokenizer([text for _, text in batch], add_special_tokens=False)
             for (index, _), prompt_ids in zip(batch, ids["input_ids"], strict=True):
                 refusal = self._refusal(len(prompt_ids), max_new_tokens)
                 if refusal:
@@ -139,29 +146,22 @@ class Renderer:
 
     def _text(self, conversation: Conversation) -> str:
         """The rendered conversation. Raises RenderError if the template fails."""
+        return self.template.render(self.turns(conversation))
+
+    def turns(self, conversation: Conversation) -> list[Turn]:
+        """The messages, with the run's system prompt and example before them."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
         key = _opening_key(conversation)
-        if key not in self._openings:
-            known = sorted({task for task, _, _ in self._openings})
+        if key not in self.openings:
+            known = sorted({task for task, _, _ in self.openings})
             raise InputError(
                 f"unknown task {conversation.task!r}: known are {known}, "
                 "others are defined in [reward.tasks.NAME]"
             )
         # Many templates accept a system message only as the first message.
         if all(turn["role"] != "system" for turn in turns):
-            turns = [*self._openings[key], *turns]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise RenderError(
-                f"the chat template failed ({type(error).__name__}: {error}) on roles "
-                f"{[turn['role'] for turn in turns]}: mend the messages or render.chat_template, "
-                'or set render.system_prompt="" where it takes no system message'
-            ) from error
-        assert isinstance(text, str)
-        return text
+            turns = [*self.openings[key], *turns]
+        return turns
 
     def _refusal(self, tokens: int, max_new_tokens: int) -> str:
         """Why a prompt of `tokens` tokens cannot be completed; empty when it can."""
@@ -178,23 +178,45 @@ class Renderer:
         return self.decode(prompt_ids[-_TAIL_TOKENS:])
 
     def render_response(self, text: str) -> list[int]:
-        """Token ids of an answer, with the end-of-sequence token."""
-        return [*self.encode(text), self.eos_id]
+        """Token ids of an answer as the chat template has it behind a prompt, with its end."""
+        return [*self.encode(f"{self.form.lead}{text}{self.form.gap}"), self.end_id]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without its stop token; other special tokens stay."""
         if token_ids and token_ids[-1] in self.stop_ids:
             token_ids = token_ids[:-1]
-        text = self._tokenizer.decode(
+        text = self.tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
+
+
+def _load_tokenizer(model: Path, chat_template: str) -> Any:
+    """The folder's tokenizer, with the given template if any. Raises InputError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model,
+            local_files_only=True,
+            # mistral-common's tokenizer, taken where a tekken.json lies, has no template.
+            mistral_format=False,
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"model.path={model}: cannot load its tokenizer: {error}") from error
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
+        )
+    return tokenizer
 
 
 def open_renderer(config: Config) -> Renderer:
@@ -209,8 +231,7 @@ def open_renderer(config: Config) -> Renderer:
 
 def count_parameters(model: Path) -> int:
     """Approximate number of parameters, from a model folder's config.json; 0 if unknown."""
-    path = model / "config.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = read_values(model / "config.json")
     hidden, layers = found.get("hidden_size", 0), found.get("num_hidden_layers", 0)
     heads = found.get("num_attention_heads", 1)
     kv_share = found.get("num_key_value_heads", heads) / heads
@@ -272,7 +293,12 @@ def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """All end-of-sequence ids of the tokenizer, config.json and generation_config.json."""
     found = {tokenizer_eos} if tokenizer_eos is not None else set()
     for name in ("config.json", "generation_config.json"):
-        path = model / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        value = read_values(model / name).get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
     return tuple(sorted(found))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Values of a JSON file of a model; those of its language model, where it has other parts."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return {**found, **(found.get("text_config") or {})}

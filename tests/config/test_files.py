@@ -181,3 +181,48 @@ def test_an_engine_that_has_no_nucleus_is_not_asked_for_one(tmp_path: Path) -> N
     assert load_config(path).eval.sets[0].top_p == 0.9
     with pytest.raises(ConfigError, match="generator.engine='hf' samples with top_p = 1 alone"):
         load_config(path, ["generator.engine=hf"])
+
+
+def test_a_chat_template_is_a_text_or_a_file_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
+    (tmp_path / "mine" / "chat.jinja").write_text(template, encoding="utf-8")
+    text = (
+        '[render]\nchat_template = "mine/chat.jinja"\n'
+        "chat_template_kwargs = {enable_thinking = false, effort = 'low', deep = {a = [1, 2.5]}}\n"
+    )
+    config = load_text(tmp_path, text)
+    assert config.render.chat_template == template
+    assert config.render.chat_template_kwargs == {
+        "enable_thinking": False, "effort": "low", "deep": {"a": [1, 2.5]},
+    }  # fmt: skip
+    # The saved tree holds the text, so a resumed run does not read the file.
+    (tmp_path / "mine" / "chat.jinja").unlink()
+    assert load_text(tmp_path, dump_toml(config)) == config
+    given = load_config(None, [f"render.chat_template={template.strip()}"])
+    assert given.render.chat_template == template.strip()
+    thinks = load_config(None, ["render.chat_template_kwargs.enable_thinking=true"])
+    assert thinks.render.chat_template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('chat_template = "none.jinja"', r"there is no file /.*/none.jinja; give a Jinja template"),
+        ('chat_template = "plain.txt"', r"plain.txt holds no Jinja template"),
+        ('chat_template = "binary"', r"render.chat_template: .*cannot read .*binary"),
+        ("chat_template_kwargs = {tokenize = true}", "'tokenize' is set by the run itself"),
+        ("chat_template_kwargs = {tools = []}", "'tools' is set by the run itself"),
+        ("chat_template_kwargs = {messages = 'x'}", "'messages' is set by the run itself"),
+        ("chat_template_kwargs = {'a-b' = 1}", "'a-b' can be no variable"),
+        ("chat_template_kwargs = {day = 2026-05-01}", r"render.chat_template_kwargs"),
+        ("enable_thinking = false", "did you mean 'render.chat_template_kwargs'"),
+    ],
+)
+def test_an_unusable_template_or_variable_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "plain.txt").write_text("Hello")
+    (tmp_path / "binary").write_bytes(b"{{ \xff\xfe }}")
+    with pytest.raises(ConfigError, match=message):
+        load_text(tmp_path, f"[render]\n{text}\n")

@@ -173,7 +173,7 @@ def test_every_path_of_the_configuration_is_known_to_be_one() -> None:
                     found |= paths(kind, f"{item}.")
         return found
 
-    texts = {"algorithm.reference.policy", "checkpoint.resume"}
+    texts = {"algorithm.reference.policy", "checkpoint.resume", "render.chat_template"}
     assert paths(Config, "") - {"run.dir"} | texts == set(PATH_KEYS)
 
 

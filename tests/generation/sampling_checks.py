@@ -5,12 +5,26 @@ import math
 import torch
 from transformers import LlamaForCausalLM
 
+from generation.engine import Completion
 from megatron_rl.protocol.types import Sampling
 from tests.generation.engine_driver import Driver
 from tests.generation.precision import IS_EXACT, assert_near
-from tests.generation.tiny_model import CHARACTERS, SPECIAL
+from tests.generation.tiny_model import CHARACTERS, EOS_ID, SPECIAL
 
 NEVER = "=" * 9
+ENDS = (EOS_ID, 2)
+"""The run's end tokens; the model's folder names only the first."""
+
+
+def check_ends(driver: Driver, prompt: list[int]) -> list[Completion]:
+    """The first end token ends a completion, which then counts as finished; returns 32."""
+    found: list[Completion] = driver.run(driver.collect(prompt, Sampling(60, 1.0), list(range(32))))
+    for completion in found:
+        ended = completion.token_ids[-1] in ENDS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert not set(ENDS) & set(completion.token_ids[:-1])
+    assert {completion.token_ids[-1] for completion in found} >= set(ENDS)
+    return found
 
 
 def check_stop(driver: Driver, prompt: list[int]) -> None:

@@ -115,6 +115,23 @@ def test_what_cannot_be_resumed_is_refused(
         check_run_folder(config(run_dir, *(text.format(other=other) for text in overrides)))
 
 
+def test_a_resumed_run_keeps_its_chat_template(run_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    given = [f"render.chat_template={template}", "render.chat_template_kwargs.effort=low"]
+    (run_dir / "config.toml").write_text(dump_toml(config(run_dir, *given)))
+    assert check_run_folder(config(run_dir, *given)).checkpoint is not None
+    template.write_text("{{ messages[-1].content }}")
+    with pytest.raises(InputError, match="another text than .*config.toml has"):
+        check_run_folder(config(run_dir, *given))
+    # Its own configuration resumes it without the file.
+    template.unlink()
+    saved = load_config(run_dir / "config.toml")
+    assert saved.render.chat_template == "{{ messages[0].content }}"
+    assert saved.render.chat_template_kwargs == {"effort": "low"}
+    assert check_run_folder(saved).checkpoint is not None
+
+
 def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
     make_checkpoint(run_dir, 10)
     # Killed between its export and its summary.

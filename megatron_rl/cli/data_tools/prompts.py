@@ -22,6 +22,7 @@ from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
 from megatron_rl.launcher.hub_models import folder_of
 from megatron_rl.protocol.render import RenderError, open_renderer
+from megatron_rl.protocol.render_probe import probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 
@@ -138,9 +139,10 @@ def show(options: ShowOptions, console: Console) -> int:
     _say(console, sets.describe(), *sets.notes)
     shown: list[Shown] | None = None
     if _has_model(config, options.model):
-        shown = call_in_child(
+        shown, findings = call_in_child(
             render_shown, config, chosen, what="rendering the prompts", limit_s=_RENDER_S
         )
+        _say(console, *findings)
     else:
         _say(console, "as written: give --model DIR for the chat template and token counts")
     for number, prompt in enumerate(chosen):
@@ -191,8 +193,11 @@ def _of_one_source(
     return resolve(layers)
 
 
-def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
-    """Render prompts as the model sees them. Runs in a child; imports transformers."""
+def render_shown(config: Config, prompts: list[Prompt]) -> tuple[list[Shown], list[str]]:
+    """Prompts as the model sees them, and findings about the chat template.
+
+    Runs in a child; imports transformers.
+    """
     renderer = open_renderer(config)
     found = []
     for prompt in prompts:
@@ -207,7 +212,7 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
         except RenderError as error:
             text, tokens, refusal = "", 0, str(error)
         found.append(Shown(text, tokens, refusal))
-    return found
+    return found, probe_renderer(renderer)
 
 
 def _has_model(config: Config, model: Path | None) -> bool:

@@ -119,6 +119,7 @@ class Policy:
             self.shape,
             source=cfg.model.path,
             replaces=True,
+            chat_template=cfg.render.chat_template,
             patience_s=cfg.checkpoint.write_timeout_s,
         )
 

@@ -48,6 +48,7 @@ from megatron_rl.weights.layout.trainer_layout import (
     trainer_slices,
 )
 
+CHAT_TEMPLATE = "chat_template.jinja"
 # All ranks count alike, because all take part in each export.
 _exports = itertools.count()
 
@@ -184,13 +185,15 @@ def save_hf(
     source: Path,
     shard_bytes: int = SHARD_BYTES,
     replaces: bool = False,
+    chat_template: str = "",
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
-    Configuration and tokenizer files are copied from `source`. The folder appears at once, when
-    complete; replaces: in place of an older one, which is a FileExistsError without it. Ranks other
-    than 0 return when it is there, or raise DeadlineExceeded after patience_s without news.
+    Configuration and tokenizer files are copied from `source`; chat_template: in place of the
+    tokenizer's. The folder appears at once, when complete; replaces: in place of an older one,
+    which is a FileExistsError without it. Ranks other than 0 return when it is there, or raise
+    DeadlineExceeded after patience_s without news.
     """
     calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
@@ -200,6 +203,9 @@ def save_hf(
         with staged(folder, replaces=replaces) as staging:
             write_tensors(staging, tensors, shard_bytes)
             copy_files(carried_files(source), staging)
+            if chat_template:
+                # transformers prefers this file to the template in tokenizer_config.json.
+                (staging / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
     calls.end()
