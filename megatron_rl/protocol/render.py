@@ -14,6 +14,7 @@ import jinja2
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import ChatMessage
 
@@ -30,6 +31,15 @@ class Conversation(NamedTuple):
     messages: list[ChatMessage]
     is_program: bool = False
     """As `Prompt.is_program`."""
+
+
+class RenderedExample(NamedTuple):
+    """Token ids of a prompt and of the response to learn."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response: str
+    """In the model's think tags."""
 
 
 class RenderError(ValueError):
@@ -66,6 +76,7 @@ class Renderer:
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         config = config.for_model(count_parameters(model))
+        self._tags = None if config.thinking.is_none else config.tags
         self._openings = {
             (task, is_program, is_cpp): _opening(
                 config, format_check, is_program=is_program, is_cpp=is_cpp
@@ -101,6 +112,21 @@ class Renderer:
         if refusal:
             raise RenderError(refusal)
         return ids
+
+    def render_example(
+        self, messages: list[ChatMessage], response: str, *, task: str, is_program: bool = False
+    ) -> RenderedExample:
+        """A prompt and its response, whose thoughts get the model's tags.
+
+        Raises RenderError like `render`, if the response does not fit the context.
+        """
+        prompt = self.render(messages, 0, task=task, is_program=is_program)
+        if self._tags is not None:
+            response = continued(response, self._tags, self.tail(prompt))
+        ids = self.render_response(response)
+        if refusal := self._refusal(len(prompt), len(ids)):
+            raise RenderError(refusal)
+        return RenderedExample(prompt, ids, response)
 
     def find_refusals(
         self, conversations: Sequence[Conversation], max_new_tokens: int
