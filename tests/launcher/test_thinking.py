@@ -63,7 +63,7 @@ SIX = {
     # name: (template, added tokens, tags, end of a prompt, math's format check)
     "SmolLM2": (CHATML, (), NONE, "assistant\n", "box"),
     "Qwen2.5": (CHATML, ("<|im_start|>", "<tool_call>"), NONE, "assistant\n", "box"),
-    "Llama 3": (LLAMA, (), NONE, "end_header_id|>\n\n", "box"),
+    "Llama 3": (LLAMA, (), NONE, "header_id|>\n\n", "box"),
     "Qwen3": (QWEN3, ("<think>", "</think>"), HOUSE_TAGS, "assistant\n", "think_box"),
     "Qwen3 without": (FORBID + QWEN3, ("<think>", "</think>"), HOUSE_TAGS,
                       "<think>\n\n</think>\n\n", "box"),
