@@ -276,7 +276,7 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     ("given", "tags", "format_check", "opening"),
     [
         ("auto", ("<think>", "</think>"), "think_box", "<think>"),
-        ('{open = "((", close = "))"}', ("((", "))"), "think_box", "(("),
+        ('{open = "(", close = ")"}', ("(", ")"), "think_box", "("),
         ("none", ("", ""), "box", "<think>"),
     ],
 )
