@@ -358,11 +358,6 @@ REFUSALS = (
         "model.megatron_path={model.megatron_path}: make a folder of it with `megatron-rl convert` "
         "and give that as algorithm.reference.policy",
     ),
-    Refusal(
-        lambda c: c.render.thinking.is_none and c.reward.demands_thoughts,
-        "render.thinking='none' and a format check think_box or think_code in [reward.tasks] "
-        "exclude each other: set the format check to box or code, or leave render.thinking out",
-    ),
     # Replay.
     Refusal(
         lambda c: _replays(c) and _has_gold(c),

@@ -26,7 +26,7 @@ def decide_thinking(config: Config, earlier: Config | None = None) -> Config:
     """The configuration with its think tags and all format checks decided.
 
     earlier: the configuration of the resumed run. Raises InputError for a tokenizer that cannot be
-    read. Without a model folder nothing is decided.
+    read, and for a format check that excludes the tags. Without a model folder nothing is decided.
     """
     is_decided = config.reward.is_decided and not config.render.thinking.is_auto
     if is_decided or not config.model.path.is_dir():
@@ -35,6 +35,11 @@ def decide_thinking(config: Config, earlier: Config | None = None) -> Config:
         # Its run began before tags were recorded, when every model was asked for <think>.
         return _decided(config, config.render.tags, thinks=True)
     tags = config.render.thinking
+    if tags.is_none and config.reward.demands_thoughts:
+        raise InputError(
+            'render.thinking = "none" and a format check think_box or think_code in [reward.tasks] '
+            "exclude each other: set the format check to box or code, or leave render.thinking out"
+        )
     template = _template(config)
     if tags.is_auto:
         found = _named_tags(config) or find_tags(template, _vocabulary(config.model.path))

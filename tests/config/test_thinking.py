@@ -47,13 +47,6 @@ def test_tags_that_could_not_be_told_apart_are_refused(given: str, message: str)
         load_config(None, [given])
 
 
-def test_a_format_check_with_thoughts_and_no_thoughts_exclude_each_other() -> None:
-    check = "reward.tasks.code.format_check=think_code"
-    with pytest.raises(ConfigError, match=r"think_code in \[reward.tasks\] exclude each other"):
-        load_config(None, ["render.thinking=none", check])
-    assert load_config(None, [check]).reward.all_tasks["code"].compare == "code"
-
-
 def test_open_format_checks_follow_the_comparison() -> None:
     mine = ["reward.tasks.mine.compare=code", "reward.tasks.sums.compare=a.b:c"]
     fixed = ["reward.tasks.exact.format_check=none"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.config.tree import Config
@@ -112,6 +113,14 @@ def test_a_model_without_tags_thinks_where_the_user_asks_for_it(
     tags = tags or ThinkTags(open="<thinking>", close="</thinking>")
     assert decided.render.thinking == tags
     assert decided.reward.format_checks["math"] == format_check
+
+
+def test_a_format_check_with_thoughts_and_no_thoughts_exclude_each_other(tmp_path: Path) -> None:
+    model, check = make(tmp_path / "model", CHATML), "reward.tasks.code.format_check=think_code"
+    with pytest.raises(InputError, match=r"think_code in \[reward.tasks\] exclude each other"):
+        decide_thinking(load(model, "render.thinking=none", check))
+    # A task of ours needs no comparison beside its format check.
+    assert load(model, check).reward.all_tasks["code"].compare == "code"
 
 
 @pytest.mark.parametrize(
