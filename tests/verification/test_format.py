@@ -154,6 +154,7 @@ def test_tags_of_another_model_are_plain_text() -> None:
     assert think_box(mixed, "", mull).answer == "7"
 
 
+@of_each_pair
 @pytest.mark.parametrize(
     ("text", "thoughts", "answer"),
     [
@@ -166,9 +167,9 @@ def test_tags_of_another_model_are_plain_text() -> None:
     ],
 )
 def test_response_is_split_at_the_end_of_its_thoughts(
-    text: str, thoughts: str, answer: str
+    text: str, thoughts: str, answer: str, tags: ThinkTags
 ) -> None:
-    assert split_response(text) == (thoughts, answer)
+    assert split_response(written(text, tags), tags) == (thoughts, written(answer, tags))
 
 
 def test_blocks_know_where_they_stand() -> None:
