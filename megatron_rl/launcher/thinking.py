@@ -115,10 +115,12 @@ def _template(config: Config) -> str:
 def _vocabulary(folder: Path) -> set[str]:
     """Tokens that a tokenizer's files name as whole texts."""
     config, whole = (_read_json(folder / f"tokenizer{name}.json") for name in ("_config", ""))
-    added = [*config.get("added_tokens_decoder", {}).values(), *whole.get("added_tokens", [])]
-    model = whole.get("model", {}).get("vocab", {})
-    names = model if isinstance(model, dict) else (entry[0] for entry in model)
-    return {*names, *_read_json(folder / "added_tokens.json"), *(one["content"] for one in added)}
+    decoder, model = config.get("added_tokens_decoder") or {}, whole.get("model") or {}
+    added = [*decoder.values(), *(whole.get("added_tokens") or [])]
+    vocabulary = model.get("vocab") or {}
+    names = vocabulary if isinstance(vocabulary, dict) else (piece for piece, _ in vocabulary)
+    texts = (one["content"] if isinstance(one, dict) else one for one in added)
+    return {*names, *_read_json(folder / "added_tokens.json"), *texts}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

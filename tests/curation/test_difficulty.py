@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.curation.difficulty import (
     DifficultyOptions,
     Outcome,
