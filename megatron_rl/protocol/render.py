@@ -24,15 +24,6 @@ _BATCH_PROMPTS = 512
 _CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
 
 
-class Conversation(NamedTuple):
-    """The input to render a prompt."""
-
-    task: str
-    messages: list[ChatMessage]
-    is_program: bool = False
-    """As `Prompt.is_program`."""
-
-
 class RenderedExample(NamedTuple):
     """Token ids of a prompt and of the response to learn."""
 
@@ -40,6 +31,15 @@ class RenderedExample(NamedTuple):
     response_ids: list[int]
     response: str
     """In the model's think tags."""
+
+
+class Conversation(NamedTuple):
+    """The input to render a prompt."""
+
+    task: str
+    messages: list[ChatMessage]
+    is_program: bool = False
+    """As `Prompt.is_program`."""
 
 
 class RenderError(ValueError):
@@ -76,7 +76,6 @@ class Renderer:
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         config = config.for_model(count_parameters(model))
-        self._tags = None if config.thinking.is_none else config.tags
         self._openings = {
             (task, is_program, is_cpp): _opening(
                 config, format_check, is_program=is_program, is_cpp=is_cpp
@@ -85,6 +84,7 @@ class Renderer:
             for is_program in (False, True)
             for is_cpp in (False, True)
         }
+        self._tags = None if config.thinking.is_none else config.tags
         self.context_tokens = context_tokens
         """Limit of prompt plus completion."""
         self.eos_id: int = self._tokenizer.eos_token_id
