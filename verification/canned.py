@@ -6,10 +6,11 @@ reward. The form is read from the prompt as the model sees it, never from the fo
 
 from typing import NamedTuple
 
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.protocol.types import Prompt
 from verification.code.languages import find_language
 from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
-from verification.format import THINK_END, THINK_START, has_box
+from verification.format import has_box
 
 _FENCE = "```"
 _WRONG_NUMBER = "-987654321/13"
@@ -25,10 +26,10 @@ class Form(NamedTuple):
     has_fence: bool
     """A program is in a fenced block."""
 
-    def describe(self) -> str:
+    def describe(self, tags: ThinkTags) -> str:
         """For messages."""
         parts = [
-            "<think>...</think>" if self.has_thoughts else "no thoughts",
+            tags.around("...") if self.has_thoughts else "no thoughts",
             *(["\\boxed{}"] if self.has_box else []),
             *(["a fenced code block"] if self.has_fence else []),
         ]
@@ -42,12 +43,12 @@ class Canned(NamedTuple):
     wrong: str
 
 
-def find_form(text: str) -> Form:
+def find_form(text: str, tags: ThinkTags = HOUSE_TAGS) -> Form:
     """The form that a rendered prompt asks for or shows, or that a response has.
 
     The marks in the text decide: a question that shows a fenced block counts as asking for one.
     """
-    return Form(THINK_START in text, has_box(text) or "\\boxed" in text, _FENCE in text)
+    return Form(tags.open in text, has_box(text) or "\\boxed" in text, _FENCE in text)
 
 
 def form_of_check(format_check: str) -> Form:
@@ -60,7 +61,13 @@ def form_of_check(format_check: str) -> Form:
 
 
 def make_canned(
-    prompt: Prompt, compare: str, form: Form, *, tail: str, count: int
+    prompt: Prompt,
+    compare: str,
+    form: Form,
+    *,
+    tail: str,
+    count: int,
+    tags: ThinkTags = HOUSE_TAGS,
 ) -> Canned | None:
     """A right and a wrong completion in this form; None if no right answer is known.
 
@@ -80,27 +87,24 @@ def make_canned(
         start, end = "\\boxed{", "}"
         is_framed = form.has_box
     if is_framed:
-        start = _sentences(prompt.question) + start
+        start = _sentences(prompt.question, tags) + start
         answers = [start + answer + end for answer in answers]
-    opening = _thoughts(prompt.question, form, tail)
+    opening = _thoughts(prompt.question, form, tags, tail)
     return Canned(opening + answers[0], opening + answers[1])
 
 
-def _sentences(question: str) -> str:
+def _sentences(question: str, tags: ThinkTags) -> str:
     """Words before the answer, in the question's language; none if they could be an answer."""
-    return "" if "\\boxed" in question or _FENCE in question else f"{_plain(question)}\n"
+    return "" if "\\boxed" in question or _FENCE in question else f"{tags.removed_from(question)}\n"
 
 
-def _plain(question: str) -> str:
-    return question.replace(THINK_START, "").replace(THINK_END, "")
-
-
-def _thoughts(question: str, form: Form, tail: str) -> str:
+def _thoughts(question: str, form: Form, tags: ThinkTags, tail: str) -> str:
     """Thoughts in the language of the question: its words."""
-    is_opened = tail.rstrip().endswith(THINK_START)
+    is_opened = tags.is_opened_by(tail)
     if not (form.has_thoughts or is_opened):
         return ""
-    return f"{'' if is_opened else THINK_START}\n{_plain(question)}\n{THINK_END}\n"
+    thoughts = tags.around(f"\n{tags.removed_from(question)}\n") + "\n"
+    return thoughts.removeprefix(tags.open) if is_opened else thoughts
 
 
 def _programs(tests: CodeTests, count: int) -> tuple[str, str, str] | None:

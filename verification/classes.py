@@ -163,7 +163,9 @@ class ClassDesk:
         """Start a request. GradingError for an unknown task."""
         task = self._rules.task(request.task)
         equivalence = find_comparison(task.compare).equivalence
-        checked = map(FORMAT_CHECKS[task.format_check], request.texts, request.prompt_tails)
+        check, tags = FORMAT_CHECKS[task.format_check], self._rules.tags
+        pairs = zip(request.texts, request.prompt_tails, strict=False)
+        checked = [check(text, tail, tags) for text, tail in pairs]
         answers = [None if g.refusal else equivalence.form(g.answer) for g in checked]
         clustering = Clustering(answers, compares=equivalence.judge is not None)
         step = self._rules.reward.class_step(request.task)

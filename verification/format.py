@@ -4,13 +4,12 @@ Runs in the verifier and in its grading processes. Pure string code in time line
 """
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from verification.code.languages import NO_PROGRAMS, find_language, plain_tag
 
-THINK_START = "<think>"
-THINK_END = "</think>"
 # TeX skips blanks and one line break between a command and its argument. Possessive: a run of
 # blanks without a brace behind it is not tried again.
 _BOX_START = re.compile(r"\\boxed[ \t]*+(?:\r?\n[ \t]*+)?\{")
@@ -67,34 +66,44 @@ class FencedBlock(NamedTuple):
     """Offset behind the closing fence's line; the end of the text when the block is open."""
 
 
-def with_opening(text: str, prompt_tail: str) -> str:
-    """The response with the `<think>` that its prompt ends with.
+def with_opening(text: str, prompt_tail: str, tags: ThinkTags = HOUSE_TAGS) -> str:
+    """The response with the opening tag that its prompt ends with.
 
     Some chat templates (DeepSeek-R1's, QwQ's) open the thoughts for the model. prompt_tail comes
     from the generator, not from a model, so that a response cannot claim an opening.
     """
-    is_opened = prompt_tail.rstrip().endswith(THINK_START)
-    return THINK_START + text if is_opened else text
+    return tags.open + text if tags.is_opened_by(prompt_tail) else text
 
 
-def think_box(text: str, prompt_tail: str = "") -> FormatResult:
-    """One <think>...</think>, then an answer in `\\boxed{}`; the last box counts.
+def _with_tags_of_prompt(text: str, prompt_tail: str, tags: ThinkTags) -> str:
+    """The response with the tags that its prompt ends with.
+
+    Other templates (Qwen3's with enable_thinking=false) close empty thoughts, so that the answer
+    follows.
+    """
+    if tags.is_closed_by(prompt_tail) and not text.startswith(tags.open):
+        return tags.around("") + text
+    return with_opening(text, prompt_tail, tags)
+
+
+def think_box(text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS) -> FormatResult:
+    """Thoughts between one pair of tags, then an answer in `\\boxed{}`; the last box counts.
 
     Refusals: no_think_start, several_think_tags, no_think_end, no_boxed, box_before_think_end,
     unclosed_box, empty_box.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.
     """
-    text = with_opening(text, prompt_tail)
-    thoughts, final = split_response(text)
-    refusal = _check_think_tags(text)
+    text = _with_tags_of_prompt(text, prompt_tail, tags)
+    thoughts, final = split_response(text, tags)
+    refusal = _check_think_tags(text, tags)
     checked = FormatResult(refusal) if refusal else box(final)
     if checked.refusal == "no_boxed" and has_box(thoughts):
         checked = checked._replace(refusal="box_before_think_end")
     return checked._replace(thoughts=thoughts, final=final)
 
 
-def think_code(text: str, prompt_tail: str = "") -> FormatResult:
-    """One <think>...</think>, then a fenced code block in a known language; the first one counts.
+def think_code(text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS) -> FormatResult:
+    """Thoughts between tags, then a fenced code block in a known language; the first one counts.
 
     The paper asks for "at least one" such block. So a block of something else before it (an
     example's input, a sketch, a command) neither passes nor spoils the format check. Refusals:
@@ -102,16 +111,16 @@ def think_code(text: str, prompt_tail: str = "") -> FormatResult:
     unclosed_code_block, empty_code_block.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.
     """
-    text = with_opening(text, prompt_tail)
-    thoughts, final = split_response(text)
-    refusal = _check_think_tags(text)
+    text = _with_tags_of_prompt(text, prompt_tail, tags)
+    thoughts, final = split_response(text, tags)
+    refusal = _check_think_tags(text, tags)
     checked = FormatResult(refusal) if refusal else code(final)
     if checked.refusal == "no_code_block" and any(True for _ in fenced_blocks(thoughts)):
         checked = checked._replace(refusal="code_before_think_end")
     return checked._replace(thoughts=thoughts, final=final)
 
 
-def box(text: str, prompt_tail: str = "") -> FormatResult:
+def box(text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS) -> FormatResult:
     """An answer in `\\boxed{}`, anywhere."""
     answer = last_box(text)
     if answer is None:
@@ -119,24 +128,31 @@ def box(text: str, prompt_tail: str = "") -> FormatResult:
     return FormatResult("" if answer.strip() else "empty_box", answer.strip(), final=text)
 
 
-def code(text: str, prompt_tail: str = "") -> FormatResult:
+def code(text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS) -> FormatResult:
     """A fenced code block with a language tag, anywhere."""
     return _first_tagged_block(text)._replace(final=text)
 
 
-def anything(text: str, prompt_tail: str = "") -> FormatResult:
+def anything(text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS) -> FormatResult:
     """Any text that is not blank; all of it is the answer."""
     return FormatResult("" if text.strip() else "empty_response", text, final=text)
 
 
-FORMAT_CHECKS: dict[str, Callable[[str, str], FormatResult]] = {
+class FormatCheck(Protocol):
+    """A format check of a response, given the end of the rendered prompt and the think tags."""
+
+    def __call__(
+        self, text: str, prompt_tail: str = "", tags: ThinkTags = HOUSE_TAGS, /
+    ) -> FormatResult: ...
+
+
+FORMAT_CHECKS: dict[str, FormatCheck] = {
     "think_box": think_box,
     "think_code": think_code,
     "box": box,
     "code": code,
     "none": anything,
 }
-"""f(response, end of the rendered prompt)."""
 
 
 def _first_tagged_block(text: str) -> FormatResult:
@@ -162,16 +178,16 @@ def _first_tagged_block(text: str) -> FormatResult:
     return other or FormatResult("no_language_tag" if is_any else "no_code_block")
 
 
-def split_response(text: str) -> tuple[str, str]:
+def split_response(text: str, tags: ThinkTags = HOUSE_TAGS) -> tuple[str, str]:
     """Thoughts and final answer of a response; never raises.
 
-    Thoughts end at the first `</think>`. Without that tag the whole text is thoughts
-    if it starts with `<think>`, else answer.
+    Thoughts end at the first closing tag. Without that tag the whole text is thoughts
+    if it starts with the opening tag, else answer.
     """
-    thoughts, tag, final = text.partition(THINK_END)
-    if not tag and not text.startswith(THINK_START):
+    thoughts, tag, final = text.partition(tags.close)
+    if not tag and not text.startswith(tags.open):
         return "", text
-    return thoughts.removeprefix(THINK_START), final
+    return thoughts.removeprefix(tags.open), final
 
 
 def has_box(text: str) -> bool:
@@ -218,22 +234,22 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
         yield _block(text, opening, None)
 
 
-def _check_think_tags(text: str) -> str:
+def _check_think_tags(text: str, tags: ThinkTags) -> str:
     """Why the think tags are refused; empty when they are correct."""
-    if not text.startswith(THINK_START):
+    if not text.startswith(tags.open):
         return "no_think_start"
-    if _has_several(text):
-        thoughts, _, final = text.partition(THINK_END)
-        if _has_several(thoughts) or not _has_only_quoted_tags(final):
+    if _has_several(text, tags):
+        thoughts, _, final = text.partition(tags.close)
+        if _has_several(thoughts, tags) or not _has_only_quoted_tags(final, tags):
             return "several_think_tags"
-    return "" if THINK_END in text else "no_think_end"
+    return "" if tags.close in text else "no_think_end"
 
 
-def _has_several(text: str) -> bool:
-    return text.count(THINK_START) > 1 or text.count(THINK_END) > 1
+def _has_several(text: str, tags: ThinkTags) -> bool:
+    return text.count(tags.open) > 1 or text.count(tags.close) > 1
 
 
-def _has_only_quoted_tags(final: str) -> bool:
+def _has_only_quoted_tags(final: str, tags: ThinkTags) -> bool:
     """Whether think tags of the final part are all in programs or in quotation marks.
 
     A quotation holds hardly more than the tags: thoughts in quotation marks are thoughts.
@@ -245,13 +261,12 @@ def _has_only_quoted_tags(final: str) -> bool:
             rest.append(final[end : block.start])
             end = block.end
     rest.append(final[end:])
-    outside = _QUOTATION.sub(_without_quoted_tags, "\n".join(rest))
-    return THINK_START not in outside and THINK_END not in outside
 
+    def without_quoted_tags(quotation: re.Match[str]) -> str:
+        is_name = len(tags.removed_from(quotation[2])) <= QUOTED_CHARS
+        return "" if is_name else quotation[0]
 
-def _without_quoted_tags(quotation: re.Match[str]) -> str:
-    bare = quotation[2].replace(THINK_START, "").replace(THINK_END, "")
-    return "" if len(bare) <= QUOTED_CHARS else quotation[0]
+    return not tags.is_in(_QUOTATION.sub(without_quoted_tags, "\n".join(rest)))
 
 
 def _opens(line: re.Match[str], list_start: int) -> bool:

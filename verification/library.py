@@ -16,6 +16,7 @@ from typing import Self
 import msgspec
 
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
@@ -52,7 +53,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """The same for all completions of a problem: draws its tests."""
     prompt_tail: str = ""
-    """The end of the rendered prompt, which may open <think>."""
+    """The end of the rendered prompt, which may open the thoughts."""
     other_answers: list[str] = []
     """Further accepted answers."""
     length_rule: LengthRule | None = None
@@ -68,9 +69,12 @@ class Grading:
         verifier: VerifierConfig | None = None,
         *,
         max_tokens: int = 1 << 20,
+        tags: ThinkTags = HOUSE_TAGS,
     ) -> None:
-        """max_tokens: limit of a completion, to which the length penalty refers."""
-        self._rules = RewardRules(reward=reward or RewardConfig(), max_tokens=max_tokens)
+        """max_tokens: limit of a completion, to which the length penalty refers. tags: around
+        thoughts.
+        """
+        self._rules = RewardRules(reward=reward or RewardConfig(), max_tokens=max_tokens, tags=tags)
         verifier = verifier or VerifierConfig()
         self.pool = Pool(verifier, self._rules)
         # One for all calls: its numbers for comparisons are never used twice in a pool.

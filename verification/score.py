@@ -90,7 +90,8 @@ def prepare(kind: StepKind, task: str, rules: RewardRules) -> None:
 
 
 def _format_check(request: ScoreRequest, rules: RewardRules) -> FormatResult:
-    return FORMAT_CHECKS[rules.task(request.task).format_check](request.text, request.prompt_tail)
+    check = FORMAT_CHECKS[rules.task(request.task).format_check]
+    return check(request.text, request.prompt_tail, rules.tags)
 
 
 def _quick_verdict(

@@ -17,6 +17,7 @@ from megatron_rl.config.shipped import config_path as path_of
 from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
+from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
@@ -58,7 +59,7 @@ def verify(
     if config_path is None:
         saved = path.resolve().parent.parent / "config.toml"
         config_path = saved if saved.exists() else None
-    config = load_config(config_path, overrides)
+    config = decide_thinking(load_config(config_path, overrides))
     settings.check_functions(config.reward)
     # The longest stage judges all evaluations of a run.
     is_evaluation = path.name.startswith(("eval_", "dropped_eval_"))
@@ -66,7 +67,12 @@ def verify(
     records = audit.read_records(path, _prompts_by_id(config), rules)
     longest = longest_stage(config)
     reward = audit.with_opinions(longest.reward) if disagree else longest.reward
-    with Grading(reward, config.verifier, max_tokens=longest.sampling.max_new_tokens) as grading:
+    with Grading(
+        reward,
+        config.verifier,
+        max_tokens=longest.sampling.max_new_tokens,
+        tags=config.render.tags,
+    ) as grading:
         scores = grading.score(record.sample for record in records)
     _print_reasons(records, scores, console)
     _print_changes(records, scores, console)

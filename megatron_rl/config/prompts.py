@@ -14,9 +14,10 @@ from pydantic import (
 
 from megatron_rl.config.paths import is_template_text
 from megatron_rl.config.section import Section
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 
 _THINK = (
-    "The user asks a question. First think it through step by step between <think> and </think>. "
+    "The user asks a question. First think it through step by step between {open} and {close}. "
     "Only then write a short solution for the user, in the language of the question"
 )
 _BOX = "Put the final answer in \\boxed{}."
@@ -142,18 +143,19 @@ class CurriculumConfig(Section):
 
 class SystemPrompts(Section):
     """System prompts by the format check of a prompt's task; each asks for the checked format.
+    {open} and {close} stand for the tags of render.thinking.
 
     After the system prompt of Magistral (arXiv 2506.10910, section 2.2.1), in our words.
     """
 
     think_box: str = (
         f"{_THINK}. {_BOX} Your whole reply must look like this:\n"
-        "<think>\n(your thoughts)\n</think>\n(your solution) \\boxed{(final answer)}"
+        "{open}\n(your thoughts)\n{close}\n(your solution) \\boxed{(final answer)}"
     )
     """Tasks math, exact and reasoning_gym, unless [reward.tasks] says otherwise."""
     think_code: str = (
         f"{_THINK}. {_CODE} Your whole reply must look like this:\n"
-        "<think>\n(your thoughts)\n</think>\n```python\n(your program)\n```"
+        "{open}\n(your thoughts)\n{close}\n```python\n(your program)\n```"
     )
     """Task code, unless [reward.tasks] says otherwise."""
     box: str = (
@@ -172,7 +174,7 @@ class Demonstration(Section):
     question: str
     """Message of the user."""
     reply: str
-    """Answer of the model."""
+    """Answer of the model; {open} and {close} stand for the tags of render.thinking."""
 
 
 class Demonstrations(Section):
@@ -183,17 +185,17 @@ class Demonstrations(Section):
     """
 
     think_box: Demonstration | None = Demonstration(
-        question="What is 2 + 3?", reply="<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
+        question="What is 2 + 3?", reply="{open}\n2 + 3 is 5.\n{close}\nThe answer is \\boxed{5}."
     )
     think_code: Demonstration | None = Demonstration(
         question="Write a function add(a, b) that returns the sum.",
-        reply="<think>\nThe sum of a and b is a + b.\n</think>\n"
+        reply="{open}\nThe sum of a and b is a + b.\n{close}\n"
         "```python\ndef add(a, b):\n    return a + b\n```",
     )
     """Prompts whose tests call a function. No prompt that names C++ is shown a program."""
     think_code_program: Demonstration | None = Demonstration(
         question="Write a program that reads two integers from a line and prints their sum.",
-        reply="<think>\nThe line holds a and b, and the sum is a + b.\n</think>\n"
+        reply="{open}\nThe line holds a and b, and the sum is a + b.\n{close}\n"
         "```python\na, b = map(int, input().split())\nprint(a + b)\n```",
     )
     """The same format check, for prompts whose tests run a program on standard input."""
@@ -219,6 +221,7 @@ _FOLLOWS_FROM = 500_000_000
 class RenderConfig(Section):
     """How messages become token ids."""
 
+    thinking: ThinkTags = ThinkTags()
     system_prompt: str | None = None
     """System prompt of every prompt that has no system message; "": none. Not given: the text of
     render.system_prompts for the format check of the prompt's task."""
@@ -272,6 +275,12 @@ class RenderConfig(Section):
                 raise ValueError(f"{name!r} can be no variable of a template: use letters and _")
         return given
 
+    @property
+    def tags(self) -> ThinkTags:
+        """The think tags; those of the house where none are set."""
+        is_set = not (self.thinking.is_auto or self.thinking.is_none)
+        return self.thinking if is_set else HOUSE_TAGS
+
     def for_model(self, parameters: int) -> Self:
         """The settings with `demonstrate` decided, for a model of this size."""
         if self.demonstrate != "auto":
@@ -280,10 +289,8 @@ class RenderConfig(Section):
 
     def system_prompt_of(self, format_check: str) -> str:
         """System prompt for a task's format check; empty: none."""
-        if self.system_prompt is not None:
-            return self.system_prompt
         text: str = getattr(self.system_prompts, format_check)
-        return text
+        return self.tags.fill(text if self.system_prompt is None else self.system_prompt)
 
     def demonstration_of(
         self, format_check: str, *, is_program: bool = False, is_cpp: bool = False
@@ -300,4 +307,6 @@ class RenderConfig(Section):
             return None
         name = "think_code_program" if is_program and format_check == "think_code" else format_check
         exchange: Demonstration | None = getattr(self.demonstrations, name)
-        return exchange
+        if exchange is None:
+            return None
+        return Demonstration(question=exchange.question, reply=self.tags.fill(exchange.reply))

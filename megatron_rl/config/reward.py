@@ -12,7 +12,7 @@ WALL_FACTOR = 2.0
 """Maximum elapsed time of a program, without waits for a core, over its CPU time."""
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 WORKER_POOLS = (ANSWERS, LANGUAGE, CODE, CUSTOM)
-FormatCheckName = Literal["think_box", "think_code", "box", "code", "none"]
+FormatCheckName = Literal["auto", "think_box", "think_code", "box", "code", "none"]
 UnevaluatedRule = Literal["refuse_copied", "refuse", "accept"]
 StepKind = Literal["judge", "language", "extras", "pair"]
 
@@ -30,19 +30,25 @@ class Step(NamedTuple):
 class TaskConfig(Section):
     """How completions of a task are judged; prompts name the task."""
 
-    format_check: FormatCheckName = "think_box"
-    """Form that a response must have to earn anything. think_*: one <think>...</think> first;
-    box: an answer in \\boxed{}; code: a fenced block with a language tag; none: any text."""
+    format_check: FormatCheckName = "auto"
+    """Form that a response must have to earn anything. think_*: thoughts between the tags of
+    render.thinking first; box: an answer in \\boxed{}; code: a fenced block with a language tag;
+    none: any text. auto: code where programs are compared, else box, and think_* for models that
+    think (render.thinking)."""
     compare: str
     """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
-    as `f(answer: str, request: ScoreRequest) -> bool`."""
+    as `f(answer: str, request: ScoreRequest) -> bool`. Tasks with the first four names have it."""
+
+    def decided(self, *, thinks: bool) -> Self:
+        """The task with its format check decided, for a model that thinks or does not."""
+        if self.format_check != "auto":
+            return self
+        form = "code" if self.compare == CODE else "box"
+        return self.model_copy(update={"format_check": f"think_{form}" if thinks else form})
 
 
 _DEFAULT_TASKS = {
-    "math": TaskConfig(compare="math"),
-    "exact": TaskConfig(compare="exact"),
-    "reasoning_gym": TaskConfig(compare="reasoning_gym"),
-    "code": TaskConfig(format_check="think_code", compare="code"),
+    name: TaskConfig(compare=name) for name in ("math", "exact", "reasoning_gym", CODE)
 }
 
 
@@ -112,8 +118,21 @@ class RewardConfig(Section):
 
     @property
     def all_tasks(self) -> dict[str, TaskConfig]:
-        """Tasks that prompts may name."""
-        return _DEFAULT_TASKS | self.tasks
+        """Tasks that prompts may name. Undecided format checks are those of a model that thinks."""
+        tasks = _DEFAULT_TASKS | self.tasks
+        return {name: task.decided(thinks=True) for name, task in tasks.items()}
+
+    def decided(self, *, thinks: bool) -> Self:
+        """The section with all format checks decided, for a model that thinks or does not."""
+        tasks = _DEFAULT_TASKS | self.tasks
+        decided = {name: task.decided(thinks=thinks) for name, task in tasks.items()}
+        return self.model_copy(update={"tasks": decided})
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether all format checks are decided."""
+        tasks = _DEFAULT_TASKS | self.tasks
+        return all(task.format_check != "auto" for task in tasks.values())
 
     def extras_of(self, task: str) -> list[ExtraReward]:
         """Extra rewards of a task."""
@@ -139,6 +158,11 @@ class RewardConfig(Section):
         return Step("pair", CUSTOM if ":" in self.all_tasks[task].compare else ANSWERS)
 
     @property
+    def demands_thoughts(self) -> bool:
+        """Whether a format check that is given demands thoughts."""
+        return any(task.format_check.startswith("think") for task in self.tasks.values())
+
+    @property
     def longest_program_s(self) -> float:
         """Maximum seconds for grading a program, without waits for a core."""
         # To count passed tests, calls run together first, then one by one.
@@ -149,6 +173,20 @@ class RewardConfig(Section):
     def format_checks(self) -> dict[str, FormatCheckName]:
         """The format check of each task."""
         return {name: task.format_check for name, task in self.all_tasks.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_comparisons(cls, given: Any) -> Any:
+        """Let a task of ours be given without its comparison."""
+        tasks = given.get("tasks") if isinstance(given, dict) else None
+        if not isinstance(tasks, dict):
+            return given
+        known = {
+            name: {"compare": name} | task
+            for name, task in tasks.items()
+            if name in _DEFAULT_TASKS and isinstance(task, dict)
+        }
+        return {**given, "tasks": {**tasks, **known}}
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:

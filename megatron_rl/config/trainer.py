@@ -282,6 +282,11 @@ class SftConfig(Section):
         return self
 
     @property
+    def cold_start_dataset(self) -> Path | None:
+        """The SFT examples of the cold start; None without one."""
+        return self.dataset if self.steps else None
+
+    @property
     def candidates(self) -> list[int]:
         """Steps of the exports to choose from; [] without a choice."""
         every = self.export_every_steps

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import without_thoughts
 from megatron_rl.curation.tool import check_at_least
 
 MAX_BODY_BYTES = 4 << 20
@@ -20,7 +21,6 @@ _CHUNK_BYTES = 1 << 16
 _BUSY = (408, 409, 425, 429)
 """Statuses after which a later try may succeed, as after 500 and above."""
 _SHOWN_NAMES = 8
-_THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ def _of_body(content: bytes) -> Answer:
         return Answer(failure="empty")
     if choices[0].finish_reason == "length":
         return Answer(failure="cut_at_limit")
-    text = choices[0].message.content
-    # The chat template may have opened the thoughts.
-    text = _THOUGHTS.sub("", text, count=1) if "<think>" in text else text.split("</think>")[-1]
+    text = without_thoughts(choices[0].message.content)
     return Answer(text.strip()) if text.strip() else Answer(failure="empty")
 
 

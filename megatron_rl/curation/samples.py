@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.curation.rows import Row, read_jsonl
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
@@ -95,7 +96,9 @@ class _SolutionLine(msgspec.Struct, frozen=True):
     language: str = "python"
 
 
-def read_samples(path: Path, reward: RewardConfig, *, label: str = "") -> SampleFile:
+def read_samples(
+    path: Path, reward: RewardConfig, *, label: str = "", tags: ThinkTags = HOUSE_TAGS
+) -> SampleFile:
     """Samples of a folder with rollouts, or of a file. Raises InputError.
 
     label: one evaluation of the folder; empty: all of its rollouts.
@@ -107,11 +110,11 @@ def read_samples(path: Path, reward: RewardConfig, *, label: str = "") -> Sample
         elif item.reward is None:
             ungraded += 1
         else:
-            graded.append(Graded(item.prompt_id, item.problem, [_sample(item, reward)]))
+            graded.append(Graded(item.prompt_id, item.problem, [_sample(item, reward, tags)]))
     return SampleFile(graded, ungraded)
 
 
-def read_solutions(path: Path, reward: RewardConfig) -> Solutions:
+def read_solutions(path: Path, reward: RewardConfig, *, tags: ThinkTags = HOUSE_TAGS) -> Solutions:
     """Solutions by problem, of a folder with rollouts or a file. Raises InputError."""
     by_id: dict[str, list[Solution]] = {}
     id_of: dict[str, str] = {}
@@ -126,7 +129,7 @@ def read_solutions(path: Path, reward: RewardConfig) -> Solutions:
         if task is None or task.format_check not in ("think_code", "code"):
             without += 1
             continue
-        checked = FORMAT_CHECKS[task.format_check](item.text, item.prompt_tail)
+        checked = FORMAT_CHECKS[task.format_check](item.text, item.prompt_tail, tags)
         if checked.refusal:
             without += 1
         else:
@@ -171,14 +174,15 @@ def _graded(line: _SampleLine, place: str) -> Graded:
     return Graded(str(line.id), line.problem, samples)
 
 
-def _sample(record: RolloutRecord, reward: RewardConfig) -> Sample:
+def _sample(record: RolloutRecord, reward: RewardConfig, tags: ThinkTags) -> Sample:
     tasks = reward.all_tasks
     if record.task not in tasks:
         raise InputError(
             f"rollouts of {record.prompt_id!r} have the task {record.task!r}; known are "
             f"{', '.join(tasks)}: give the run's configuration with --config"
         )
-    checked = FORMAT_CHECKS[tasks[record.task].format_check](record.text, record.prompt_tail)
+    check = FORMAT_CHECKS[tasks[record.task].format_check]
+    checked = check(record.text, record.prompt_tail, tags)
     return Sample(record.reason == "correct", None if checked.refusal else checked.answer)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.curation.tool import Outcome, Tally, check_at_least, check_share, place_of
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -45,8 +46,8 @@ class SftExampleOptions:
     batch_size: int = 32
     """SFT examples per step of the cold start (sft.batch_size)."""
     template_opens_thoughts: bool = False
-    """The new model's chat template ends prompts with <think>, so responses begin after it. Else
-    responses get the <think> that the run's template opened."""
+    """Let responses begin after the opening think tag, for a chat template that ends prompts with
+    it. Else responses get the tag that the run's template opened."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,11 +85,12 @@ def mine_sft_examples(
     instructions: Sequence[SftExample],
     prompts: Mapping[str, Prompt],
     options: SftExampleOptions,
+    tags: ThinkTags = HOUSE_TAGS,
 ) -> Outcome:
     """SFT examples of right rollouts and instruction data, shuffled by the seed.
 
-    prompts: by id, for messages before the question, which records lack. Raises InputError if no
-    rollout is left, or for too few instructions.
+    prompts: by id, for messages before the question, which records lack. tags: think tags of the
+    run. Raises InputError if no rollout is left, or for too few instructions.
     """
     rollouts = list(rollouts)
     tally = Tally("sft", asdict(options), read=len(rollouts))
@@ -96,7 +98,9 @@ def mine_sft_examples(
     examples: list[tuple[float, SftExample]] = []
     for problem in sorted(solved):
         for mined in _capped(solved[problem], options, tally):
-            example = _example(mined.record, prompts.get(mined.record.prompt_id), options)
+            tail = "" if options.template_opens_thoughts else mined.record.prompt_tail
+            response = with_opening(mined.record.text, tail, tags)
+            example = _example(mined.record, prompts.get(mined.record.prompt_id), response)
             copies = _copies(rates[problem], mined, options)
             tally.added["repeated"] += copies - 1
             name = _name(mined)
@@ -167,13 +171,10 @@ def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
     return whole + (place_of(options.seed, "copies", _name(mined)) < wanted - whole)
 
 
-def _example(
-    record: RolloutRecord, prompt: Prompt | None, options: SftExampleOptions
-) -> SftExample:
+def _example(record: RolloutRecord, prompt: Prompt | None, response: str) -> SftExample:
     messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
-    tail = "" if options.template_opens_thoughts else record.prompt_tail
     is_program = prompt is not None and prompt.is_program
-    return SftExample(messages, with_opening(record.text, tail), record.task, is_program)
+    return SftExample(messages, response, record.task, is_program)
 
 
 def _choose(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.staging import longest_stage
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.data.dropped_prompts import read_dropped
 from megatron_rl.data.prompts import prompts_of_run
@@ -31,7 +32,6 @@ BATCH = 64
 ROUNDING_FACTOR = 2.0
 STANDARD_ERRORS = 3.0
 SAMPLING_SEED = 0
-_ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\{([^{}]*)\}", re.S)
 
 
 def audit_model(run_dir: Path) -> dict[str, object]:
@@ -59,7 +59,7 @@ def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> di
             task=p.task,
             is_program=p.is_program,
         )
-        + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
+        + renderer.render_response(cfg.render.tags.around("") + f"\\boxed{{{p.answer}}}")
         for p in prompts
     ]
     reference = hf_logits(cfg.model.path, sequences, "float32")
@@ -156,13 +156,15 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
             eos_token_id=list(renderer.stop_ids),
         )
         for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
-            correct += answer_of(row, renderer) == prompt.answer
+            correct += answer_of(row, renderer, cfg.render.tags) == prompt.answer
     return correct / len(prompts)
 
 
-def answer_of(token_ids: list[int], renderer: Renderer) -> str | None:
-    """Boxed answer of a well-formed completion, else None."""
+def answer_of(token_ids: list[int], renderer: Renderer, tags: ThinkTags) -> str | None:
+    """Boxed answer behind one pair of think tags, else None."""
     ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
     text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
-    found = _ANSWER.match(text)
-    return found.group(3).strip() if found else None
+    start, end = map(re.escape, (tags.fill("{open}"), tags.fill("{close}")))
+    rest = f"((?!{start}|{end}).)*"
+    found = re.match(rf"{start}{rest}{end}{rest}\\boxed\{{([^{{}}]*)\}}", text, re.DOTALL)
+    return found[3].strip() if found else None

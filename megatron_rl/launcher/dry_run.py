@@ -14,6 +14,7 @@ from rich.table import Table
 
 from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import in_tags
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
@@ -129,7 +130,7 @@ def grade_made_up(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]
     format_checks = config.reward.format_checks
     rows: list[tuple[Prompt, Form, Rendered, Canned | None]] = []
     for prompt, seen in zip(prompts, rendered, strict=True):
-        form = taught(prompt.task) or find_form(seen.text)
+        form = taught(prompt.task) or find_form(seen.text, config.render.tags)
         if config.render.form_known:
             form = form_of_check(format_checks[prompt.task])
         canned = make_canned(
@@ -138,6 +139,7 @@ def grade_made_up(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]
             form,
             tail=seen.tail,
             count=config.reward.tests_per_problem,
+            tags=config.render.tags,
         )
         rows.append((prompt, form, seen, canned))
     graded = {prompt.task for prompt, _, _, canned in rows if canned}
@@ -160,11 +162,12 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
 
 def _taught_forms(config: Config) -> Callable[[str], Form | None]:
     """f(task): most frequent form of the task's SFT examples, or of all if the task has none."""
-    if not config.sft.steps or config.sft.dataset is None:
+    if config.sft.cold_start_dataset is None:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
-    for example in read_sft_dataset(config.sft.dataset):
-        forms[example.task][find_form(example.response)] += 1
+    for example in read_sft_dataset(config.sft.cold_start_dataset):
+        response = in_tags(example.response, config.render.tags)
+        forms[example.task][find_form(response, config.render.tags)] += 1
     of_all = sum(forms.values(), collections.Counter[Form]())
     return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]
 
@@ -182,7 +185,10 @@ def _grade(
             owners.append(prompt)
             samples.append(sample_of(prompt, text, seen.tail))
     with Grading(
-        config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
+        config.reward,
+        config.verifier,
+        max_tokens=config.sampling.max_new_tokens,
+        tags=config.render.tags,
     ) as grading:
         # One completion per task first: a user function that fails is refused early.
         early = list(first.values())
@@ -247,11 +253,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _refusal(refused: Sequence[GradedPrompt], count: int, task: str, config: Config) -> str:
     reason = refused[0].right.reason
+    form = refused[0].form.describe(config.render.tags)
     format_check = config.reward.format_checks[task]
     return (
         f"no reward possible: the format check {format_check!r} refuses ({reason}) a right answer "
-        f"in the form that the prompt asks for, {refused[0].form.describe()}, in {len(refused)} of "
-        f"{count} prompts. "
+        f"in the form that the prompt asks for, {form}, in {len(refused)} of {count} prompts. "
         "Let render.system_prompts (or your render.system_prompt) ask for what the format check "
         f"demands, or set reward.tasks.{task}.format_check; for a model that was taught the form "
         "set expert.render.form_known=true"

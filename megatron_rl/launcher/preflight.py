@@ -44,6 +44,7 @@ from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
 from megatron_rl.protocol.render import (
     Conversation,
@@ -273,6 +274,7 @@ def check_prompts(config: Config) -> PromptReport:
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }
+    notes.append(describe_thinking(config, tasks))
     notes += describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files, sets.all)
 

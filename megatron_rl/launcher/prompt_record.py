@@ -18,6 +18,7 @@ from megatron_rl.data.prompts import material_of_run
 from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
+from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
@@ -50,10 +51,12 @@ class PromptRecord(msgspec.Struct, frozen=True):
 def pin_revisions(config: Config) -> Config:
     """The configuration with a cached commit of each Hub model and dataset.
 
-    A resumed run keeps its commits. `train.epochs` becomes `train.steps`. Raises InputError.
+    A resumed run keeps its commits. `train.epochs` becomes `train.steps`; think tags and format
+    checks are decided. Raises InputError.
     """
     earlier = earlier_config(config.run.dir)
-    return _count_epochs(_pin_prompts(pin_models(config, earlier), earlier))
+    config = decide_thinking(pin_models(config, earlier), earlier)
+    return _count_epochs(_pin_prompts(config, earlier))
 
 
 def _count_epochs(config: Config) -> Config:

@@ -30,7 +30,12 @@ def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
     if not chosen:
         return []
     samples = [_sample(prompt, config) for prompt in chosen.values()]
-    with Grading(reward, config.verifier, max_tokens=config.sampling.max_new_tokens) as grading:
+    with Grading(
+        reward,
+        config.verifier,
+        max_tokens=config.sampling.max_new_tokens,
+        tags=config.render.tags,
+    ) as grading:
         refuse_faults(list(chosen.values()), grading.score(samples), config)
     return [
         f"{function} was called with a made-up completion of the task {task!r}"
@@ -68,13 +73,15 @@ def functions_of(task: str, reward: RewardConfig) -> list[str]:
 
 def _sample(prompt: Prompt, config: Config) -> Sample:
     """A completion that passes the format check of the task."""
-    reward = config.reward
+    reward, tags = config.reward, config.render.tags
     form = form_of_check(reward.format_checks[prompt.task])
     compare = reward.all_tasks[prompt.task].compare
     canned = None
     if compare == CODE or not form.has_fence:
-        canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)
-    thoughts = "<think>\nmade up\n</think>\n" if form.has_thoughts else ""
+        canned = make_canned(
+            prompt, compare, form, tail="", count=reward.tests_per_problem, tags=tags
+        )
+    thoughts = tags.around("\nmade up\n") + "\n" if form.has_thoughts else ""
     text = f"{thoughts}```python\n{_PROGRAM}```" if canned is None else canned.right
     return sample_of(prompt, text)
 

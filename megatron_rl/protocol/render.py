@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import (
     ChatTemplate,
@@ -25,6 +26,15 @@ _TAIL_TOKENS = 16
 """Tokens at a prompt's end that a chat template writes after the last message."""
 _BATCH_PROMPTS = 512
 _CPP = re.compile(r"\bC\+\+|\bcpp\b", re.IGNORECASE)
+
+
+class RenderedExample(NamedTuple):
+    """Token ids of a prompt and of the response to learn."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response: str
+    """In the model's think tags."""
 
 
 class Conversation(NamedTuple):
@@ -66,6 +76,7 @@ class Renderer:
             for is_program in (False, True)
             for is_cpp in (False, True)
         }
+        self._tags = None if config.thinking.is_none else config.tags
         self.context_tokens = context_tokens
         """Limit of prompt plus completion."""
         self.model_stop_ids = stop_ids(model, self.tokenizer.eos_token_id)
@@ -108,6 +119,21 @@ class Renderer:
         if refusal:
             raise RenderError(refusal)
         return ids
+
+    def render_example(
+        self, messages: list[ChatMessage], response: str, *, task: str, is_program: bool = False
+    ) -> RenderedExample:
+        """A prompt and its response, whose thoughts get the model's tags.
+
+        Raises RenderError like `render`, if the response does not fit the context.
+        """
+        prompt = self.render(messages, 0, task=task, is_program=is_program)
+        if self._tags is not None:
+            response = continued(response, self._tags, self.tail(prompt))
+        ids = self.render_response(response)
+        if refusal := self._refusal(len(prompt), len(ids)):
+            raise RenderError(refusal)
+        return RenderedExample(prompt, ids, response)
 
     def find_refusals(
         self, conversations: Sequence[Conversation], max_new_tokens: int

@@ -90,7 +90,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int
     """Seed of the group, which drew its tests."""
     prompt_tail: str
-    """The end of the rendered prompt, which may open <think>."""
+    """The end of the rendered prompt, which may open the thoughts."""
     dropped: str = ""
     """Reason to drop its group ("zero_variance": equal rewards) or the completion; else empty."""
     detail: str = ""

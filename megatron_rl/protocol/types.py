@@ -107,7 +107,7 @@ class Rollout(msgspec.Struct, frozen=True):
     """[(all tokens - 1) x layers x experts of a token] uint8, or int16 or int32 where numbers of
     experts need it; empty without train.router_replay."""
     prompt_tail: str = ""
-    """The end of the rendered prompt, where some chat templates open <think> for the model."""
+    """The end of the rendered prompt, where some chat templates open the thoughts for the model."""
     first_token_s: float = -1.0
     """Seconds between lease and first token, by the generator's clock; -1: unknown."""
     gold: GoldAnswer | None = None

@@ -40,13 +40,15 @@ REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
 """Score reasons that mean a failed format check, so a reward of 0."""
 
 _FORMS = {
-    "think_box": "<think>...</think>, then an answer in \\boxed{}",
-    "think_code": "<think>...</think>, then a fenced code block with a language tag",
+    "think_box": "{open}...{close}, then an answer in \\boxed{}",
+    "think_code": "{open}...{close}, then a fenced code block with a language tag",
     "box": "an answer in \\boxed{}",
     "code": "a fenced code block with a language tag",
     "none": "any text that is not blank",
 }
 _LOOSER_CHECKS = {"think_box": ("box", "none"), "think_code": ("code",), "box": ("none",)}
+_MISSING = {"no_think_start": "begins with {open}", "no_think_end": "contains {close}"}
+"""Format failure -> what the completion lacks."""
 _ERROR_RATE = 0.01
 _MOSTLY = 0.9
 
@@ -164,7 +166,8 @@ def _format_failure(
     worst = refused.most_common(1)[0][0]
     if worst == UNFINISHED:
         cause = "Cause: they are cut at the length limit. Fix:"
-        return Finding("length_limit", f"{head} {cause} {_longer(setting)}.")
+        looser = [f"; or, if they do not think, {text}" for text in _looser(setting, "think")]
+        return Finding("length_limit", f"{head} {cause} {_longer(setting)}{''.join(looser)}.")
     if worst == "empty_response":
         fix = (
             "Cause: the model ends at once. Fix: look at render.chat_template, and at the end "
@@ -173,6 +176,11 @@ def _format_failure(
         return Finding("ends_at_once", f"{head} {fix}")
     example = evidence.examples.get(worst, "")
     shown = f" One begins: {example!r}." if example else ""
+    if set(refused) == {worst} and worst in _MISSING:
+        lacks = setting.config.render.tags.fill(_MISSING[worst])
+        return Finding(
+            "format_failure", f"{head} None {lacks}.{shown} {_wrong_form(setting, lacks_tags=True)}"
+        )
     return Finding("format_failure", f"{head}{shown} {_wrong_form(setting)}")
 
 
@@ -183,9 +191,22 @@ def _longer(setting: Setting) -> str:
     )
 
 
-def _wrong_form(setting: Setting) -> str:
+def _looser(setting: Setting, prefix: str = "") -> list[str]:
+    """Keys that let each task accept another form, if its format check has this prefix."""
+    return [
+        f"set reward.tasks.{name}.format_check = "
+        + " or ".join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))
+        for name, task in setting.tasks.items()
+        if task.format_check in _LOOSER_CHECKS and task.format_check.startswith(prefix)
+    ]
+
+
+def _wrong_form(setting: Setting, *, lacks_tags: bool = False) -> str:
+    """lacks_tags: every completion lacks a think tag, so the model may be one without thoughts."""
+    fill = setting.config.render.tags.fill
     wanted = "; ".join(
-        f"format check {task.format_check!r} of task {name!r} wants {_FORMS[task.format_check]}"
+        f"format check {task.format_check!r} of task {name!r} wants "
+        f"{fill(_FORMS[task.format_check])}"
         for name, task in setting.tasks.items()
     )
     asked = "say so in render.system_prompt"
@@ -194,13 +215,11 @@ def _wrong_form(setting: Setting) -> str:
     taught = "teach it by a cold start (sft.dataset and sft.steps)"
     if setting.config.sft.steps:
         taught = "give the cold start more steps (sft.steps) or SFT examples of that form"
-    looser = [
-        f"format_check = {' or '.join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))} with "
-        f"compare = {json.dumps(task.compare)} in [reward.tasks.{name}]"
-        for name, task in setting.tasks.items()
-        if task.format_check in _LOOSER_CHECKS
-    ]
-    fixes = [asked, taught, *(f"accept another form, {text}" for text in looser)]
+    if lacks_tags:
+        fixes = [f"for a model that does not think, {text}" for text in _looser(setting, "think")]
+        fixes += [asked, taught]
+    else:
+        fixes = [asked, taught, *(f"accept another form, {text}" for text in _looser(setting))]
     return (
         f"Cause: the model does not answer in the form that is graded ({wanted}). "
         f"Fix: {'; or '.join(fixes)}."

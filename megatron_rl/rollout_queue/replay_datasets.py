@@ -199,15 +199,14 @@ def _group(
     prompt = Prompt(f"example:{number}", first.task, first.messages, "")
     group = Group(number, prompt, Sampling(1, 1.0), len(examples), NO_VERSION)
     for index, example in enumerate(examples):
-        response = renderer.render_response(example.response)
         try:
-            prompt_ids = renderer.render(
-                example.messages, len(response), task=example.task, is_program=example.is_program
+            rendered = renderer.render_example(
+                example.messages, example.response, task=example.task, is_program=example.is_program
             )
         except RenderError as error:
             refusals[str(error)] += 1
             continue
-        rollout = _rollout(index, prompt_ids, response, example.response)
+        rollout = _rollout(index, *rendered)
         group.origins[index] = Origin("example", 0.0, 0.0)
         group.add(ScoredRollout(rollout, Score(example.reward, {}, "example")), now=0.0)
     return group

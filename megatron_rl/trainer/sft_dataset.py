@@ -57,9 +57,8 @@ def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequen
     """SFT examples as sequences; `minibatches` sets their weights."""
     sequences = []
     for example in examples:
-        response = renderer.render_response(example.response)
-        prompt = renderer.render(
-            example.messages, len(response), task=example.task, is_program=example.is_program
+        prompt, response, _ = renderer.render_example(
+            example.messages, example.response, task=example.task, is_program=example.is_program
         )
         sequences.append(
             TrainSequence(

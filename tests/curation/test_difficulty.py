@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.curation.difficulty import (
     DifficultyOptions,
     Outcome,
@@ -223,6 +224,9 @@ def test_samples_are_read_from_the_rollouts_of_a_run(tmp_path: Path, filtered: F
     found = read_samples(tmp_path, RewardConfig(), label="before")
     assert found.ungraded == 1 and len(found.graded) == SAMPLES
     assert read_samples(tmp_path, RewardConfig()).graded[0].samples == [Sample(False, "8")]
+    square = ThinkTags(open="[THINK]", close="[/THINK]")
+    other = read_samples(tmp_path, RewardConfig(), tags=square)
+    assert other.graded[0].samples == [Sample(False, None)]
     options = DifficultyOptions(**ALL, labels="drop")
     outcome = filtered(row(tmp_path), found, options)
     assert outcome.report.dropped == {"label_disagrees": 1}

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.curation.sft_examples import (
     Mined,
     SftExampleOptions,
@@ -108,6 +109,15 @@ def test_thoughts_that_the_template_opened_are_opened_in_the_example() -> None:
     assert mine(opened).rows[0].response == "<think>a</think>\\boxed{7}"
     kept = mine(opened, template_opens_thoughts=True).rows[0]
     assert kept.response == "a</think>\\boxed{7}"
+    other = record("q", text="a[/THINK]\\boxed{7}", prompt_tail="[/INST][THINK]")
+    outcome = mine_sft_examples(
+        [Mined(other, 0, "f")],
+        instructions=[],
+        prompts={},
+        options=SftExampleOptions(**NO_INSTRUCTIONS),
+        tags=ThinkTags(open="[THINK]", close="[/THINK]"),
+    )
+    assert outcome.rows[0].response == "[THINK]a[/THINK]\\boxed{7}"
 
 
 def test_all_messages_come_from_the_prompts_where_they_are_given() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.config.files import load_run
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.metrics import read_jsonl
@@ -268,3 +269,46 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     assert outputs == {f"verifier-1{phase}.out" for phase in (
         "", "-cold_start_step_21", "-cold_start_step_24", "-sft_baseline",
     )}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("given", "tags", "format_check", "opening"),
+    [
+        ("auto", ("<think>", "</think>"), "think_box", "<think>"),
+        ('{open = "(", close = ")"}', ("(", ")"), "think_box", "("),
+        ("none", ("", ""), "box", "<think>"),
+    ],
+)
+def test_each_way_to_think_is_taught_and_trained(
+    inputs: Path, tmp_path: Path, given: str, tags: tuple[str, str], format_check: str, opening: str
+) -> None:
+    examples = tmp_path / "sft.jsonl"
+    answers = [{"messages": [{"role": "user", "content": f"{number}="}],
+                "response": f"<think>7</think>\\boxed{{{1 + number % 2}}}"}
+               for number in range(100)]  # fmt: skip
+    examples.write_text("\n".join(map(json.dumps, answers)))
+    run_dir = tmp_path / "run"
+    arguments = ["--config", inputs / "config.toml", "--run-dir", run_dir, "train.steps=2"]
+    arguments += [f'sft.dataset="{examples}"', "sft.steps=40", "eval.prompts=0"]
+    arguments += ["sampling.max_new_tokens=12", f"render.thinking={given}"]
+    with launched("run", *arguments, "reward.tasks.any_text.format_check=auto") as run:
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert f"format checks: any_text {format_check}; thoughts" in " ".join(output.split())
+    saved = load_run(run_dir)
+    assert (saved.render.thinking.open, saved.render.thinking.close) == tags
+    assert saved.reward.format_checks["any_text"] == format_check
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row and row["source"] == "trainer"] == [
+        1, 2,
+    ]  # fmt: skip
+    trained = [
+        record
+        for path in (run_dir / "rollouts").glob("step_*.jsonl")
+        for record in read_jsonl(path)
+    ]
+    assert len(trained) == 2 * 8
+    assert sum(record["text"].startswith(opening) for record in trained) >= 12
+    # What the cold start taught is what the format check accepts.
+    assert any(record["reason"] == "correct" for record in trained)

@@ -151,19 +151,43 @@ def test_fix_leaves_out_what_the_run_has_already() -> None:
 def test_format_check_that_the_fix_names_can_be_configured(task: str, tmp_path: Path) -> None:
     reason = "no_think_start"
     text = diagnose(evidence({reason: 44}), setting(task=task)).text
-    format_check, compare, name = re.search(
-        r'format_check = "(\w+)".* with compare = "(\w+)" in \[reward\.tasks\.(\w+)\]', text
+    name, format_check = re.search(
+        r'set reward\.tasks\.(\w+)\.format_check = "(\w+)"', text
     ).groups()
     path = tmp_path / "c.toml"
-    path.write_text(
-        f'[reward.tasks.{name}]\nformat_check = "{format_check}"\ncompare = "{compare}"\n'
-    )
+    path.write_text(f'[reward.tasks.{name}]\nformat_check = "{format_check}"\n')
     changed, default = load_config(path, []), Config()
     assert name == task
     assert (
         changed.reward.all_tasks[task].format_check != default.reward.all_tasks[task].format_check
     )
     assert changed.reward.all_tasks[task].compare == default.reward.all_tasks[task].compare
+
+
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "count", "tag", "task", "choice"),
+    [
+        ("no_think_end", 64, 1, "math", 'set reward.tasks.math.format_check = "box"'),
+        ("no_think_start", 64, 0, "math", 'set reward.tasks.math.format_check = "box"'),
+        ("no_think_start", 64, 0, "code", 'set reward.tasks.code.format_check = "code"'),
+        ("unfinished", 64, None, "math", 'set reward.tasks.math.format_check = "box"'),
+    ],
+)
+def test_a_model_that_never_writes_a_tag_is_told_which_format_check_to_choose(
+    reason: str, count: int, tag: int | None, task: str, choice: str,
+    late: bool, tags: tuple[str, str],
+) -> None:  # fmt: skip
+    given = f'render.thinking={{open = "{tags[0]}", close = "{tags[1]}"}}'
+    found = diagnose(evidence({reason: count}), setting(given, task=task), is_late=late)
+    assert f"{count} of {count} completions fail the format check" in found.text
+    assert choice in found.text
+    if tag is not None:
+        assert re.search(rf"None (begins with|contains) {re.escape(tags[tag])}\.", found.text)
+    # Another form is no cure for thoughts that one completion in 64 has.
+    mixed = diagnose(evidence({"no_think_end": 63, "several_think_tags": 1}), setting(given))
+    assert "None contains" not in mixed.text
 
 
 def test_keys_that_fixes_name_exist() -> None:

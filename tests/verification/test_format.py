@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from verification.format import (
     CUT_OFF_REFUSALS,
     fenced_blocks,
@@ -17,6 +18,13 @@ GOLDEN = [
     json.loads(line)
     for line in (Path(__file__).parent / "golden" / "format.jsonl").read_text().splitlines()
 ]
+TAGS = [
+    HOUSE_TAGS,
+    ThinkTags(open="[THINK]", close="[/THINK]"),
+    # A user's own, with characters that mean something in patterns.
+    ThinkTags(open="(?:mull", close="|$)+"),
+]
+of_each_pair = pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags.open)
 BOX_CASES = [case for case in GOLDEN if case["kind"] == "box"]
 CODE_CASES = [case for case in GOLDEN if case["kind"] == "code"]
 BOX_ENDS = ["\\boxed{1}", "</think>\\boxed{1}"]
@@ -70,16 +78,25 @@ REFUSED = [
 ]
 
 
+def written(text: str, tags: ThinkTags) -> str:
+    """A text in other tags."""
+    return text.replace(HOUSE_TAGS.open, tags.open).replace(HOUSE_TAGS.close, tags.close)
+
+
+@of_each_pair
 @pytest.mark.parametrize(("text", "answer"), PASSED)
-def test_well_formed_response_gives_its_last_box(text: str, answer: str) -> None:
-    check = think_box(text)
+def test_well_formed_response_gives_its_last_box(text: str, answer: str, tags: ThinkTags) -> None:
+    check = think_box(written(text, tags), "", tags)
     assert not check.refusal
     assert check.answer == answer
 
 
+@of_each_pair
 @pytest.mark.parametrize(("text", "refusal"), REFUSED)
-def test_malformed_response_is_refused_with_its_reason(text: str, refusal: str) -> None:
-    check = think_box(text)
+def test_malformed_response_is_refused_with_its_reason(
+    text: str, refusal: str, tags: ThinkTags
+) -> None:
+    check = think_box(written(text, tags), "", tags)
     assert (check.answer, check.refusal) == ("", refusal)
 
 
@@ -101,18 +118,20 @@ def test_golden_set_is_large_and_names_every_refusal() -> None:
     }  # fmt: skip
 
 
+@of_each_pair
 @pytest.mark.parametrize("case", BOX_CASES, ids=note)
-def test_golden_box_gets_its_verdict(case: dict[str, str]) -> None:
-    check = think_box(case["text"])
-    assert (check.answer, check.refusal) == (case["answer"], case["refusal"])
+def test_golden_box_gets_its_verdict(case: dict[str, str], tags: ThinkTags) -> None:
+    check = think_box(written(case["text"], tags), "", tags)
+    assert (check.answer, check.refusal) == (written(case["answer"], tags), case["refusal"])
     assert (not check.refusal) is (case["refusal"] == "")
 
 
+@of_each_pair
 @pytest.mark.parametrize("case", CODE_CASES, ids=note)
-def test_golden_code_gets_its_verdict(case: dict[str, str]) -> None:
-    check = think_code(case["text"])
+def test_golden_code_gets_its_verdict(case: dict[str, str], tags: ThinkTags) -> None:
+    check = think_code(written(case["text"], tags), "", tags)
     assert (check.answer, check.tag, check.refusal) == (
-        case["source"], case["tag"], case["refusal"],
+        written(case["source"], tags), case["tag"], case["refusal"],
     )  # fmt: skip
     assert (not check.refusal) is (case["refusal"] == "")
 
@@ -128,6 +147,14 @@ def test_refusals_of_cut_off_text_are_those_that_more_text_can_mend(case: dict[s
     assert any(not check.refusal for check in checks) is (case["refusal"] in CUT_OFF_REFUSALS)
 
 
+def test_tags_of_another_model_are_plain_text() -> None:
+    mull = TAGS[1]
+    assert think_box("<think>a</think>\\boxed{7}", "", mull).refusal == "no_think_start"
+    mixed = "[THINK]<think>a</think>[/THINK]<think>\\boxed{7}"
+    assert think_box(mixed, "", mull).answer == "7"
+
+
+@of_each_pair
 @pytest.mark.parametrize(
     ("text", "thoughts", "answer"),
     [
@@ -140,9 +167,9 @@ def test_refusals_of_cut_off_text_are_those_that_more_text_can_mend(case: dict[s
     ],
 )
 def test_response_is_split_at_the_end_of_its_thoughts(
-    text: str, thoughts: str, answer: str
+    text: str, thoughts: str, answer: str, tags: ThinkTags
 ) -> None:
-    assert split_response(text) == (thoughts, answer)
+    assert split_response(written(text, tags), tags) == (thoughts, written(answer, tags))
 
 
 def test_blocks_know_where_they_stand() -> None:

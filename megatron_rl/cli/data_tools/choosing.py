@@ -50,7 +50,9 @@ def difficulty(options: ChoiceOptions, console: Console) -> int:
     check_output(options)
     rows = read_prompts(options)
     config = read_config(options.config)
-    samples = read_samples(options.samples, config.reward, label=options.label)
+    samples = read_samples(
+        options.samples, config.reward, label=options.label, tags=config.render.tags
+    )
     with open_classes(config.reward, config.verifier) as classify:
         kept, report = filter_difficulty(
             rows,

@@ -56,7 +56,7 @@ def code_tests(options: Options, console: Console) -> int:
     check_output(options)
     rows = read_prompts(options)
     config = read_config(options.config)
-    solutions = read_solutions(options.solutions, config.reward)
+    solutions = read_solutions(options.solutions, config.reward, tags=config.render.tags)
     limits = check_sandbox(code_limits(config.reward))
     with progress(console, "solutions") as report_on:
         printed, counts = run_on_tests(

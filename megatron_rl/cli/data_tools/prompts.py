@@ -21,6 +21,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
 from megatron_rl.launcher.hub_models import folder_of
+from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.render_probe import probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -76,7 +77,7 @@ class CheckOptions(SourceOptions):
 @command(app, "check", "Find faults of prompts, with their rows.")
 def check(options: CheckOptions, console: Console) -> int:
     """Exit code: 0, 1 (there are faults), 2 (bad input)."""
-    config = read_source_config(options)
+    config = decide_thinking(read_source_config(options))
     findings = check_prompts(config, with_lengths=_has_model(config, options.model))
     if options.json:
         print(json.dumps(_as_json(findings)), file=console.file)
@@ -128,7 +129,7 @@ def show(options: ShowOptions, console: Console) -> int:
     for name in ("rows", "chars"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name} {getattr(options, name)}: expected 1 or more")
-    config = read_source_config(options)
+    config = decide_thinking(read_source_config(options))
     sets = prompts_of_run(config)
     known, start = _of_split(sets, options.split), max(0, options.start)
     chosen = known[start : start + options.rows]

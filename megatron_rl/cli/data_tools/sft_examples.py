@@ -10,6 +10,8 @@ from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import RunFolder
 from megatron_rl.cli.command_line.printing import counted, progress
 from megatron_rl.cli.data_tools.files import check_output, part_of, write_lines
+from megatron_rl.config.files import load_run
+from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.sft_examples import (
     SftExampleOptions,
@@ -53,5 +55,12 @@ def examples(options: MiningOptions, console: Console) -> int:
         instructions=given,
         prompts={row.prompt.id: row.prompt for row in rows},
         options=part_of(SftExampleOptions, options),
+        tags=_tags_of(options.run_dir),
     )
     return write_lines(options.out, found, report, console)
+
+
+def _tags_of(run_dir: Path) -> ThinkTags:
+    """Think tags of a run; those of the house for a folder that has only rollouts."""
+    has_config = (run_dir / "config.toml").is_file()
+    return load_run(run_dir).render.tags if has_config else HOUSE_TAGS
