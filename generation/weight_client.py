@@ -11,6 +11,7 @@ The syncer starts its side of a transfer when it sends the message and reads the
 the engine's deadlines bound the wait on both sides.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from generation.async_sockets import AsyncDealer
 from generation.engine import Engine, EngineError, EngineTimeout, ReleasingEngine
+from generation.full_tensors import FullTensors, tensor_names
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.exports import COLD_START
 from megatron_rl.protocol.nccl_settings import own_settings
@@ -97,8 +99,19 @@ HELLO_KNOWN_S = 20.0
 class WeightClient:
     """The engine's side of weight sync."""
 
-    def __init__(self, dealer: AsyncDealer, engine: Engine, on_version: Callable[[], None]) -> None:
-        """on_version is called after each change of the engine's version."""
+    def __init__(
+        self,
+        dealer: AsyncDealer,
+        engine: Engine,
+        on_version: Callable[[], None],
+        *,
+        model: Path | None = None,
+    ) -> None:
+        """on_version is called after each change of the engine's version.
+
+        model: folder that the engine was started from; full tensors must be those of its files.
+        """
+        self._tensors = FullTensors(model)
         self._dealer = dealer
         self._engine = engine
         self._on_version = on_version
@@ -170,6 +183,7 @@ class WeightClient:
                 pass
             case Pause():
                 self._is_known = self.is_paused = True
+                self._tensors.begin()
                 await self._engine.pause()
             case Receive():
                 await self._engine.receive(message)
@@ -183,9 +197,12 @@ class WeightClient:
                 log.info("joined weight group %s", message.group_name)
             case Bucket():
                 await self._engine.receive_bucket(message)
+                self._tensors.add(message.names)
             case Load():
                 await self._engine.load(Path(message.folder), message.version)
+                self._tensors.add(await asyncio.to_thread(tensor_names, Path(message.folder)))
             case Resume():
+                self._tensors.check()
                 await self._engine.resume(message.version)
                 self._unanswered, self.is_paused = 0, False
                 self._on_version()

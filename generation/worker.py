@@ -108,9 +108,12 @@ class GeneratorWorker:
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
-    async def run(self, weights: AsyncDealer) -> None:
-        """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs."""
-        self._weights = WeightClient(weights, self._engine, self.announce)
+    async def run(self, weights: AsyncDealer, model: Path | None = None) -> None:
+        """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs.
+
+        model: folder that the engine was started from.
+        """
+        self._weights = WeightClient(weights, self._engine, self.announce, model=model)
         await end_with_first(
             self._receive(),
             self._report(),
@@ -320,7 +323,7 @@ async def generate_for(
                     gold=config.algorithm.used_gold,
                     request_timeout_s=config.generator.request_timeout_s,
                 )
-                await worker.run(weights)
+                await worker.run(weights, config.model.path)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

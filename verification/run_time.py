@@ -89,9 +89,11 @@ class Watch:
         self._with_root = with_root
         self._last_s = now
         self._threads: dict[tuple[int, int], tuple[float, float]] = {}
+        self._used_before_s: dict[int, float] = {}
         if with_root:
             for pid in self._pids():
                 self._denied_s(pid, 0.0)
+                self._used_before_s[pid] = process_cpu_s(pid)
         self.cpu_s = 0.0
         """Most CPU time that one process has used."""
         self._used_s: dict[int, float] = {}
@@ -114,6 +116,15 @@ class Watch:
     def total_cpu_s(self) -> float:
         """CPU time of all processes, ended ones included as far as they were seen."""
         return sum(self._used_s.values())
+
+    @property
+    def descendants_cpu_s(self) -> float:
+        """CPU time of the root's descendants since the watch began."""
+        return sum(
+            used_s - self._used_before_s.get(pid, 0.0)
+            for pid, used_s in self._used_s.items()
+            if pid != self._root
+        )
 
     def _pids(self) -> list[int]:
         own = [self._root] if self._with_root else []

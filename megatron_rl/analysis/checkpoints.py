@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
-from megatron_rl.weights.folders.hf_folder import shown
 from megatron_rl.weights.folders.megatron_folder import is_megatron_folder
 from megatron_rl.weights.folders.sources import HfSource, Source, files_to_carry, open_source
+from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 RUN_CONFIG = "config.toml"

@@ -36,7 +36,7 @@ from megatron_rl.config.reference import (
     value_text,
 )
 from megatron_rl.config.renamed import migrate
-from megatron_rl.config.shipped import config_path, shipped
+from megatron_rl.config.shipped import config_path, names_shipped, shipped
 from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.data.kinds import read_as
 from megatron_rl.protocol.whole_file import write_whole
@@ -203,7 +203,7 @@ def _table(*columns: str) -> Table:
 
 def _file(text: str) -> Path:
     saved = Path(text) / "config.toml"
-    return saved if saved.is_file() else config_path(text)
+    return saved if saved.is_file() and not names_shipped(text) else config_path(text)
 
 
 def _shown(value: Any) -> str:

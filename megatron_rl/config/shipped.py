@@ -19,14 +19,25 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
+def names_shipped(text: str) -> bool:
+    """Whether a text names a shipped configuration.
+
+    A file of that name goes before it, but not a folder, such as that of a run: `./NAME` is one.
+    """
+    return text in shipped() and not _is_there(Path(text))
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() and not path.is_dir()
+
+
 def config_path(text: str) -> Path:
     """The file of a path or of a shipped configuration's name. Raises ConfigError for neither."""
-    path = Path(text)
-    if path.exists() or path.suffix or len(path.parts) > 1:
-        return path
-    known = shipped()
-    if text in known:
+    path, known = Path(text), shipped()
+    if names_shipped(text):
         return known[text]
+    if _is_there(path) or path.suffix or len(path.parts) > 1:
+        return path
     nearest = difflib.get_close_matches(text, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ConfigError(

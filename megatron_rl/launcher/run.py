@@ -27,6 +27,7 @@ from megatron_rl.launcher.run_folder import (
     CONFIG,
     Beginning,
     check_run_folder,
+    checkpoints_passed_over,
     locked,
     set_aside,
     step_of,
@@ -67,9 +68,13 @@ def begin(
 ) -> Config:
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
+    passed_over = checkpoints_passed_over(config, resumed)
     if beginning.is_again and resumed is None:
         say(console, begin_anew(config))
     config = prepare_run_folder(config, resumed, prompts, console)
+    for text in passed_over:
+        log.warning("%s", text)
+        say(console, f"warning: {text}")
     if resumed is not None:
         say(console, _resumption_text(config, resumed))
     return config

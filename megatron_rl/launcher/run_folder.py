@@ -27,7 +27,13 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    SFT_CHECKPOINTS,
+    find_resume,
+    passed_over,
+    read_complete_mark,
+)
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import write_whole
@@ -91,6 +97,7 @@ def _check_resumption(config: Config) -> Beginning:
         raise InputError(
             f"{run_dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
             "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
+            + "".join(f". {text}" for text in checkpoints_passed_over(config, found))
         )
     _check_template(config)
     step = step_of(found)
@@ -104,6 +111,22 @@ def _check_resumption(config: Config) -> Beginning:
             f"{found} is after step {step}, beyond train.steps={config.train.steps}: raise it"
         )
     return Beginning(found, is_again=True)
+
+
+def checkpoints_passed_over(config: Config, resumed: Path | None) -> list[str]:
+    """Texts about newer checkpoints than the one that the run resumes from, with the reasons.
+
+    Without one, also about those of a cold start that is not over.
+    """
+    run_dir = config.run.dir
+    folder = run_dir / CHECKPOINTS
+    if resumed is not None:
+        is_own = resumed.resolve().parent == folder.resolve()
+        return passed_over(folder, step_of(resumed)) if is_own else []
+    found = passed_over(folder, -1)
+    if (steps := steps_left_behind(config)) < config.sft.steps:
+        found += passed_over(run_dir / SFT_CHECKPOINTS, steps)
+    return found
 
 
 def _is_same_command(config: Config) -> bool:

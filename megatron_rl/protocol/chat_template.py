@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import ThinkTags
 
 Turn = dict[str, str]
 _FAILURES = (
@@ -164,16 +165,16 @@ def find_answer_form(template: ChatTemplate, tokens: Iterable[str]) -> AnswerFor
     return AnswerForm(lead, behind.removesuffix(text), max(ends, key=len))
 
 
-def find_losses(template: ChatTemplate, tags: tuple[str, str]) -> list[str]:
+def find_losses(template: ChatTemplate, tags: ThinkTags | None) -> list[str]:
     """Parts of a conversation that the template leaves out or refuses.
 
-    tags: around thoughts.
+    tags: of the model; None: it does not think.
     """
     question: Turn = {"role": "user", "content": "probe-question"}
-    thoughts = f"{tags[0]}\nprobe-thought\n{tags[1]}\nprobe-answer"
+    thoughts = tags.around("\nprobe-thought\n") if tags else ""
     earlier = [
         [question, {"role": "assistant", "content": content}, question]
-        for content in ("probe-answer", thoughts)
+        for content in ("probe-answer", f"{thoughts}\nprobe-answer")
     ]
     cases: list[tuple[str, str, list[Turn]]] = [
         ("questions", "probe-question", [question]),
@@ -186,6 +187,8 @@ def find_losses(template: ChatTemplate, tags: tuple[str, str]) -> list[str]:
         ("thoughts of earlier answers", "probe-thought", earlier[1]),
         ("tools", "probe_tool", [question]),
     ]
+    if not tags:
+        cases = [case for case in cases if case[1] != "probe-thought"]
     losses = []
     for name, mark, turns in cases:
         try:

@@ -73,13 +73,24 @@ def record_file(path: Path) -> FileRecord:
 
 def read_complete_mark(folder: Path) -> CompleteMark | None:
     """The COMPLETE file of a checkpoint; None if the checkpoint is not complete."""
+    found = _examine(folder)
+    return found if isinstance(found, CompleteMark) else None
+
+
+def _examine(folder: Path) -> CompleteMark | str:
+    """The COMPLETE file of a checkpoint, or why the checkpoint does not count."""
     try:
         mark = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=CompleteMark)
-        sizes = {name: (folder / name).stat().st_size for name in mark.files}
-    except (OSError, msgspec.DecodeError):
-        return None
-    is_whole = all(sizes[name] == record.size for name, record in mark.files.items())
-    return mark if is_whole and mark.files else None
+        for name, record in mark.files.items():
+            if (size := (folder / name).stat().st_size) != record.size:
+                return f"{name} has {size} bytes, but {COMPLETE} says {record.size}"
+    except FileNotFoundError as error:
+        return f"it has no file {Path(error.filename).relative_to(folder)}"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    except msgspec.DecodeError as error:
+        return f"{COMPLETE} is damaged, or of another version: {error}"
+    return mark if mark.files else f"{COMPLETE} lists no files"
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
@@ -91,6 +102,35 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
         if match and mark is not None and mark.step == int(match[1]):
             found[mark.step] = path
     return dict(sorted(found.items()))
+
+
+def passed_over(folder: Path, step: int) -> list[str]:
+    """Texts about the checkpoints after `step`, from which a run that resumes there does not
+    resume, with the reasons.
+
+    Folders that are named by a number in another way are of another program.
+    """
+    later = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        number = re.search(r"\d+", path.name)
+        is_gone = _SET_ASIDE in path.name or path.name.endswith(_DISCARDED)
+        if number and int(number[0]) > step and path.is_dir() and not is_gone:
+            later[int(number[0]), path.name] = path
+    return [f"{path} is passed over: {_why_passed_over(path)}" for _, path in sorted(later.items())]
+
+
+def _why_passed_over(path: Path) -> str:
+    name = path.name.removesuffix(PARTIAL)
+    if (match := _NAME.fullmatch(name)) is None:
+        return f"checkpoints of this program are named {folder_name(0)[:-6]}NNNNNN"
+    if name != path.name:
+        return "the run ended while it was being written"
+    found = _examine(path)
+    if isinstance(found, str):
+        return found
+    if found.step != int(match[1]):
+        return f"its {COMPLETE} is of step {found.step}"
+    return "checkpoint.resume asks for an earlier one"
 
 
 def steps_by_name(folder: Path) -> list[int]:

@@ -76,7 +76,8 @@ class Renderer:
             for is_program in (False, True)
             for is_cpp in (False, True)
         }
-        self._tags = None if config.thinking.is_none else config.tags
+        self.tags = None if config.thinking.is_none else config.tags
+        """Think tags of the model; None: it does not think."""
         self.context_tokens = context_tokens
         """Limit of prompt plus completion."""
         self.model_stop_ids = stop_ids(model, self.tokenizer.eos_token_id)
@@ -128,8 +129,8 @@ class Renderer:
         Raises RenderError like `render`, if the response does not fit the context.
         """
         prompt = self.render(messages, 0, task=task, is_program=is_program)
-        if self._tags is not None:
-            response = continued(response, self._tags, self.tail(prompt))
+        if self.tags is not None:
+            response = continued(response, self.tags, self.tail(prompt))
         ids = self.render_response(response)
         if refusal := self._refusal(len(prompt), len(ids)):
             raise RenderError(refusal)

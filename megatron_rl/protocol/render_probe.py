@@ -81,10 +81,7 @@ def _describe_end(renderer: Renderer) -> str:
 
 def _describe_losses(renderer: Renderer) -> str:
     """What the template leaves out of any conversation."""
-    tokenizer = renderer.tokenizer
-    is_mistral = tokenizer.convert_tokens_to_ids("[THINK]") not in (None, tokenizer.unk_token_id)
-    tags = ("[THINK]", "[/THINK]") if is_mistral else ("<think>", "</think>")
-    losses = find_losses(renderer.template, tags)
+    losses = find_losses(renderer.template, renderer.tags)
     kind = "warning" if "questions" in losses else "note"
     return f"{kind}: the chat template leaves out: {', '.join(losses)}" if losses else ""
 
@@ -125,10 +122,13 @@ def _describe_clock(renderer: Renderer) -> str:
 def _describe_taught(renderer: Renderer, taught: Sequence[TaughtAnswer]) -> str:
     """SFT responses that the template would write otherwise than they are taught."""
     first, count, form = "", 0, renderer.form
-    for conversation, response in taught:
+    for conversation, written in taught:
         turns = renderer.turns(conversation)
-        answer = {"role": "assistant", "content": response}
+        task, messages, is_program = conversation
         try:
+            example = renderer.render_example(messages, written, task=task, is_program=is_program)
+            response = example.response
+            answer = {"role": "assistant", "content": response}
             own = f"{renderer.template.render(turns)}{form.lead}{response}{form.gap}{form.end}"
             whole = renderer.template.render([*turns, answer], opens_answer=False)
         except RenderError:

@@ -72,6 +72,13 @@ def test_diff_finds_exactly_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     assert code == 1 and found["optimizer.lr"] == [1e-6, 2e-6]
     assert {key.split(".")[0] for key in found} == {"optimizer", "stages"}
     assert call(monkeypatch, "diff", str(first), str(first)) == (0, "no difference\n")
+    # The folder of a run is given by a path; a bare name is the shipped configuration's.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.toml").write_text(first.read_text())
+    assert call(monkeypatch, "diff", "./tiny", str(first)) == (0, "no difference\n")
+    code, text = call(monkeypatch, "diff", "tiny", str(shipped()["tiny"]))
+    assert (code, text) == (0, "no difference\n")
 
 
 def test_a_run_takes_layers_and_names(tmp_path: Path) -> None:

@@ -203,3 +203,15 @@ def test_shipped_configurations_have_names_and_files_go_before_them(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").write_text(BASE)
     assert load_config(config_path("tiny")).train.steps == 5
+
+
+def test_a_folder_called_like_a_shipped_configuration_does_not_shadow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, file in shipped().items():
+        (tmp_path / name).mkdir()
+        assert config_path(name) == file
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match="other: neither a file nor one of the shipped"):
+        config_path("other")

@@ -1,23 +1,28 @@
 """A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher import run_folder
+from megatron_rl.launcher import run, run_folder
 from megatron_rl.launcher.ports import draw_label
+from megatron_rl.launcher.preflight import PromptReport
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     SUMMARY,
     Beginning,
     check_run_folder,
+    checkpoints_passed_over,
     last_words,
     locked,
     set_aside,
@@ -25,7 +30,7 @@ from megatron_rl.launcher.run_folder import (
     write_config,
     write_evaluation_config,
 )
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
 
 
@@ -59,6 +64,32 @@ def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None
     assert not (run_dir / "summary.json").exists()
     [row] = read_jsonl(run_dir / "metrics.jsonl")
     assert (row["source"], row["step"], row[RESUMED]) == ("launch", 6, 1)
+
+
+def test_a_newer_checkpoint_that_is_passed_over_is_told_on_the_screen_and_in_the_log(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = make_checkpoint(run_dir, 9)
+    (newer / "queue.json").unlink()
+    # The log file's handler goes with the test.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    screen = StringIO()
+    cfg = config(run_dir)
+    run.begin(cfg, check_run_folder(cfg), PromptReport([], []), Console(file=screen, width=400))
+    told = f"{newer} is passed over: it has no file queue.json"
+    assert f"warning: {told}" in screen.getvalue() and "after step 6 of 10" in screen.getvalue()
+    assert (
+        f"WARNING megatron_rl.launcher.run: {told}\n"
+        in (run_dir / "logs" / "launch.log").read_text()
+    )
+    # Without any whole one the refusal says why, and so does the next attempt of a cold start.
+    shutil.rmtree(run_dir / CHECKPOINTS / "step_000006")
+    with pytest.raises(InputError, match=rf"no complete checkpoint .*\. {told}"):
+        check_run_folder(config(run_dir, "optimizer.lr=0.5"))
+    cold = config(run_dir, "sft.steps=40")
+    (run_dir / SFT_CHECKPOINTS / "step_000020").mkdir(parents=True)
+    assert checkpoints_passed_over(cold, None)[1].endswith("step_000020 is passed over: it has no "
+                                                           "file COMPLETE")  # fmt: skip
 
 
 def test_a_line_that_a_crash_tore_does_not_swallow_the_next_row(

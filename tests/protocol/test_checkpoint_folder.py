@@ -15,6 +15,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     discard,
     find_damage,
     find_resume,
+    passed_over,
     record_file,
     seal,
     superfluous,
@@ -57,6 +58,43 @@ def test_checkpoint_cut_off_at_any_byte_or_without_a_file_is_passed_over(
         assert find_resume(cfg, tmp_path).name == "step_000006"
     damaged.unlink()
     assert complete_checkpoints(tmp_path) == {6: older}
+
+
+def test_newer_checkpoints_that_a_resume_passes_over_are_named_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    for step in (6, 12, 18, 24, 30, 36):
+        write(tmp_path, step)
+    assert passed_over(tmp_path, 36) == []
+    (tmp_path / "step_000012" / "common.pt").unlink()
+    (tmp_path / "step_000018" / "queue.json").write_bytes(b"")
+    (tmp_path / "step_000024" / COMPLETE).write_bytes(b'{"step":24,"files":{},"layout":2}')
+    (tmp_path / "step_000030" / COMPLETE).unlink()
+    (tmp_path / "step_000036").rename(tmp_path / "step_000042")
+    (tmp_path / "step_000048.partial").mkdir()
+    # Of Megatron-LM, of verl; and what is no newer checkpoint.
+    for name in ("iter_0000054", "global_step_60", "sft", "step_000002.partial", "step_000066.d"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000066.d").rename(tmp_path / "step_000066.set-aside-123")
+    assert complete_checkpoints(tmp_path) == {6: tmp_path / "step_000006"}
+    told = passed_over(tmp_path, 6)
+    reasons = {
+        "step_000012": "it has no file common.pt",
+        "step_000018": "queue.json has 0 bytes, but COMPLETE says 4",
+        "step_000024": "COMPLETE is damaged, or of another version: Object contains unknown field",
+        "step_000030": "it has no file COMPLETE",
+        "step_000042": "its COMPLETE is of step 36",
+        "step_000048.partial": "the run ended while it was being written",
+        "iter_0000054": "checkpoints of this program are named step_NNNNNN",
+        "global_step_60": "checkpoints of this program are named step_NNNNNN",
+    }
+    assert len(told) == len(reasons)
+    for text, (name, reason) in zip(told, reasons.items(), strict=True):
+        assert text.startswith(f"{tmp_path / name} is passed over: {reason}"), text
+    # A user who resumes from an older one reads which later ones that leaves out.
+    shutil.rmtree(tmp_path / "step_000012")
+    write(tmp_path, 12)
+    assert passed_over(tmp_path, 6)[0].endswith("checkpoint.resume asks for an earlier one")
 
 
 def test_changed_byte_is_found_by_its_digest(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class Generator:
     expert: int = 1
     """Ranks among which whole experts are divided."""
     device: str = "cpu"
+    prefix: str = ""
+    """What its parameters' names begin with, unlike ours."""
 
 
 def host(port: int, generator: Generator, folder: Path) -> list[dict[str, Any]]:
@@ -240,7 +242,8 @@ class ScriptedRank:
         device = own_device(generator.device, f"{generator.name}-{rank}")
         self._parameters = allocate(self._slices, device)
         dtype = torch.float32
-        self._exchange = EngineRank(lambda: self._parameters, rank, dtype, may_pad_ffn=False)
+        named = {generator.prefix + name: value for name, value in self._parameters.items()}
+        self._exchange = EngineRank(lambda: named, rank, dtype, may_pad_ffn=False)
         self._rank = rank
         self._group: dist.ProcessGroup | None = None
 

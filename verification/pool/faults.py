@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 HOST = "host"
 """The host lacked time or memory for an attempt; not the completion's fault."""
+WAITED = "waited"
+"""A user's function waited for something else, such as a judge under load, until its limit."""
 TIMEOUT = "grading_timeout"
 MAX_ATTEMPTS = 3
 # Faults that hostile text can cause. A process's own exit is not among them: only our code and the
@@ -43,7 +45,7 @@ class Outcome(enum.Enum):
     SCORE = enum.auto()
     """The completion's fault: score format and length only, with the last fault as the reason."""
     NOT_GRADED = enum.auto()
-    """The host's fault."""
+    """The fault of the host, or of what a user's function waited for."""
     FAILED = enum.auto()
     """Our own fault."""
 
@@ -59,7 +61,7 @@ def judge(faults: Sequence[str]) -> Outcome:
         return Outcome.SCORE
     if not is_repeated and len(faults) < MAX_ATTEMPTS:
         return Outcome.RETRY
-    return Outcome.NOT_GRADED if HOST in faults else Outcome.FAILED
+    return Outcome.FAILED if {HOST, WAITED}.isdisjoint(faults) else Outcome.NOT_GRADED
 
 
 def judge_unfinished(faults: Sequence[str]) -> Outcome:

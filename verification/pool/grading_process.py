@@ -131,6 +131,11 @@ class GradingProcess:
             self._watch.look(now)
         return now - self.first_since_s - self._watch.waited_s
 
+    @property
+    def computed_s(self) -> float:
+        """CPU time of the first item, of the child's own processes too, at the last look."""
+        return self.used_s + (self._watch.descendants_cpu_s if self._watch is not None else 0.0)
+
     def _cpu_s(self) -> float:
         """CPU time of the child; 0 before its birth and after its death."""
         if self.pid is None or self.exit_code is not None:

@@ -12,6 +12,7 @@ Runs in the verifier; used by `pool.py`. An item is one step of one score. Three
 | event | first time | second time |
 |---|---|---|
 | the item uses up timeout_s | retry | Score with reason "grading_timeout" |
+| a user's function waits until timeout_s | retry | ScoreFailed: not graded |
 | memory or stack runs out | retry | Score with "grading_memory", "grading_depth" |
 | a signal ends the process | retry | Score with reason "grading_crash" |
 | max_elapsed_s pass first, or the host lacks memory | retry alone | ScoreFailed: not graded |
@@ -37,6 +38,7 @@ from verification.pool.faults import (
     HOST,
     MODEL_FAULTS,
     TIMEOUT,
+    WAITED,
     Outcome,
     Repetitions,
     judge,
@@ -67,6 +69,8 @@ SWEEP_S = 1.0
 """Interval of checks for items that wait too long."""
 LOOK_S = 0.2
 """Interval of limit checks in worker pools limited by elapsed time."""
+COMPUTING = 0.8
+"""Share of its limit from which a user's function computes, and waits for nothing else."""
 # Items that one process holds, so that it need not wait for a round trip. Behind a slow item others
 # would wait too long, while here any process can take them.
 _DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
@@ -232,6 +236,9 @@ class WorkerPool:
         fault = self._find_fault(process, now)
         if fault:
             detail = f"it computed for {process.used_s:.1f} s in {elapsed_s:.0f} s"
+            if fault == WAITED:
+                limit_s = self._cfg.timeout_s
+                detail += f" and waited else (expert.verifier.{self._name}.timeout_s={limit_s:g})"
             return self._give_up(process, fault, detail)
         if self._is_timed_by_cpu:
             self._look_again(process, now)
@@ -245,6 +252,8 @@ class WorkerPool:
             is_spent = process.used_s >= self._cfg.timeout_s
         else:
             is_spent = process.own_elapsed_s(now) >= self._cfg.timeout_s
+        if is_spent and self._name == CUSTOM:
+            return TIMEOUT if process.computed_s >= COMPUTING * self._cfg.timeout_s else WAITED
         # A sandbox enforces the program's limits itself: beyond them the host is slow.
         if is_spent and self._name != CODE:
             return TIMEOUT

@@ -16,7 +16,7 @@ from megatron_rl.cli.command_line.parameters import Json, Overrides, complete_co
 from megatron_rl.cli.command_line.printing import printable, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override, read_layers, resolve
-from megatron_rl.config.shipped import config_path, shipped
+from megatron_rl.config.shipped import config_path, names_shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
@@ -179,8 +179,7 @@ def read_source_config(options: SourceOptions) -> Config:
 
 
 def _is_configuration(source: str) -> bool:
-    path = Path(source)
-    return path.suffix == ".toml" or (source in shipped() and not path.exists())
+    return Path(source).suffix == ".toml" or names_shipped(source)
 
 
 def _of_one_source(

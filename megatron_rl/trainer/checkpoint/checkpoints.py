@@ -109,6 +109,8 @@ class Checkpoints:
             step = restore(trainer, Path(found))
             log.info("resumed after step %d from %s", step, found)
         if self._control.rank == 0:
+            for text in checkpoint_folder.passed_over(self._folder, step):
+                log.warning("%s", text)
             checkpoint_folder.clear_after(self._folder, step)
             if self.export is not None:
                 self._discard_exports(lambda found: [later for later in found if later > step])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.slices import Slice, unmatched_text
 
 PARCEL_OVERHEAD_BYTES = 32
 """Most bytes of a parcel's buffer that are not payload: digest and version take 24, padding less
@@ -144,6 +144,9 @@ def _offers(
     senders: Mapping[int, Sequence[Slice]], receivers: Mapping[int, Sequence[Slice]]
 ) -> Iterator[Offer]:
     held = _by_area(senders)
+    needed = {need.hf for parts in receivers.values() for need in parts}
+    if lacking := needed - held.keys():
+        raise ValueError(unmatched_text(held.keys() - needed, lacking))
     # In a fixed order, as are the senders: every trainer rank makes the plan for itself.
     for receiver in sorted(receivers):
         for need in receivers[receiver]:

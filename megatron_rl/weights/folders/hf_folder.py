@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 NamedTensor = tuple[str, Tensor]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
-_SHOWN = 5
 _CARRIED = (
     "config.json",
     "generation_config.json",
@@ -87,26 +87,19 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folde
     # A tied model may store its output matrix all the same; it equals the embedding.
     optional = {"lm_head.weight"} if shape.is_tied else set()
     optional |= {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    for claim, names in (
+    lists = (
         ("lacks", expected.keys() - found.keys()),
         ("has unexpected", found.keys() - expected.keys() - optional),
-    ):
-        if names:
-            raise InputError(
-                f"{folder} {claim} {len(names)} tensors for {shape.architecture} with "
-                f"{shape.layers} layers: {shown(names)}"
-            )
+    )
+    model = f"{shape.architecture} with {shape.layers} layers"
+    claims = [f"{what} {len(n)} tensors for {model}: {shown(n)}" for what, n in lists if n]
+    if claims:
+        raise InputError(f"{folder} {'; it '.join(claims)}")
     for name, size in expected.items():
         if found[name] != size:
             raise InputError(
                 f"{folder}: {name} has shape {found[name]}, but config.json means {size}"
             )
-
-
-def shown(names: Iterable[str]) -> str:
-    """The first few names, for a message."""
-    ordered = sorted(names)
-    return ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
 
 
 def carried_files(folder: Path) -> list[Path]:

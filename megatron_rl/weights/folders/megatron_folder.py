@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.folders.hf_folder import shown
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Piece
+from megatron_rl.weights.layout.slices import Piece, shown
 from megatron_rl.weights.layout.trainer_layout import (
     ARCHITECTURES,
     EMBEDDING,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.weights.layout.shape import ModelShape, counts_of
-from megatron_rl.weights.layout.slices import Share, Slice
+from megatron_rl.weights.layout.slices import Share, Slice, unmatched_text
 from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES, hf_shapes
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _rounded_up(count: int, multiple: int) -> int:
 def check_slices(
     slices: Iterable[Slice], parameters: dict[str, Tensor], *, may_pad_ffn: bool = False
 ) -> None:
-    """Raise ValueError, naming the parameter, unless the slices describe the parameters.
+    """Raise ValueError, naming the parameters, unless the slices describe the parameters.
 
     They must not overlap or reach outside, and must cover each parameter: wholly, or in part where
     it may hold padding, of the vocabulary or, with `may_pad_ffn`, of MLP units. A parameter that
@@ -224,17 +224,19 @@ def check_slices(
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices:
         by_name[part.local].append(part)
+    # A tied output matrix is a second name of the embedding's memory.
+    covered = {parameters[name].data_ptr() for name in by_name if name in parameters}
+    left = [
+        name
+        for name, parameter in parameters.items()
+        if name not in by_name and parameter.data_ptr() not in covered
+    ]
+    if text := unmatched_text(by_name.keys() - parameters.keys(), left):
+        raise ValueError(text)
     for name, parts in by_name.items():
-        if name not in parameters:
-            raise ValueError(f"{name}: the engine has no such parameter")
         missing = parameters[name].numel() - _covered(name, parts, parameters[name])
         if missing and not name.endswith(padded):
             raise ValueError(f"{name}: {missing} of its elements are in no slice")
-    # A tied output matrix is a second name of the embedding's memory.
-    covered = {parameters[name].data_ptr() for name in by_name}
-    for name, parameter in parameters.items():
-        if name not in by_name and parameter.data_ptr() not in covered:
-            raise ValueError(f"{name}: no slice of a Hugging Face tensor lies in it")
 
 
 def _covered(name: str, parts: list[Slice], parameter: Tensor) -> int:

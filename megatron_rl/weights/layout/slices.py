@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.weights.layout.shape import ModelShape
@@ -126,3 +126,20 @@ def local_part(parameters: dict[str, Tensor], part: Slice) -> Tensor:
         part.local_row : part.local_row + part.rows,
         part.local_column : part.local_column + part.columns,
     ]
+
+
+_SHOWN = 5
+
+
+def unmatched_text(not_taken: Collection[str], not_covered: Collection[str]) -> str:
+    """Names that are sent and that nobody takes, and names of what gets nothing; "" for none."""
+    lists = (
+        ("names that the engine does not take", not_taken),
+        ("parameters that nothing covers", not_covered),
+    )
+    return "; ".join(f"{len(names)} {what}: {shown(names)}" for what, names in lists if names)
+
+
+def shown(names: Collection[str]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

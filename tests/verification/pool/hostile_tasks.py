@@ -120,3 +120,18 @@ def hang_on_bombs(answer: str, request: ScoreRequest) -> bool:
     if "bomb" in answer + request.answer:
         return hang(answer, request)
     return int(answer) == int(request.answer)
+
+
+def wait(answer: str, request: ScoreRequest) -> bool:
+    """Waits for a judge: not, once, or ever; request.entry is that word and a file of its own."""
+    word, _, path = request.entry.partition(" ")
+    if word == "ever" or (word == "once" and not Path(path).exists()):
+        Path(path).touch()
+        time.sleep(600)
+    return obey(answer, request)
+
+
+def hang_in_a_child(answer: str, request: ScoreRequest) -> bool:
+    """Calls a program that computes without end."""
+    subprocess.run([sys.executable, "-c", "while True: pass"])
+    return True

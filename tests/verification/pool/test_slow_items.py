@@ -3,6 +3,7 @@
 import json
 import select
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,14 +13,15 @@ from tests.verification.crowd import crowded
 from tests.verification.pool import hostile_tasks
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
-from verification.pool.faults import HOST, TIMEOUT, Outcome, judge, judge_unfinished
+from verification.pool.faults import HOST, TIMEOUT, WAITED, Outcome, judge, judge_unfinished
 from verification.pool.pool import Pool
 from verification.pool.turns import FIRST_SLICE_S, OVERDUE_S, Turn, choose, level, slice_left_s
 from verification.pool.worker_pool import Finished
 from verification.score import screen
 
 PLUG_INS = hostile_tasks.__name__
-TASKS = {name: TaskConfig(compare=f"{PLUG_INS}:{name}") for name in ("compute", "sleep", "obey")}
+FUNCTIONS = ("compute", "sleep", "obey", "wait", "hang_in_a_child")
+TASKS = {name: TaskConfig(compare=f"{PLUG_INS}:{name}") for name in FUNCTIONS}
 RULES = make_rules(tasks=TASKS)
 BOMB = "\\prod_{n=1}^{9999} (1+\\frac{1}{n^2})"
 
@@ -111,7 +113,35 @@ def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
     _assert_right(finished, range(50, 51))
     _assert_right(finished, range(1, 2))
     slept = finished[51]
-    assert isinstance(slept, ScoreDone) and slept.score.reason == "grading_timeout"
+    assert isinstance(slept, ScoreFailed) and slept.kind == NOT_GRADED
+
+
+def test_three_of_64_that_wait_are_tried_again_then_not_graded_and_never_earn_less(
+    tmp_path: Path,
+) -> None:
+    """A judge over HTTP under load: it answers late once, or never."""
+    waiting = {11: "once", 30: "once", 52: "ever"}
+    limits = WorkerPoolConfig(workers=2, timeout_s=0.6)
+    with _pool(custom=limits) as pool:
+        for number in range(64):
+            entry = f"{waiting.get(number, '')} {tmp_path / str(number)}"
+            request = make_request(boxed("7"), task="wait", entry=entry, request_id=number)
+            _submit(pool, request)
+        finished = _collect(pool, 60)
+        # The two that answer at the second attempt take one kill each, the other takes two.
+        assert pool.kills == 4
+    lost = finished.pop(52)
+    assert isinstance(lost, ScoreFailed) and lost.kind == NOT_GRADED
+    assert "custom.timeout_s=0.6" in lost.reason and "computed for 0.0 s" in lost.reason
+    _assert_right(finished, range(52))
+    _assert_right(finished, range(53, 64))
+
+
+def test_a_program_that_a_function_calls_and_that_never_ends_is_the_completions_fault() -> None:
+    with _pool(custom=WorkerPoolConfig(timeout_s=1.6)) as pool:
+        _submit(pool, make_request(boxed("7"), task="hang_in_a_child"))
+        reply = _collect(pool, 30)[1]
+    assert isinstance(reply, ScoreDone) and reply.score.reason == "grading_timeout"
 
 
 def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> None:
@@ -162,6 +192,10 @@ def test_everything_is_answered_within_its_time() -> None:
         ([HOST, TIMEOUT], Outcome.RETRY),
         ([HOST, TIMEOUT, TIMEOUT], Outcome.SCORE),
         ([TIMEOUT, HOST, "grading_memory"], Outcome.NOT_GRADED),
+        ([WAITED], Outcome.RETRY),
+        ([WAITED, WAITED], Outcome.NOT_GRADED),
+        ([WAITED, TIMEOUT, TIMEOUT], Outcome.SCORE),
+        ([TIMEOUT, WAITED, "grading_crash"], Outcome.NOT_GRADED),
         (["exit"], Outcome.RETRY),
         (["exit", "exit"], Outcome.FAILED),
         (["exit", TIMEOUT, "grading_depth"], Outcome.FAILED),

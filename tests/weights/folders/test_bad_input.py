@@ -73,6 +73,10 @@ def index_of(content: str) -> Damage:
 MISSING = "model.layers.1.mlp.up_proj.weight"
 HF_DAMAGE: list[tuple[Damage, str]] = [
     (edit(lambda t: t.pop(MISSING)), f"lacks 1 tensors .*: {MISSING}"),
+    (
+        edit(lambda t: t.update(other=t.pop(MISSING))),
+        f"lacks 1 tensors .*: {MISSING}; it has unexpected 1 tensors .*: other",
+    ),
     (edit(lambda t: t.update(adapter=torch.zeros(1))), "has unexpected 1 tensors .*: adapter"),
     (
         edit(lambda t: t.update({MISSING: torch.zeros(64, 160)})),

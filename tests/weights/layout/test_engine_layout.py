@@ -227,7 +227,7 @@ def test_slices_that_fill_the_parameters_pass() -> None:
         (3, Slice("d", 0, 0, 5, 1, "v", -1, 0), "v: .* reaches outside"),
         (4, Slice("e", 0, 0, 5, 4, "lm_head.weight", 0, 0), "lm_head.weight: .* reaches outside"),
         (1, Slice("b", 0, 0, 1, 1, "w", 2, 0), "w: 1 of its elements are in no slice"),
-        (5, Slice("f", 0, 0, 4, 3, "expert", 0, 0), "expert: the engine has no such parameter"),
+        (5, Slice("f", 0, 0, 4, 3, "expert", 0, 0), "not take: expert; .* covers: experts$"),
     ],
 )
 def test_slices_that_do_not_fit_are_refused(index: int, part: Slice, words: str) -> None:
@@ -235,6 +235,26 @@ def test_slices_that_do_not_fit_are_refused(index: int, part: Slice, words: str)
     slices[index] = part
     with pytest.raises(ValueError, match=words):
         check_slices(slices, parameters())
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.language_model."])
+def test_names_behind_another_prefix_are_refused_with_both_lists(prefix: str) -> None:
+    """Multimodal wrappers have the names of a text model behind `language_model.`, once."""
+    slices = [part._replace(local=prefix + part.local) for part in engine_slices(SHAPE, Share())]
+    layer = ("input_layernorm", "mlp.down_proj", "mlp.gate_up_proj", "post_attention_layernorm")
+    own = ["embed_tokens", *(f"layers.0.{name}" for name in layer)]
+    local = {part.local.removeprefix(prefix) for part in slices}
+    with pytest.raises(ValueError, match="not take") as refusal:
+        check_slices(slices, {f"language_model.{name}": torch.zeros(0) for name in local})
+    # Embedding, final norm, two norms; matrix and bias of qkv, o_proj, gate_up, down.
+    taken, covered = (
+        ", ".join(f"{given}model.{name}.weight" for name in own)
+        for given in (prefix, "language_model.")
+    )
+    assert str(refusal.value) == (
+        f"9 names that the engine does not take: {taken}, ...; "
+        f"9 parameters that nothing covers: {covered}, ..."
+    )
 
 
 def test_padded_units_are_allowed_only_where_they_are_expected() -> None:
@@ -246,7 +266,7 @@ def test_padded_units_are_allowed_only_where_they_are_expected() -> None:
 
 
 def test_a_parameter_without_slices_is_refused() -> None:
-    with pytest.raises(ValueError, match="lm_head.weight: no slice"):
+    with pytest.raises(ValueError, match="^1 parameters that nothing covers: lm_head.weight$"):
         check_slices([part for part in whole() if part.hf != "e"], parameters())
 
 

@@ -223,14 +223,18 @@ def test_damaged_parcels_are_sent_once_more_and_then_never_served(
 
 def test_parameters_of_another_layout_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     other = Generator("a", 1, shape=replace(SHAPE, ffn=14))
-    steps, notes = sync(tmp_path, [other, Generator("b", 1)], "sync 0, meet 2, sync 1")
+    wrapped = Generator("c", 1, prefix="language_model.")
+    steps, notes = sync(tmp_path, [other, Generator("b", 1), wrapped], "sync 0, meet 3, sync 1")
     for step in steps[::2]:
+        assert "names that the engine does not take: lm_head.weight, model." in step.failed["c"]
+        assert "parameters that nothing covers: language_model.lm_head." in step.failed["c"]
         assert "reaches outside" in step.failed["a"] or "in no slice" in step.failed["a"]
         assert "gate_up_proj" in step.failed["a"] or "down_proj" in step.failed["a"]
         assert list(step.held) == ["b"] and step.seconds < SLACK_S
     alone = sync(tmp_path_of(tmp_path), [Generator("b", 1)], "sync 0")[0][0]
     assert steps[0].metrics["weight_sync/wire_mb"] == alone.metrics["weight_sync/wire_mb"]
-    assert set(versions(notes["a"])) == {-1} and versions(notes["b"]) == [0, 1]
+    assert set(versions(notes["a"])) == set(versions(notes["c"])) == {-1}
+    assert versions(notes["b"]) == [0, 1]
 
 
 def tmp_path_of(folder: Path) -> Path:
