@@ -14,6 +14,14 @@ from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
+from verification.math.typed import (
+    as_functions,
+    as_reference_writes,
+    second_form,
+    typed,
+    with_rows,
+    without_remarks,
+)
 from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 
 
@@ -145,11 +153,30 @@ def prepare() -> None:
 
 
 def _spelled(answer: str, reference: str) -> tuple[str, str]:
-    """Both texts normalised, with bold letters for sets of numbers read as sets."""
+    """Both texts normalised, without remarks, with bold letters for sets of numbers as sets."""
+    if max(len(answer), len(reference)) <= MAX_CHARS:
+        answer, reference = _trim(typed(answer)), _trim(typed(reference))
+        answer, reference = (
+            without_remarks(answer, reference),
+            without_remarks(reference, answer),
+        )
+        answer, reference = as_functions(_one_form(answer), _one_form(reference))
+        answer, reference = with_rows(answer, reference), with_rows(reference, answer)
+        answer = as_reference_writes(answer, reference)
     return (
         normalise(with_bold_sets(answer, reference)),
         normalise(with_bold_sets(reference, answer)),
     )
+
+
+def _one_form(text: str) -> str:
+    """The first of two forms of one number, `1/2 or 0.5`."""
+    forms = second_form(text)
+    if forms is None:
+        return text
+    verdict = compare_plain(*map(normalise, forms), accept_missing_unit=False)
+    is_one = verdict is not None and verdict.is_correct
+    return forms[0] if is_one else text
 
 
 def _trim(text: str) -> str:
