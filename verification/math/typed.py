@@ -5,6 +5,7 @@ escaped LaTeX, Markdown, names of letters. `without_remarks` works on a pair, be
 remark only where the other text has none.
 """
 
+import functools
 import re
 
 # --- one text -------------------------------------------------------------------------------------
@@ -35,6 +36,7 @@ _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _INFINITY = re.compile(
     r"(?:(?<=[-+(\[,<=])|(?<=[-+(\[,<=] )|^)(?:infinity|infty|inf|oo)(?= ?[)\],]| ?$)"
 )
+_NAMES_TYPED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|[)\]] ?[Uu] ?[(\[]")
 _UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
 _CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
@@ -66,6 +68,7 @@ def without_markdown(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=1024)
 def typed(text: str) -> str:
     """The text with escapes, Markdown and typed names as LaTeX."""
     text = without_markdown(unescaped(text))
@@ -78,9 +81,14 @@ def typed(text: str) -> str:
         text = _EITHER_SIGN.sub(r"\\pm ", text)
     if any(mark in text for mark in ("Z", "R", "ℤ", "ℝ", "integers")):
         text = half_sets(text)
-    if not re.search(r"(?<![\\A-Za-z])[A-Za-z]{2}|\) ?U ?\(|[)\]] ?[Uu] ?[(\[]", text):
+    if not _NAMES_TYPED.search(text):
         return text
     return _spell_names(text)
+
+
+def with_letters(problem: str) -> str:
+    """A problem with every typed name of a letter as LaTeX."""
+    return _LETTER.sub(lambda match: f"\\{match[0]} ", problem)
 
 
 def _order_ends(match: re.Match[str]) -> str:
@@ -150,6 +158,11 @@ _DOMAIN = re.compile(
     r"(?: ?(?:\^\{?\+\}?|⁺))?)"
     r"|(?:, ?|,? ?(?:where|for) )(?P<other>[A-Za-z]) ?(?:\\neq?(?![a-z])|!=|≠) ?-?[0-9]{1,3})\.?$"
 )
+_ANY_REMARK = re.compile(
+    r"where|for|with|since|because|ing |reject |only|, ?[a-z] ?[\\>≥≠∈!]"
+    r"|^\W{0,3}[ynft][eora]|\\text ?\{ ?[ynft][eora]",
+    re.IGNORECASE,
+)
 _REASON = re.compile(
     r"(?: ?,? (?:since|because) | ?\( ?(?:rejecting|reject|discarding|ignoring|since|because) )"
     r"(?P<why>[^()]{1,300})\)?$"
@@ -175,7 +188,7 @@ _SECOND = re.compile(
 
 def without_remarks(text: str, other: str) -> str:
     """The text without a domain, reason or `only` behind its value, if the other has none."""
-    if " " not in text and "," not in text and "=" not in text:
+    if not _ANY_REMARK.search(text):
         return text
     bare = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").split())
     said = _SAID.fullmatch(bare)
