@@ -53,6 +53,21 @@ def test_golden_set_is_large_and_mixed() -> None:
     assert len({(case["problem"], case["answer"]) for case in GOLDEN}) == len(GOLDEN)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["**19+23**", "`19+23`", "19+23 only", "19+23 (since it is)", "19+23, the only answer"],
+)
+def test_styling_and_remarks_do_not_hide_a_copy(answer: str) -> None:
+    assert is_unevaluated(answer, "42", "Compute 19+23.", "refuse_copied")
+    assert not is_unevaluated(answer.replace("19+23", "42"), "42", "Compute 19+23.", "refuse")
+
+
+@pytest.mark.parametrize("answer", ["cos(pi/3)", "\\\\cos\\\\frac{\\\\pi}{3}", "cos(π/3)"])
+def test_a_typed_copy_is_a_copy(answer: str) -> None:
+    problems = ("Find cos(pi/3).", "Find $\\cos\\frac{\\pi}{3}$.")
+    assert all(is_unevaluated(answer, "1/2", text, "refuse_copied") for text in problems)
+
+
 def test_golden_cases_pay_as_a_teacher_would() -> None:
     rules = RULES["refuse_copied"]
     wrong = [

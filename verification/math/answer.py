@@ -10,11 +10,24 @@ Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per c
 missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
+import re
+
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
+from verification.math.typed import (
+    as_functions,
+    as_reference_writes,
+    second_form,
+    typed,
+    with_rows,
+    without_remarks,
+)
 from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
+
+# Most answers hold nothing that is typed, styled or a remark.
+_BARE = re.compile(r"(?:[-0-9./{}^ %]|\\d?frac(?![a-z]))*")
 
 
 def compare_quickly(
@@ -32,7 +45,7 @@ def compare_quickly(
         return Verdict(False, "answer_too_long")
     if len(reference) > MAX_CHARS:
         return Verdict(False, "reference_too_long")
-    first, second = _spelled(answer, reference)
+    first, second = spelled(answer, reference)
     if not first or not second:
         return WRONG
     if first == second or without_marks(first) == without_marks(second):
@@ -63,7 +76,7 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     Call it only for such a pair: it does not repeat the refusals that bound time and memory. An
     undecided pair is wrong for the reason "undecided".
     """
-    first, second = _spelled(_trim(answer), _trim(reference))
+    first, second = spelled(answer, reference)
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
     from verification.math.calculus import has_operation, same_calculus
     from verification.math.readings import without_names
@@ -92,7 +105,7 @@ def opinions(answer: str, reference: str) -> dict[str, bool | None]:
     """
     if max(len(answer), len(reference)) > MAX_CHARS:
         return {"text": answer == reference, "number": None, "structure": None, "math_verify": None}
-    first, second = _spelled(_trim(answer), _trim(reference))
+    first, second = spelled(answer, reference)
     said: dict[str, bool | None] = {
         "text": bool(first) and without_marks(first) == without_marks(second)
     }
@@ -144,12 +157,33 @@ def prepare() -> None:
     compare("\\sqrt{2}+x", "x+\\frac{2}{\\sqrt{2}}")
 
 
-def _spelled(answer: str, reference: str) -> tuple[str, str]:
-    """Both texts normalised, with bold letters for sets of numbers read as sets."""
+def spelled(answer: str, reference: str) -> tuple[str, str]:
+    """Both texts normalised, without remarks, with bold letters for sets of numbers as sets."""
+    answer, reference = _trim(answer), _trim(reference)
+    is_long = max(len(answer), len(reference)) > MAX_CHARS
+    if not is_long and not (_BARE.fullmatch(answer) and _BARE.fullmatch(reference)):
+        answer, reference = _trim(typed(answer)), _trim(typed(reference))
+        answer, reference = (
+            without_remarks(answer, reference),
+            without_remarks(reference, answer),
+        )
+        answer, reference = as_functions(_one_form(answer), _one_form(reference))
+        answer, reference = with_rows(answer, reference), with_rows(reference, answer)
+        answer = as_reference_writes(answer, reference)
     return (
         normalise(with_bold_sets(answer, reference)),
         normalise(with_bold_sets(reference, answer)),
     )
+
+
+def _one_form(text: str) -> str:
+    """The first of two forms of one number, `1/2 or 0.5`."""
+    forms = second_form(text)
+    if forms is None:
+        return text
+    verdict = compare_plain(*map(normalise, forms), accept_missing_unit=False)
+    is_one = verdict is not None and verdict.is_correct
+    return forms[0] if is_one else text
 
 
 def _trim(text: str) -> str:

@@ -266,6 +266,8 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
         items = tuple(item.strip() for item in split_at(inner, ",", ";"))
         if kind == "set" and not any(mark in inner for mark in "|:"):
             is_plain = len(items) == 1 and not _is_set(items[0])
+            if not is_plain and "\\pm" in inner:
+                items = tuple(choice for item in items for choice in _list_items(item))
             return (Collection("set", items), *(read(normalise(inner)) if is_plain else ()))
         is_interval = opening == "[" and parse_region(text) is not None
         return (Collection("tuple", items),) if len(items) > 1 and not is_interval else ()

@@ -17,6 +17,7 @@ from collections import Counter
 from fractions import Fraction
 
 from megatron_rl.config.reward import UnevaluatedRule
+from verification.math.answer import spelled
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
 from verification.math.expression import parse_expression
 from verification.math.forms import form_of, is_other_form
@@ -34,6 +35,7 @@ from verification.math.plain import Words, read_plain, settle_choices
 from verification.math.split import split_at
 from verification.math.text import MAX_CHARS, normalise, without_marks
 from verification.math.trees import MINUS_ONE, ONE, ZERO, Tree, inverse, subtrees
+from verification.math.typed import with_letters
 from verification.math.units import ANGLE, split_unit
 from verification.verdict import Verdict
 
@@ -70,7 +72,8 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
     """Whether a right answer holds an operation that it should evaluate; see the module."""
     if rule == "accept" or max(len(answer), len(reference)) > MAX_CHARS:
         return False
-    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    first, second = spelled(_trim(answer), _trim(reference))
+    problem = with_letters(problem[:MAX_PROBLEM_CHARS])
     pair = settle_choices(first, second)
     if isinstance(pair, Verdict):
         return False

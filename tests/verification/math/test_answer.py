@@ -24,6 +24,12 @@ def test_golden_pairs_get_their_verdict_both_ways_round() -> None:
     assert wrong == []
 
 
+def test_only_a_list_as_reference_accepts_brackets_around_it() -> None:
+    assert compare("(3,12)", "3, 12").is_correct
+    assert not compare("(12,3)", "3, 12").is_correct
+    assert not compare("3,12", "(3,12)").is_correct
+
+
 def test_golden_set_is_large_and_mixed() -> None:
     verdicts = Counter(pair["verdict"] for pair in GOLDEN)
     assert verdicts.total() >= 2900

@@ -1,0 +1,258 @@
+r"""Answers as people type them, and what they write around an answer.
+
+Pure string code; runs in the verifier and its grading processes. `typed` works on one text:
+escaped LaTeX, Markdown, names of letters. `without_remarks` works on a pair, because a domain is a
+remark only where the other text has none.
+"""
+
+import functools
+import re
+
+# --- one text -------------------------------------------------------------------------------------
+
+_RUN = re.compile(r"\\+")
+_ESCAPED = re.compile(
+    r"\\\\(?:[{}$%]|\(.{0,1000}\\\\\)|\[.{0,1000}\\\\\]|(?:[dt]?frac|sqrt|pi|text|left|le|leq|ge|geq"
+    r"|ne|neq|infty|boxed|begin|pm|mp|angle|triangle|mathbb|mathrm|cos|sin|tan|ln|log|cdot|times|cup"
+    r"|cap|in|theta|alpha|beta|gamma|lambda|omega|phi|circ|binom|overline|quad|det)(?![A-Za-z]))",
+    re.DOTALL,
+)
+_STRONG = re.compile(
+    r"(?<![0-9A-Za-z)}\]*])(\*\*|__)(?=[^\s*_])([^*_]{1,200}(?:[*_][^*_]{1,200}){0,9})\1"
+    r"(?![0-9A-Za-z({\[\\*])"
+)
+_AROUND = ("```", "`", "**", "__", "*", "_")
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|upsilon|phi"
+    "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega"
+)
+_MARKED = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf|mathbf)[a-z]*\*? ?\{[^{}]*\}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_KNOWN = re.compile(
+    rf"{_GREEK}|sqrt|cbrt|infinity|infty|union|degrees|radians|arcsin|arccos|arctan"
+)
+_LETTER = re.compile(rf"(?<![\\A-Za-z])({_GREEK}|pi|Pi)(?![A-Za-z])")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_INFINITY = re.compile(
+    r"(?:(?<=[-+(\[,<=])|(?<=[-+(\[,<=] )|^)(?:infinity|infty|inf|oo)(?= ?[)\],]| ?$)"
+)
+_NAMES_TYPED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|[)\]] ?[Uu] ?[(\[]")
+_UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
+_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
+_CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
+_ABSOLUTE = re.compile(r"(?<![\\A-Za-z])abs ?\(([^()]{1,100})\)")
+_EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
+_ANGLE = re.compile(r"(?<![\\A-Za-z])(angle|triangle) (?=[A-Z]{1,3}(?![A-Za-z]))")
+_ANGLE_ENDS = re.compile(r"\\angle ?\{?([A-Z])([A-Z])([A-Z])(?![A-Za-z])\}?")
+
+
+def unescaped(text: str) -> str:
+    """The text with single backslashes, if all were doubled."""
+    if "\\\\" not in text or not _ESCAPED.search(text):
+        return text
+    if any(len(run) % 2 for run in _RUN.findall(text)):
+        return text
+    return _RUN.sub(lambda run: "\\" * (len(run[0]) // 2), text)
+
+
+def without_markdown(text: str) -> str:
+    """The text without stars, underscores and backquotes that set it in bold or as code."""
+    if not any(mark in text for mark in "*_`"):
+        return text
+    text = _STRONG.sub(r"\2", text.strip())
+    for mark in _AROUND:
+        inner = text[len(mark) : -len(mark)]
+        is_whole = text.startswith(mark) and text.endswith(mark) and mark[0] not in inner
+        if is_whole and inner.strip():
+            return inner.strip()
+    return text
+
+
+@functools.lru_cache(maxsize=1024)
+def typed(text: str) -> str:
+    """The text with escapes, Markdown and typed names as LaTeX."""
+    text = without_markdown(unescaped(text))
+    if "∠" in text or "△" in text:
+        text = text.replace("∠", "\\angle ").replace("△", "\\triangle ")
+    if "angle" in text:
+        text = _ANGLE.sub(r"\\\1 ", text)
+        text = _ANGLE_ENDS.sub(_order_ends, text)
+    if "+" in text:
+        text = _EITHER_SIGN.sub(r"\\pm ", text)
+    if any(mark in text for mark in ("Z", "R", "ℤ", "ℝ", "integers")):
+        text = half_sets(text)
+    if not _NAMES_TYPED.search(text):
+        return text
+    return _spell_names(text)
+
+
+def with_letters(problem: str) -> str:
+    """A problem with every typed name of a letter as LaTeX."""
+    return _LETTER.sub(lambda match: f"\\{match[0]} ", problem)
+
+
+def _order_ends(match: re.Match[str]) -> str:
+    ends = sorted((match[1], match[3]))
+    return f"\\angle {ends[0]}{match[2]}{ends[1]}"
+
+
+def _spell_names(text: str) -> str:
+    outside = _MARKED.sub(" ", text)
+    is_prose = any(not _KNOWN.fullmatch(word) for word in _WORD.findall(outside))
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        kept.append(match[0])
+        return f"\0{len(kept) - 1}\0"
+
+    text = _MARKED.sub(keep, text.replace("\0", ""))
+    text = _UNION.sub(r"\\cup ", _INFINITY.sub(r"\\infty ", text))
+    text = _ABSOLUTE.sub(r"|\1|", _CUBE_ROOT.sub(r"\\sqrt[3]{\1}", _ROOT.sub(r"\\sqrt{\1}", text)))
+    letters = _PI if is_prose else _LETTER
+    text = letters.sub(
+        lambda match: f"\\{match[0].lower() if match[0] == 'Pi' else match[0]} ", text
+    )
+    return re.sub("\0([0-9]+)\0", lambda match: kept[int(match[1])], text)
+
+
+_POSITIVE = re.compile(
+    r"(?:\\(?:mathbb|Bbb) ?\{? ?(?P<letter>[ZR]) ?\}?|(?P<sign>[ℤℝ])"
+    r"|\\(?P<short>[ZR])(?![A-Za-z]))"
+    r" ?(?:\^ ?\{? ?(?P<power>[+-]) ?\}?|(?P<raised>[⁺⁻])"
+    r"|_ ?\{? ?(?:(?P<below>[<>]) ?0|(?P<index>[+-])) ?\}?)"
+)
+_POSITIVE_WORDS = re.compile(
+    r"(?:\\text\{)?(?:the )?(?:set of )?(?:all )?(positive|negative) integers\}?", re.IGNORECASE
+)
+_MEMBER = re.compile(r"[A-Za-z] ?\\in ?")
+
+
+def half_sets(text: str) -> str:
+    """The text with one spelling for positive and negative integers and real numbers."""
+    words = _POSITIVE_WORDS.fullmatch(text.strip())
+    if words:
+        return "\\integers^{+}" if words[1].lower() == "positive" else "\\integers^{-}"
+    whole = _POSITIVE.fullmatch(_MEMBER.sub("", text.strip(), count=1))
+    if whole is None:
+        return text
+    mark = whole["power"] or whole["below"] or whole["index"] or whole["raised"]
+    is_positive = mark in "+>⁺"
+    if (whole["letter"] or whole["sign"] or whole["short"]) in "Zℤ":
+        return "\\integers^{+}" if is_positive else "\\integers^{-}"
+    return "(0,\\infty)" if is_positive else "(-\\infty,0)"
+
+
+# --- a pair ---------------------------------------------------------------------------------------
+
+_SET_WORDS = (
+    r"(?:a|an|any|some|arbitrary|positive|nonnegative|non-negative|natural|real|whole|integers?"
+    r"|numbers?|constants?)"
+)
+_NAMES = r"[A-Za-z](?:_[0-9])?(?:(?:, ?| and )[A-Za-z](?:_[0-9])?){0,3}"
+_DOMAIN = re.compile(
+    rf" ?,? ?(?:(?:where|with) {_NAMES} (?:is|are|being)(?: {_SET_WORDS}){{1,5}}"
+    rf"|(?:where|for)(?: all| any| every)?(?: {_SET_WORDS}){{1,4}} [A-Za-z]"
+    r"|(?:, ?|,? ?(?:where|for)(?: all| any| every)? )(?P<name>[nmk]) ?"
+    r"(?:(?:\\geq?(?![a-z])|>=?|≥) ?[0-9]{1,9}"
+    r"|(?:\\in|∈) ?(?:\\(?:mathbb|Bbb) ?\{? ?[NZ] ?\}?|[ℕℤ])"
+    r"(?: ?(?:\^\{?\+\}?|⁺))?)"
+    r"|(?:, ?|,? ?(?:where|for) )(?P<other>[A-Za-z]) ?(?:\\neq?(?![a-z])|!=|≠) ?-?[0-9]{1,3})\.?$"
+)
+_ANY_REMARK = re.compile(
+    r"where|for|with|since|because|ing |reject |only|, ?[a-z] ?[\\>≥≠∈!]"
+    r"|^\W{0,3}[ynft][eora]|\\text ?\{ ?[ynft][eora]",
+    re.IGNORECASE,
+)
+_REASON = re.compile(
+    r"(?: ?,? (?:since|because) | ?\( ?(?:rejecting|reject|discarding|ignoring|since|because) )"
+    r"(?P<why>[^()]{1,300})\)?$"
+)
+_ONLY = re.compile(
+    r" ?\(?,? ?(?:the )?only(?: (?:solution|answer|value))?\)?$"
+    r"|^only (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))|(?: is the only (?:solution|answer|value))$"
+)
+_FORMULA = re.compile(r"[^,;<>]{1,300}")
+_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+_SAID = re.compile(r"(yes|no|true|false)(?:, |\. |; | - )(.{1,200})", re.IGNORECASE | re.DOTALL)
+_DOUBT = re.compile(
+    r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps)(?![a-z])"
+)
+_DENIAL = re.compile(r"(?<![a-z])(?:not|no|never|none|impossible|cannot|neither|nor)(?![a-z])|n't")
+_HEDGE = re.compile(r"(?<![a-z])(?:or|maybe|perhaps|not|but)(?![a-z])", re.IGNORECASE)
+_FUNCTION = re.compile(r"\$?[A-Za-z]\(x\) ?= ?([^=]{1,500})")
+_GRAPH = re.compile(r"\$?y ?= ?([^=y]{1,500})")
+_SECOND = re.compile(
+    r"(?P<one>[^,;()]{1,100}?),? ?\(?(?:or|i\.e\.,?|that is,?) (?P<two>[^,;()]{1,100}?)\)?"
+)
+
+
+def without_remarks(text: str, other: str) -> str:
+    """The text without a domain, reason or `only` behind its value, if the other has none."""
+    if not _ANY_REMARK.search(text):
+        return text
+    bare = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").split())
+    said = _SAID.fullmatch(bare)
+    if said and other.strip(" .").lower() in ("yes", "no", "true", "false"):
+        return said[1] if _agrees(said[1].lower(), said[2].lower()) else text
+    for pattern in (_DOMAIN, _REASON, _ONLY):
+        match = pattern.search(bare)
+        if match is None or pattern.search(" ".join(_TEXT.sub(r" \1 ", other).split())):
+            continue
+        rest = (bare[: match.start()] + bare[match.end() :]).strip(" ,")
+        if _may_stand(pattern, match, rest):
+            return rest
+    return text
+
+
+def _may_stand(pattern: re.Pattern[str], match: re.Match[str], rest: str) -> bool:
+    if pattern is not _DOMAIN:
+        return bool(rest) and not _HEDGE.search(rest) or (pattern is _ONLY and " or " not in rest)
+    name = match["name"] or match["other"]
+    is_about = (
+        name is None or re.search(rf"(?<![A-Za-z\\]){name}|(?<=[0-9]){name}", rest) is not None
+    )
+    return is_about and _FORMULA.fullmatch(rest) is not None and not _HEDGE.search(rest)
+
+
+def _agrees(word: str, rest: str) -> bool:
+    if _DOUBT.search(rest):
+        return False
+    return bool(_DENIAL.search(rest)) == (word == "no") or rest.startswith(("since ", "because "))
+
+
+def second_form(text: str) -> tuple[str, str] | None:
+    """The two forms of `1/2 or 0.5`; None where the text has one form."""
+    if "or" not in text and "i.e." not in text and "that is" not in text:
+        return None
+    match = _SECOND.fullmatch(" ".join(_TEXT.sub(r" \1 ", text).replace("$", "").split()))
+    return None if match is None or match["one"] == match["two"] else (match["one"], match["two"])
+
+
+def as_functions(first: str, second: str) -> tuple[str, str]:
+    """The right-hand sides of `y=` and `f(x)=`; other pairs as they are."""
+    for one, other in ((first, second), (second, first)):
+        graph, function = _GRAPH.fullmatch(one), _FUNCTION.fullmatch(other)
+        if graph and function:
+            return graph[1], function[1]
+    return first, second
+
+
+_ROWS = re.compile(r"\[ ?(\[[^\[\]]{1,200}\](?: ?, ?\[[^\[\]]{1,200}\]){0,9}) ?\]")
+_PAIR = re.compile(r"[-+0-9./]{1,40}, ?[-+0-9./]{1,40}")
+
+
+def as_reference_writes(answer: str, reference: str) -> str:
+    """The answer without brackets that the reference lacks: (3,12) for the list 3,12."""
+    if answer[:1] != "(" or answer[-1:] != ")" or not _PAIR.fullmatch(reference):
+        return answer
+    is_same = answer[1:-1].replace(" ", "") == reference.replace(" ", "")
+    return reference if is_same else answer
+
+
+def with_rows(text: str, other: str) -> str:
+    """A list of rows, `[[1,2],[3,4]]`, as a matrix, if the other text is one."""
+    match = _ROWS.fullmatch(text) if "matrix" in other or "array" in other else None
+    if match is None:
+        return text
+    rows = [row.strip("[], ").replace(",", "&") for row in match[1].split("]")[:-1]]
+    return "\\begin{pmatrix}" + "\\\\".join(rows) + "\\end{pmatrix}"
