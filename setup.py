@@ -46,8 +46,9 @@ class BuildWithExamples(build_py):
                 shutil.rmtree(built / package, ignore_errors=True)
 
     def _examples(self) -> list[tuple[Path, Path]]:
-        target = Path(self.build_lib) / INSTALLED_EXAMPLES
-        return [(path, target / path.name) for path in sorted(ROOT.glob("examples/*.toml"))]
+        source, target = ROOT / "examples", Path(self.build_lib) / INSTALLED_EXAMPLES
+        files = [*source.glob("*.toml"), *source.glob("recipes/*.toml")]
+        return [(path, target / path.relative_to(source)) for path in sorted(files)]
 
 
 def read_version() -> str:

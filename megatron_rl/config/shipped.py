@@ -15,8 +15,9 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "examples"
 
 
 def shipped() -> dict[str, Path]:
-    """Name -> file of every shipped configuration."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+    """Name -> file of every shipped configuration; recipes are named `recipes/NAME`."""
+    files = [*sorted(FOLDER.glob("*.toml")), *sorted(FOLDER.glob("recipes/*.toml"))]
+    return {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in files}
 
 
 def names_shipped(text: str) -> bool:

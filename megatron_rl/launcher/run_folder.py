@@ -152,7 +152,7 @@ def _check_template(config: Config) -> None:
     """Raise InputError if the resumed run would read another chat template, as from a file."""
     run_dir = config.run.dir
     earlier = earlier_config(run_dir)
-    if earlier is not None and earlier.render.chat_template != config.render.chat_template:
+    if earlier is not None and not config.render.has_template_of(earlier.render):
         raise InputError(
             f"render.chat_template is another text than {run_dir / CONFIG} has, and a run has one "
             "chat template: put the old text back, or name another folder with --run-dir DIR (and "

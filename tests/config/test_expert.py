@@ -16,6 +16,7 @@ _SAME = (
     (r"^eval\.sets\.0\.(?=samples|temperature|top_|min_p|max_new)", "eval."),
     (r"^sft\.optimizer\.", "optimizer."),
     (r"^verifier\.(answers|language|code|custom)\.", "verifier.POOL."),
+    (r"^render\.thinking\.\w+$", "render.thinking"),
     (r"^render\.demonstrations\.\w+\.", "render.demonstrations.CHECK."),
     (r"^algorithm\.\w+\.parameters$", "algorithm.PART.parameters"),
 )

@@ -11,13 +11,14 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.launcher.dry_run_text import run_lines
 from tests.analysis.planted import plant
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
-from tests.launcher.test_examples import COMMON, SINGLE, SLURM
+from tests.launcher.test_examples import ALL, COMMON, RECIPES
 from tests.plan.test_plan import LLAMA_8B
 
-SHAPES = {example.name: {**COMMON, **example.shape} for example in [*SINGLE, *SLURM]}
+SHAPES = {example.name: {**COMMON, **example.shape} for example in ALL}
 SHAPES["magistral_stages"] = SHAPES["magistral_24b"]
 ASKED = {
     "sft.steps=0": "would do: 7 steps of reinforcement learning, then evaluations",
@@ -56,6 +57,12 @@ def given(files: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+def hub_keys(source: PromptSource, prefix: str) -> list[str]:
+    """Words that take a data set of the Hub away, for which a file stands."""
+    keys = ("name", "subset", "dataset_split") if source.kind == "auto" else ()
+    return [f"{prefix}.{key}=" for key in keys if getattr(source, key)]
+
+
 def left_by(files: Path) -> set[str]:
     return {path.name for path in files.iterdir()}
 
@@ -65,11 +72,19 @@ def command_of(name: str) -> list[str]:
     script = FOLDER / f"{name}.sh"
     text = script.read_text() if script.exists() else ""
     asked = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
-    return ["prepare", "--nodes", asked.group(1)] if asked else ["run"]
+    nodes = next((one.nodes for one in RECIPES if one.name == name and one.nodes > 1), None)
+    nodes = asked.group(1) if asked else nodes
+    return ["prepare", "--nodes", str(nodes)] if nodes else ["run"]
 
 
 @pytest.mark.slow(40)
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name.startswith("recipes/") else ())
+        for name in shipped()
+    ],
+)
 def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,13 +93,15 @@ def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     (files / "model" / "config.json").write_text(json.dumps(SHAPES.get(name, LLAMA_8B)))
     config = load_config(shipped()[name])
     words = given(files, "eval.prompts=10")
-    for number in range(1, len(config.prompts)):
+    for number, source in enumerate(config.prompts):
         words.append(f"prompts.{number}.path={files / 'prompts.jsonl'}")
+        words += hub_keys(source, f"prompts.{number}")
     for number in range(len(config.eval.sets)):
         words += [
             f"eval.sets.{number}.prompts.path={files / 'prompts.jsonl'}",
             f"eval.sets.{number}.problems=10",
         ]
+        words += hub_keys(config.eval.sets[number].prompts, f"eval.sets.{number}.prompts")
     if config.sft.steps:
         words.append(f"sft.dataset={files / 'sft.jsonl'}")
     # The prompts here are longer than what the smallest models are asked.

@@ -62,15 +62,42 @@ SLURM = [
         "norm_topk_prob": True,
     }),
 ]  # fmt: skip
+QWEN2 = SINGLE[0].shape
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "num_key_value_heads": 8,
+}  # fmt: skip
+RECIPES = [
+    Example("recipes/gsm8k_qwen2.5_0.5b", 1, 1, 0.49, {
+        **QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }),
+    Example("recipes/gsm8k_qwen2.5_1.5b", 1, 1, 1.54, QWEN2),
+    Example("recipes/gsm8k_qwen3_0.6b_24gb", 1, 1, 0.6, {
+        **QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "tie_word_embeddings": True,
+    }),
+    Example("recipes/dapo_qwen2.5_7b", 1, 8, 7.61, SINGLE[1].shape),
+    Example("recipes/dapo_qwen2.5_32b", 8, 8, 32.76, {
+        **SINGLE[1].shape, "hidden_size": 5120, "intermediate_size": 27648,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
+    }),
+    Example("recipes/code_qwen3_8b", 1, 8, 8.19, {
+        **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    }),
+]  # fmt: skip
+ALL = [*SINGLE, *SLURM, *RECIPES]
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 
 
-@pytest.mark.parametrize("example", [*SINGLE, *SLURM], ids=lambda example: example.name)
+@pytest.mark.parametrize("example", ALL, ids=lambda example: example.name)
 def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **example.shape}))
     config = load_config(EXAMPLES / f"{example.name}.toml", [f"model.path={tmp_path}"])
     gpus = example.nodes * example.gpus_per_node
-    plan = make_plan(config, Hardware(gpus=gpus))
+    card = {"card": "rtx4090", "memory_bytes": 24 << 30} if "24gb" in example.name else {}
+    plan = make_plan(config, Hardware(gpus=gpus, **card))
     assert plan.problems == () and plan.free_bytes > 0
     assert plan.parameters / 1e9 == pytest.approx(example.billions, abs=0.05)
     # All GPUs are used, no weight sync is longer than its deadline, and nothing else is odd.
