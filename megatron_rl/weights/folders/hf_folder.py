@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
@@ -118,6 +119,8 @@ def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) ->
     """Write config.json with the dtype of the weights."""
     # transformers 5 writes dtype, earlier ones torch_dtype.
     kept = {key: value for key, value in values.items() if key != "torch_dtype"}
+    if "architectures" in kept:
+        kept = in_both_spellings(kept, folder)
     kept["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
 
