@@ -134,7 +134,7 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
         )
     if values.get("text_config"):
         raise InputError(
-            f"{folder}: config.json keeps the model inside text_config, beside other models: give "
+            f"{folder}: config.json keeps the model inside text_config, with other models: give "
             "the folder of the text model alone"
         )
     rope = read_rope(values, folder)
