@@ -46,6 +46,7 @@ from megatron_rl.trainer.step_records import TokenRecord
 from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
+from megatron_rl.weights.folders.finite import faulty_tensors
 from megatron_rl.weights.folders.hf_folder import bucketed
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
@@ -183,6 +184,7 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
             join_timeout_s=cfg.weights.join_timeout_s,
             overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
             turns=open_turns(cfg, policy, control=control, link=link),
+            fault=lambda: faulty_tensors(*policy.weights),
         )
         syncer.await_generators()
         yield stack.enter_context(syncer)

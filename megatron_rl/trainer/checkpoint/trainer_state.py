@@ -31,6 +31,7 @@ from megatron_rl.trainer.checkpoint.optimizer_state import (
 from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.reference import EmaReference
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.load import unwrap
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
     _restore_average(trainer, loaded)
     for name, chunk in _chunks(trainer.policy).items():
         chunk.load_state_dict(loaded[name])
+    check_loaded(*trainer.policy.weights, folder)
     # Again, as the tensors of the first dict may have moved into the loaded one.
     model = _model_state(trainer.policy)
     restore_optimizer_state(

@@ -4,13 +4,14 @@ Runs in trainer ranks.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from megatron_rl.backend import fp8, tensor_overlap
 from megatron_rl.backend.cpu.folding import SOURCE as FOLDING
@@ -21,9 +22,10 @@ from megatron_rl.protocol.process import failures_noted, raise_file_limit
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
+from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.slices import Share, Slice
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, named_parameters, trainer_slices
 
 FILES_OF_A_RANK = 512
 """Files and sockets of a rank, without the sockets to every other rank and its store."""
@@ -49,6 +51,12 @@ class Policy:
     def parameters(self) -> int:
         """Parameters of the whole model."""
         return sum(math.prod(size) for size in hf_shapes(self.shape).values())
+
+    @property
+    def weights(self) -> tuple[dict[str, Tensor], Callable[[], list[Slice]]]:
+        """This rank's parameters by local name, and what gives their slices of HF tensors."""
+        place = own_place(self.chunks[0].config)
+        return named_parameters(self.chunks), lambda: trainer_slices(self.shape, place)
 
     @property
     def position_multiple(self) -> int:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
@@ -26,22 +27,12 @@ NamedTensor = tuple[str, Tensor]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
-_CARRIED = (
-    "config.json",
-    "generation_config.json",
-    "tokeniz*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "SYSTEM_PROMPT.txt",
-    "LICENSE*",
-)
-"""Files that a conversion copies."""
+_WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
+    ".onnx_data", ".npz", ".distcp",
+)  # fmt: skip
+_OF_WEIGHTS = ("adapter_config.json", "latest_checkpointed_iteration.txt")
+"""Files that mean nothing without other weights."""
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -103,21 +94,42 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folde
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """Configuration, tokenizer and chat template: all files of a model but its weights."""
-    found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
-    return sorted(found)
+    """All files and sub-folders of a model but its weights: tokenizer, processor, code and others.
+
+    Of a folder with weights inside, such as another format's, nothing is carried, and nothing that
+    is hidden.
+    """
+    found = [path for path in folder.iterdir() if not _is_left_out(path)]
+    return sorted(path for path in found if path.is_file() or not _holds_weights(path))
+
+
+def _is_left_out(path: Path) -> bool:
+    name = path.name.removesuffix(".index.json")
+    is_hidden = name.startswith((".", "__"))
+    # A link to a folder may lead anywhere.
+    is_link = path.is_dir() and path.is_symlink()
+    return is_hidden or is_link or name in _OF_WEIGHTS or name.endswith(_WEIGHTS)
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(path.name.endswith(_WEIGHTS) for path in folder.rglob("*"))
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy files into `folder` under their names; contents only, not permissions."""
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+    """Copy files and folders into `folder` under their names; contents only, not permissions."""
+    for path in files:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(path, folder / path.name)
 
 
 def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write config.json with the dtype of the weights."""
     # transformers 5 writes dtype, earlier ones torch_dtype.
     kept = {key: value for key, value in values.items() if key != "torch_dtype"}
+    if "architectures" in kept:
+        kept = in_both_spellings(kept, folder)
     kept["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
 

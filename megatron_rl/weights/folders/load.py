@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.backend import fp8
+from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.hf_folder import check_tensors, open_tensors
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder
 from megatron_rl.weights.layout.ranks import own_place
@@ -52,6 +53,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
         check_tensors(shape, sizes, folder)
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+    check_loaded(parameters, lambda: slices, folder)
     fp8.round_to_fp8(held.values())
 
 
@@ -72,6 +74,8 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
         # Not strict: TransformerEngine's extra state is not loaded.
         lacking = chunk.load_state_dict(loaded[str(number)], strict=False).missing_keys
         assert not lacking or all("_extra_state" in key for key in lacking), lacking
+    place = own_place(model[0].config)
+    check_loaded(named_parameters(model), lambda: trainer_slices(shape, place), folder)
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

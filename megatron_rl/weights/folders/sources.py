@@ -31,6 +31,8 @@ from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OF_CHECKPOINT = ("metadata.json", "COMPLETE", "queue.json", "sft.json")
+"""Files of a Megatron checkpoint beside its tensors."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -78,8 +80,14 @@ def files_to_carry(folder: Path, files_from: Path | None) -> list[Path]:
     if files_from is not None and not files_from.is_dir():
         raise InputError(f"--files-from: there is no folder {files_from}")
     others = [] if files_from is None else carried_files(files_from)
-    found = {file.name: file for file in (*others, *carried_files(folder))}
-    if mistral_format.is_mistral_folder(folder) and not any(name in found for name in _TOKENIZERS):
+    own = carried_files(folder)
+    if is_megatron_folder(folder):
+        own = [file for file in own if file.name not in _OF_CHECKPOINT]
+    found = {file.name: file for file in (*others, *own)}
+    is_mistral = not is_megatron_folder(folder) and mistral_format.is_mistral_folder(folder)
+    if is_mistral:
+        found.pop(mistral_format.PARAMS, None)
+    if is_mistral and not any(name in found for name in _TOKENIZERS):
         raise InputError(
             f"{folder} is in mistral format and has no tokenizer that transformers reads (one of "
             f"{', '.join(_TOKENIZERS)}): name a folder that has it with --files-from"

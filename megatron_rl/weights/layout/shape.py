@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config.divisibility import Counts, check_sizes
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.weights.layout.rope import read_rope
 
 ROPE_TYPES = ("default", "linear", "llama3")
 SUPPORTED = (
@@ -34,7 +35,7 @@ _SIZES = (
 _MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6},
+    "MixtralForCausalLM": {"num_key_value_heads": 8},
     "Qwen2ForCausalLM": {"num_key_value_heads": 32},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
@@ -131,13 +132,19 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
             f"{folder}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED)}"
         )
+    if values.get("text_config"):
+        raise InputError(
+            f"{folder}: config.json keeps the model inside text_config, with other models: give "
+            "the folder of the text model alone"
+        )
+    rope = read_rope(values, folder)
     values = {**_DEFAULTS.get(architecture, {}), **values}
     _refuse_unsupported(values, architecture, folder)
     for key in _SIZES:
         if not isinstance(values[key], int):
             raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
     heads = values["num_attention_heads"]
-    theta, scaling = _rope(values, folder)
+    theta, scaling = _rope(rope, folder)
     return ModelShape(
         architecture=architecture,
         layers=values["num_hidden_layers"],
@@ -172,8 +179,7 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path)
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32"
         )
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
+    if read_rope(values, folder).get("partial_rotary_factor", 1) != 1:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
     # transformers applies Qwen's layer_types per layer; Mistral's window holds for all layers.
     if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
@@ -219,11 +225,9 @@ def _sliding_window(values: dict[str, Any], architecture: str, folder: Path) -> 
     return None
 
 
-def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 writes rope_parameters, earlier ones two keys."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope(rope: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from what `read_rope` returns."""
+    theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     if kind not in ROPE_TYPES:
         raise InputError(
             f"{folder}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.sync.control import Control
@@ -24,6 +25,7 @@ from megatron_rl.weights.sync.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
 
+_SHOWN_FAULTS = 4
 RETRY_S = 0.5
 """Seconds before another weight sync, when no generator took one."""
 
@@ -74,8 +76,11 @@ class WeightSyncer(Closing):
         min_replicas: int | None = None,
         overlapping: OverlappingMethod | None = None,
         turns: MemoryTurns | None = None,
+        fault: Callable[[], str] | None = None,
     ) -> None:
         """link: on rank 0 only. replicas: generators to wait for at the beginning.
+
+        fault: says on each rank why its weights may not be synced; "": they may.
 
         min_replicas: generators that training needs to begin; None: all. overlapping: the method,
         if weight syncs may overlap with training. turns: if engines release their memory while the
@@ -83,6 +88,7 @@ class WeightSyncer(Closing):
         """
         assert turns is None or overlapping is None
         self._turns = turns
+        self._fault = fault
         self._has_released = False
         """Whether engines are without their weights: from `release` to the next weight sync."""
         self._overlapping = overlapping
@@ -128,6 +134,7 @@ class WeightSyncer(Closing):
         expert.weights.join_timeout_s.
         """
         self.join()
+        self._refuse_faulty(version)
         started = time.monotonic()
         self._version = version
         self._backoff.begin_sync()
@@ -171,6 +178,7 @@ class WeightSyncer(Closing):
         """
         assert self._overlapping is not None
         self.join()
+        self._refuse_faulty(version)
         # Figures of the weight sync before: those of this one come with the next.
         self._note()
         started = time.monotonic()
@@ -200,6 +208,17 @@ class WeightSyncer(Closing):
         if not is_told and self._link is not None and self._then is not None:
             self._then()
         self._waited_s += time.monotonic() - started
+
+    def _refuse_faulty(self, version: int) -> None:
+        """Raise TrainingStopped on all ranks, if the weights of any rank may not be synced."""
+        if self._fault is None:
+            return
+        if faults := [found for found in self._control.gather(self._fault(), str) if found]:
+            raise TrainingStopped(
+                f"version {version} has NaN or Inf in {'; '.join(faults[:_SHOWN_FAULTS])}, and "
+                "goes to no generator. Resume from an earlier checkpoint with a lower "
+                "optimizer.lr; look at the gradient norm of the steps before"
+            )
 
     def _await_one(self) -> None:
         """Sync again until a generator holds the version. Raises DeadlineExceeded."""

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.plan.parameters import model_parameters
-from megatron_rl.weights.layout.shape import ModelShape, read_shape
+from megatron_rl.weights.folders.hf_folder import write_config
+from megatron_rl.weights.layout.shape import ModelShape, read_shape, shape_of
 from tests.tiny_models import QWEN3_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal
 
@@ -98,6 +100,27 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
             r"layers of different attention \(layer_types\) are not supported",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        (
+            {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+            r"two values of rope_theta: 10000.0 \(rope_parameters\) and 1000000.0 \(config.json\)",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 2.0}},
+            r"two values of rope_type: 'default' \(rope_parameters\) and 'linear' \(rope_scaling\)",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4},
+            },
+            "two values of factor: 4 ",
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "two kinds: 'llama3'"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "kind of layer"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not a table"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6', not a number"),
+        ({"text_config": {"rope_theta": 1e6}}, "inside text_config"),
     ],
 )
 def test_what_would_change_the_arithmetic_is_refused(
@@ -106,6 +129,47 @@ def test_what_would_change_the_arithmetic_is_refused(
     with pytest.raises(InputError, match=message):
         shape_of_config(tmp_path, "Qwen3", **values)
     assert shape_of_config(tmp_path, "Qwen3", layer_types=["full_attention"] * 2).layers == 2
+
+
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+        # The same twice.
+        {"rope_theta": 500000, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    ],
+)
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_both_spellings_of_rope_are_read_and_an_export_has_both(
+    family: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = "llama3" if "llama3" in str(values) else "linear" if "linear" in str(values) else None
+    shape = shape_of_config(tmp_path, family, **values)
+    assert shape.rope_theta == 5e5 and (shape.rope_scaling and shape.rope_scaling.kind) == kind
+    given = json.loads((tmp_path / "config.json").read_text())
+    kind_of = getattr(transformers, f"{family}Config")
+    theirs = kind_of.from_pretrained(tmp_path)
+    write_config(given, tmp_path, torch.float32)
+    written = json.loads((tmp_path / "config.json").read_text())
+    # Each spelling alone means the same to our reader, and both together to transformers.
+    for other in (("rope_parameters",), ("rope_theta", "rope_scaling")):
+        alone = {key: value for key, value in written.items() if key not in other}
+        assert shape_of(alone, tmp_path) == shape
+    both = kind_of.from_pretrained(tmp_path)
+    assert both.rope_parameters.items() >= {"rope_theta": 5e5}.items()
+    assert both.rope_parameters["rope_type"] == theirs.rope_parameters["rope_type"]
 
 
 def test_magistral_small_has_the_shape_that_is_known(tmp_path: Path) -> None:

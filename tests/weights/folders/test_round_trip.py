@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
+from megatron_rl.weights.folders.hf_folder import carried_files
 from tests.tiny_models import QWEN3_MOE, write_model
 
 SHARD_BYTES = 150_000
@@ -94,17 +95,34 @@ def test_shards_are_bounded_and_the_index_names_each_tensor_once(tmp_path: Path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_tokenizer_and_chat_template_come_along_and_other_files_do_not(tmp_path: Path) -> None:
+def test_every_file_but_weights_comes_along_byte_for_byte(tmp_path: Path) -> None:
     write_model(tmp_path / "a")
-    kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"]
-    for name in (*kept, "pytorch_model.bin", "notes.md"):
-        (tmp_path / "a" / name).write_text(f"content of {name}")
+    kept = {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "notes.md",
+        "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+        "modeling_own.py", "own.json", "params.json", "sentencepiece.bpe.model", "code/layers.py",
+        "additional_chat_templates/tool_use.jinja", "code/deep/norm.py",
+    }  # fmt: skip
+    weights = {
+        "pytorch_model.bin", "pytorch_model-00001-of-2.bin", "pytorch_model.bin.index.json",
+        "tf_model.h5", "model.gguf", "consolidated.00.pth", "optimizer.pt", "adapter_config.json",
+        "original/consolidated.00.pth", "original/params.json", "onnx/model.onnx", ".gitattributes",
+        "__pycache__/own.pyc", "adapter_model.safetensors",
+    }  # fmt: skip
+    for name in kept | weights:
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_bytes(b"\r\n\0content of " + name.encode())
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
     convert(Request(tmp_path / "a", tmp_path / "m"), silent)
     convert(Request(tmp_path / "m", tmp_path / "b"), silent)
-    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == sorted(
-        [*kept, "config.json", "generation_config.json", "model.safetensors"]
-    )
-    assert all((tmp_path / "b" / name).read_text() == f"content of {name}" for name in kept)
+    found = {str(p.relative_to(tmp_path / "b")) for p in (tmp_path / "b").rglob("*") if p.is_file()}
+    assert found == kept | {"config.json", "generation_config.json", "model.safetensors"}
+    for name in kept | {"config.json", "generation_config.json"}:
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), name
+    # The export of a run copies the same ones.
+    assert {p.name for p in carried_files(tmp_path / "a")} == {
+        name.partition("/")[0] for name in kept | {"config.json", "generation_config.json"}
+    }
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.weights.folders.finite import faulty_tensors
+from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.slices import Share, Slice, as_matrix
+from megatron_rl.weights.layout.slices import Share, Slice, as_matrix, local_part
 from megatron_rl.weights.layout.trainer_layout import (
     PADDED,
     Place,
@@ -327,9 +330,37 @@ def load(folder: Path) -> None:
     load_on_rank(folder, ParallelConfig())
 
 
+def load_synced(folder: Path) -> list[str]:
+    """The HF tensors that a sync is refused for, by what is spoilt."""
+    loaded = load_on_rank(folder, ParallelConfig(tensor=2))
+    parameters = named_parameters(loaded.model)
+    slices = partial(trainer_slices, loaded.shape, own_place(loaded.model[0].config))
+    found = [faulty_tensors(parameters, slices)]
+    for name, value in (("model.layers.1.self_attn.k_proj.weight", "nan"),
+                        ("lm_head.weight", "-inf")):  # fmt: skip
+        part = next(part for part in slices() if part.hf == name)
+        with torch.no_grad():
+            local_part(parameters, part)[-1, -1] = float(value)
+        found.append(faulty_tensors(parameters, slices))
+    return found
+
+
+def test_a_nan_or_inf_is_found_by_name_and_rank_before_a_weight_sync(tmp_path: Path) -> None:
+    write_model(tmp_path / "llama")
+    for rank, found in enumerate(run_ranks(load_synced, 2, tmp_path / "llama")):
+        keys, where = "model.layers.1.self_attn.k_proj.weight", f"on trainer rank {rank}"
+        assert found == ["", f"{keys} {where}", f"lm_head.weight, {keys} {where}"]
+
+
+def spoil(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[7].fill_(value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (spoil(float("nan")), "llama has NaN or Inf, .* in model.layers.1.mlp.up_proj.weight on "),
+        (spoil(float("-inf")), "llama has NaN or Inf, .* in model.layers.1.mlp.up_proj.weight on "),
         (lambda tensors: tensors.pop("model.norm.weight"), "lacks 1 tensors.*model.norm.weight"),
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "has unexpected 1 tensors.*extra"),
         (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.sync.control import Control
@@ -49,7 +50,7 @@ class Scene:
 
     def __init__(
         self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False,
-        min_replicas: int | None = None,
+        min_replicas: int | None = None, fault: Callable[[], str] | None = None,
     ) -> None:  # fmt: skip
         port = free_port()
         dist.init_process_group("gloo")
@@ -63,7 +64,7 @@ class Scene:
         )
         self.syncer = WeightSyncer(
             self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s,
-            turns=turns if takes_turns else None, min_replicas=min_replicas,
+            turns=turns if takes_turns else None, min_replicas=min_replicas, fault=fault,
         )  # fmt: skip
         self._dealers: dict[str, Dealer] = {}
 
@@ -240,3 +241,17 @@ def test_a_missing_generator_is_a_deadline_that_says_where_to_look() -> None:
 
 def test_training_begins_with_as_many_generators_as_it_needs() -> None:
     assert run_ranks(first_is_missing, 1, 1) == [""]
+
+
+def sync_faulty() -> list[Any]:
+    scene = Scene(replicas=1, fault=lambda: "model.norm.weight on trainer rank 0")
+    scene.hello("a")
+    with pytest.raises(TrainingStopped) as stop:
+        scene.syncer.sync(3)
+    return [scene.method.calls, str(stop.value)]
+
+
+def test_faulty_weights_go_to_no_generator() -> None:
+    [[calls, text]] = run_ranks(sync_faulty, 1)
+    assert calls == []
+    assert text.startswith("version 3 has NaN or Inf in model.norm.weight on trainer rank 0, and ")
