@@ -249,6 +249,8 @@ EVALUATION = (
     Entry("eval/length_tokens", "mean completion length in tokens"),
     Entry("eval/reward", "mean reward"),
     Entry("eval/seconds", "duration in seconds"),
+    Entry("eval/oldest_version", "oldest policy version that sampled a completion", "the step"),
+    Entry("eval/newest_version", "newest policy version that sampled a completion", "the step"),
 )  # fmt: skip
 
 AREAS: dict[str, tuple[Entry, ...]] = {

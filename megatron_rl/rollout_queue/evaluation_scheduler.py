@@ -240,6 +240,9 @@ class EvaluationScheduler:
                 "the logs of generators and verifiers"
             )
         results |= {"eval/lost": evaluation.lost, "eval/not_graded": evaluation.not_graded}
+        if evaluation.versions:
+            results["eval/oldest_version"] = min(evaluation.versions)
+            results["eval/newest_version"] = max(evaluation.versions)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         self.done.append(evaluation.label)
         self._log_results(evaluation, results)

@@ -59,6 +59,8 @@ class Evaluation:
         """The timeout is over: the evaluation ends without the missing groups."""
         self.lost_ungraded = 0
         """Lost groups without any graded completion."""
+        self.versions: set[int] = set()
+        """Policy versions that sampled the completions of this start."""
 
     @property
     def has_unopened(self) -> bool:
@@ -100,6 +102,8 @@ class Evaluation:
     def close(self, group: Group) -> None:
         """Note that a group is complete."""
         self.complete.append(problem_of(group))
+        for one in group.ordered:
+            self.versions |= {span.version for span in one.rollout.spans}
         self._left -= 1
         del self._open[group.number]
 

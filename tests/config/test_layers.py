@@ -210,7 +210,7 @@ def test_a_folder_called_like_a_shipped_configuration_does_not_shadow_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, file in shipped().items():
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
         assert config_path(name) == file
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match="other: neither a file nor one of the shipped"):

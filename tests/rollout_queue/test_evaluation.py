@@ -65,6 +65,11 @@ def test_evaluations_are_due_before_in_between_and_after() -> None:
     assert labels(0) == ["before"]
     assert labels(5) == ["step_5"] and labels(6) == [] and labels(5, every=0) == []
     assert labels(10, is_final=True) == ["after"]
+    # Every 5 of 12 steps: the last version is evaluated too.
+    due = [(version, labels(version, is_final=version == 12)) for version in range(13)]
+    assert [one for one in due if one[1]] == [
+        (0, ["before"]), (5, ["step_5"]), (10, ["step_10"]), (12, ["after"]),
+    ]  # fmt: skip
     assert labels(0, is_final=True) == ["before", "after"]
 
 

@@ -193,6 +193,10 @@ def test_training_evaluates_each_set_too(tmp_path: Path) -> None:
     queue.coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), queue.now)
     queue.play(10)
     assert list(evaluations(tmp_path))[2:] == ["after", "after.aime"]
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/accuracy" in row]
+    assert [(row["eval/oldest_version"], row["eval/newest_version"]) for row in rows] == [
+        (0, 0), (0, 0), (1, 1), (1, 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
