@@ -53,7 +53,8 @@ def test_the_wheel_holds_every_file_of_the_packages_and_the_examples(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {name for name in tracked_files() if name.startswith(PACKAGES)}
-    expected |= {f"megatron_rl/examples/{path.name}" for path in ROOT.glob("examples/*.toml")}
+    shipped = [*ROOT.glob("examples/*.toml"), *ROOT.glob("examples/recipes/*.toml")]
+    expected |= {f"megatron_rl/{path.relative_to(ROOT)}" for path in shipped}
     assert names == expected
     assert f"-{__version__}-" in wheel.name
 
