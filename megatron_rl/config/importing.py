@@ -144,7 +144,7 @@ def _take(found: Imported, rule: Rule, value: Any, known: Mapping[str, Any], key
 
 
 def _put(found: Imported, ours: dict[str, Any], origin: str) -> list[str]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in ours.items():
         flat.update(leaves(value, key) if key in _LISTS else [(key, value)])
     for key, value in flat.items():

@@ -136,6 +136,9 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     [
         ("actor_rollout_ref.actor.use_kl_loss=False", ("none", "batch_tokens", 0.2, "group")),
         ("algorithm.use_kl_in_reward=True", ("reward", "batch_tokens", 0.2, "group")),
+        ("reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128 "
+         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+         ("none", "batch_tokens", 0.2, "group")),
         ("actor_rollout_ref.actor.clip_ratio=0.1", ("none", "batch_tokens", 0.1, "group")),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean "
          "algorithm.norm_adv_by_std_in_grpo=False", ("none", "sequence_mean", 0.2, "none")),
@@ -150,6 +153,8 @@ def test_objectives_of_verl(tmp_path: Path, words: str, expected: tuple[object, 
         ours_is.kl.placement, ours_is.aggregation.name, ours_is.policy_loss.eps_high,
         ours_is.normalization.name,
     ) == expected  # fmt: skip
+    assert ours.reward.length_margin_tokens == (128 if "overlong" in words else 0)
+    assert ours.optimizer.offload == ("offload" in words)
     # verl's own defaults: 8 GPUs, engines of two; 512 tokens of prompt and of response.
     assert (ours.parallel.data, ours.generator.replicas) == (8, 4)
     assert (ours.sampling.max_new_tokens, ours.generator.context_tokens) == (512, 1024)
@@ -182,9 +187,11 @@ def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
 def test_a_yaml_of_trl(tmp_path: Path) -> None:
     text = "model_name_or_path: m/m\ndataset_name: a/b\nlearning_rate: 1e-5\nnum_generations: 4\n"
     text += "beta: 0.01\nper_device_train_batch_size: 2\n"
+    text += 'save_steps: 50\nsave_strategy: "no"\neval_steps: 25\neval_strategy: steps\n'
     found, ours = imported(written(tmp_path, "grpo.yaml", text))
     assert (ours.optimizer.lr, ours.algorithm.kl.coefficient) == (1e-5, 0.01)
     assert (ours.algorithm.kl.placement, ours.train.epochs) == ("loss", 3)
+    assert (ours.checkpoint.every_steps, ours.eval.every_steps) == (0, 25)
     assert "0.5 groups of 4" in found.no_counterpart["per_device_train_batch_size"]
 
 

@@ -9,6 +9,7 @@ from megatron_rl.config.foreign.rules import (
     Values,
     choice,
     each,
+    offload,
     only,
     ratio,
     to,
@@ -50,7 +51,7 @@ _ENVIRONMENT = (
     "environments of verifiers do not run here: write [[prompts]] with their data set, and "
     "[reward.tasks] where an answer is judged in another way; kind reasoning_gym makes its tasks"
 )
-_LOSS = "algorithm.preset chooses the objective: icepop, aipo, grpo, ... (megatron-rl algorithms)"
+_LOSS = "algorithm.preset names the objective: icepop, aipo, grpo, ...; `megatron-rl algorithms`"
 _SPEED = "speed or memory of their processes; `megatron-rl plan` tells what fits here"
 
 RULES: dict[str, Rule] = {
@@ -62,7 +63,7 @@ RULES: dict[str, Rule] = {
     "model.ep": to("parallel.expert"),
     "model.ac.*": lambda value, values: {"model.recompute": "full"},
     "model.ac": lambda value, values: {"model.recompute": "full"} if value else NOTHING,
-    "model.optim_cpu_offload": to("optimizer.offload"),
+    "model.optim_cpu_offload": offload,
     "model.lora*": "all weights are trained here",
     "model.experimental.lora*": "all weights are trained here",
     **each("model.", "attn compile compile.* trust_remote_code impl load_using_meta fsdp_* tp "
@@ -144,4 +145,4 @@ DEFAULTS: dict[str, Any] = {}
 
 def checks(values: Values) -> list[str]:
     """What a reader of our file must decide."""
-    return [f"algorithm.preset: {_LOSS}"]
+    return [_LOSS]

@@ -264,9 +264,8 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             found = [_value(item, names) for item in items]
             return next((item for item in found if isinstance(item, Unread)), found)
         case ast.Dict(keys=keys, values=values) if all(keys):
-            pairs = [
-                (_value(k, names), _value(v, names)) for k, v in zip(keys, values, strict=True)
-            ]
+            both = zip(filter(None, keys), values, strict=True)
+            pairs = [(_value(key, names), _value(value, names)) for key, value in both]
             unread = [one for pair in pairs for one in pair if isinstance(one, Unread)]
             return unread[0] if unread else {str(key): value for key, value in pairs}
         case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -53,6 +53,11 @@ def only(value: Any, why: str) -> Convert:
     return rule
 
 
+def offload(value: Any, _: Values) -> dict[str, Any]:
+    """Optimizer state in host memory, which the distributed optimizer alone can hold there."""
+    return {"optimizer.offload": True, "parallel.distributed_optimizer": True} if value else NOTHING
+
+
 def positive(value: int) -> int:
     """-1, or 0, is never, or all, there; 0 here."""
     return max(0, value)

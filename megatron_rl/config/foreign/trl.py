@@ -99,6 +99,17 @@ def _loss(value: Any, _: Values) -> dict[str, Any]:
     return {"algorithm.preset": "grpo", "algorithm.aggregation.name": names[value]}
 
 
+def _every(key: str, strategy: str, usual: str) -> Convert:
+    """A number of steps, which counts with the strategy "steps"."""
+
+    def rule(value: Any, values: Values) -> dict[str, Any]:
+        if values.get(strategy, usual) != "steps":
+            raise NoCounterpart(f"no effect without {strategy} steps; {key} is a number of steps")
+        return {key: value}
+
+    return rule
+
+
 def _data(section: str) -> dict[str, Rule]:
     """Arguments of load_dataset for train_dataset or eval_dataset."""
 
@@ -217,12 +228,15 @@ RULES: dict[str, Rule] = {
     "output_dir": to("run.dir"),
     "run_name": to("metrics.wandb_name"),
     "report_to": loggers,
-    "save_steps": to("checkpoint.every_steps"),
+    "save_steps": _every("checkpoint.every_steps", "save_strategy", "steps"),
     "save_total_limit": to("checkpoint.keep_last"),
+    "save_strategy": choice(
+        "checkpoint.every_steps", {"no": 0, "steps": None}, "checkpoint.every_steps is in steps"
+    ),
     "save_*": "checkpoint.every_steps and checkpoint.keep_last say when and how many",
-    "eval_steps": to("eval.every_steps"),
+    "eval_steps": _every("eval.every_steps", "eval_strategy", "no"),
     "eval_strategy": choice(
-        "eval.every_steps", {"no": 0}, "eval.every_steps is a number of steps"
+        "eval.every_steps", {"no": 0, "steps": None}, "eval.every_steps is a number of steps"
     ),
     "num_generations_eval": to("eval.samples"),
     "resume_from_checkpoint": "a run resumes by itself; checkpoint.resume chooses",
@@ -297,8 +311,8 @@ def checks(values: Values) -> list[str]:
     found = ["parallel.data, generator.replicas: TRL's launcher (accelerate) says how many GPUs"]
     if "generation_batch_size" not in values:
         found.append(
-            "train.prompts_per_batch: per_device_train_batch_size * gradient_accumulation_steps / "
-            "num_generations is the batch of one process; multiply it by their number, which the "
-            "file does not tell"
+            "train.prompts_per_batch: per_device_train_batch_size * gradient_accumulation_steps "
+            "(or steps_per_generation) / num_generations is the batch of one process; multiply it "
+            "by the number of processes, which the file does not tell"
         )
     return found

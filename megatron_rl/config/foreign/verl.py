@@ -11,6 +11,7 @@ from megatron_rl.config.foreign.rules import (
     choice,
     each,
     loggers,
+    offload,
     only,
     positive,
     product,
@@ -126,6 +127,12 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     batch = values["data.train_batch_size"]
     updates = steps * ratio(batch, min(values[f"{_A}.ppo_mini_batch_size"], batch), "minibatches")
     return {"optimizer.warmup_steps": int(value * updates)}
+
+
+def _overlong(value: int, values: Values) -> dict[str, Any]:
+    if not values.get("reward_model.overlong_buffer.enable"):
+        raise NoCounterpart("no effect without reward_model.overlong_buffer.enable")
+    return {"reward.length_margin_tokens": value}
 
 
 def _gpus(_: Any, values: Values) -> dict[str, Any]:
@@ -256,7 +263,7 @@ RULES: dict[str, Rule] = {
     f"{_M}.sequence_parallel": to("parallel.sequence"),
     f"{_M}.seed": "run.seed seeds everything here",
     **dict.fromkeys(
-        (f"{_M}.optimizer_offload", f"{_A}.fsdp_config.optimizer_offload"), to("optimizer.offload")
+        (f"{_M}.optimizer_offload", f"{_A}.fsdp_config.optimizer_offload"), offload
     ),
     f"{_A}.strategy": "Megatron trains here: [parallel] divides the model, not FSDP",
     f"{_A}.ulysses_sequence_parallel_size": to("parallel.context"),
@@ -313,6 +320,11 @@ RULES: dict[str, Rule] = {
     "trainer.val_only": only(False, "`megatron-rl eval` evaluates without training"),
     **each("algorithm.", "rollout_correction* rollout_is*", "[algorithm.correction] is ours"),
     "critic.*": "a critic's; there is none here",
+    "reward_model.overlong_buffer.len": _overlong,
+    "reward_model.overlong_buffer.enable": lambda value, values: (
+        _overlong(values["reward_model.overlong_buffer.len"], values) if value else NOTHING
+    ),
+    "reward_model.overlong_buffer.*": "reward.length is the largest penalty here, 0.1 by default",
     "reward_model.*": _TESTS,
     "reward.*": _TESTS,
     "custom_reward_function.*": _TESTS,
