@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.aliases import meant
-from megatron_rl.config.derived import DEFAULT_PRESET
+from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import REQUIRED, load_config, resolve
 from megatron_rl.config.foreign import prime, trl, verl
@@ -190,7 +190,12 @@ def _drop_defaults(found: Imported) -> None:
     if preset := found.values.get("algorithm.preset"):
         layers.tree["algorithm"] = {"preset": preset}
     base = resolve(layers).model_dump(mode="json")
-    kept = {*REQUIRED, *([] if preset in (None, DEFAULT_PRESET) else ["algorithm.preset"])}
+    # What a derived key follows from may have changed too.
+    kept = {
+        *REQUIRED,
+        *DERIVED,
+        *([] if preset in (None, DEFAULT_PRESET) else ["algorithm.preset"]),
+    }
     ours = {key: value for key, value in leaves(base, "") if key not in kept}
     for key, value in list(found.values.items()):
         if key in ours and (type(value) is bool, value) == (type(ours[key]) is bool, ours[key]):

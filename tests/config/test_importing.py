@@ -35,6 +35,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
     actor_rollout_ref.actor.optim.lr=3e-6 \
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 \
+    actor_rollout_ref.actor.megatron.sequence_parallel=False \
     +actor_rollout_ref.actor.clip_ratio_high=0.28 ++actor_rollout_ref.actor.clip_ratio_low=0.2 \
     trainer.logger='["console","wandb"]' trainer.project_name=$project_name \
     trainer.test_freq=-1 trainer.save_freq=10 trainer.total_epochs=15 \
@@ -110,6 +111,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert (ours.sampling.max_new_tokens, generator.context_tokens) == (1024, 3072)
     # 16 GPUs, each for trainer and engines.
     assert (ours.parallel.tensor, ours.parallel.data) == (4, 4)
+    assert ours.parallel.sequence is False  # the default is true with tensor 4
     assert (generator.tensor_parallel, generator.replicas, generator.colocate) == (2, 8, True)
     assert (algorithm.preset, algorithm.normalization.name) == ("grpo", "group")
     assert (algorithm.aggregation.name, algorithm.kl.placement) == ("batch_tokens", "loss")

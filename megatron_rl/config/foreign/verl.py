@@ -366,5 +366,6 @@ DEFAULTS: dict[str, Any] = {
 def checks(values: Values) -> list[str]:
     """What a reader of our file must decide."""
     return [
-        "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours"
+        "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours",
+        "algorithm.policy_loss.old_logprobs: verl recomputes them; the default takes the engine's",
     ]
