@@ -1,4 +1,4 @@
-"""`megatron-rl config`: explains keys, and shows, compares and migrates configurations."""
+"""`megatron-rl config`: explains keys; shows, compares, migrates, imports configurations."""
 
 import json
 from collections.abc import Sequence
@@ -24,6 +24,8 @@ from megatron_rl.config.aliases import meant, nearest
 from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import read_layers, resolve
+from megatron_rl.config.foreign.read import read_foreign
+from megatron_rl.config.importing import import_settings
 from megatron_rl.config.layers import DEFAULT, Layers, leaves
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.reference import (
@@ -245,6 +247,34 @@ def _migrated(path: Path) -> tuple[str, list[str]]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ConfigError as error:
         raise InputError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Options of `config import`."""
+
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...")]
+    """A script of verl; a Python script or YAML of TRL; or TOML files of prime-rl."""
+    out: Path | None = None
+    """New file to write; not given: it is printed."""
+
+
+@command(app, "import", "Write our TOML for settings of verl, TRL or prime-rl; nothing is run.")
+def import_files(options: ImportOptions, console: Console) -> int:
+    """Exit code: 0, 1 (what was written does not load yet), 2 (bad input)."""
+    if options.out is not None and options.out.exists():
+        raise InputError(f"--out {options.out} is there already: name a new file")
+    found = import_settings(read_foreign(options.files))
+    if options.out is None:
+        print(found.toml(), end="", file=console.file)
+    else:
+        write_whole(options.out, found.toml())
+        counts = f"{len(found.mapped)} mapped, {len(found.default_here)} default here, "
+        counts += f"{len(found.no_counterpart)} without counterpart, {len(found.unknown)} unknown"
+        say(console, f"{options.out}: keys of {found.system}: {counts}")
+    if found.fault:
+        say(console, f"it does not load yet: {found.fault}")
+    return 1 if found.fault else 0
 
 
 @dataclass(frozen=True)

@@ -131,3 +131,19 @@ def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
     assert with_tiny(RunOptions(["one_gpu"], []), None) == ["one_gpu"]
     with pytest.raises(ConfigError, match="run.dir is not given"):
         with_tiny(RunOptions(["tiny"], []), None)
+
+
+def test_import_writes_a_configuration_and_never_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script, out = tmp_path / "grpo.py", tmp_path / "ours.toml"
+    script.write_text("GRPOConfig(num_generations=4, wibble=1)")
+    code, text = call(monkeypatch, "import", str(script), "--out", str(out))
+    assert code == 0 and "1 mapped, 0 default here, 0 without counterpart, 1 unknown" in text
+    assert load_config(out).train.group_size == 4
+    assert call(monkeypatch, "import", str(script))[1] == out.read_text()
+    assert call(monkeypatch, "import", str(script), "--out", str(out))[0] == 2
+    assert "is there already" in caplog.text
+    script.write_text("GRPOConfig(num_generations=1)")
+    code, text = call(monkeypatch, "import", str(script))
+    assert code == 1 and "it does not load yet" in text

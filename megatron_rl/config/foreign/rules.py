@@ -1,0 +1,103 @@
+"""Rules for keys of other systems: ours and how to convert the value, or why there is none.
+
+Used by the tables in this folder. A rule is a text (no counterpart: why, and what to do) or a
+function of the value and of all values of the file that returns ours, by key.
+"""
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+Values = Mapping[str, Any]
+Convert = Callable[[Any, Values], dict[str, Any]]
+Rule = str | Convert
+NOTHING: dict[str, Any] = {}
+"""What a run here does anyway."""
+
+
+class NoCounterpart(ValueError):
+    """A value that nothing here corresponds to; the text says why, and what to do."""
+
+
+def to(key: str, convert: Callable[[Any], Any] | None = None) -> Convert:
+    """Sets one key of ours; None there is the default here."""
+
+    def rule(value: Any, _: Values) -> dict[str, Any]:
+        return NOTHING if value is None else {key: convert(value) if convert else value}
+
+    return rule
+
+
+def choice(key: str, table: Mapping[Any, Any], advice: str) -> Convert:
+    """Sets one key of ours by a table of values."""
+
+    def rule(value: Any, _: Values) -> dict[str, Any]:
+        if value not in table:
+            raise NoCounterpart(advice)
+        return NOTHING if table[value] is None else {key: table[value]}
+
+    return rule
+
+
+def only(value: Any, why: str) -> Convert:
+    """A key whose one value changes nothing here."""
+
+    def rule(given: Any, _: Values) -> dict[str, Any]:
+        if given != value:
+            raise NoCounterpart(why)
+        return NOTHING
+
+    return rule
+
+
+def offload(value: Any, _: Values) -> dict[str, Any]:
+    """Optimizer state in host memory, which the distributed optimizer alone can hold there."""
+    return {"optimizer.offload": True, "parallel.distributed_optimizer": True} if value else NOTHING
+
+
+def positive(value: int) -> int:
+    """-1, or 0, is never, or all, there; 0 here."""
+    return max(0, value)
+
+
+def ratio(above: int, below: int, text: str) -> int:
+    if not below or above % below or not above:
+        raise NoCounterpart(f"{text} = {above} / {below} is no whole number: set it yourself")
+    return above // below
+
+
+def set_name(path: str) -> str:
+    """Name of an evaluation set: the file's, with the folder's where the file's says little."""
+    parts = PurePosixPath(path).with_suffix("").parts[-2:]
+    return re.sub(r"[^A-Za-z0-9_-]", "_", "-".join(parts).strip("/-")) or "validation"
+
+
+def loggers(value: Any, _: Values) -> dict[str, Any]:
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    if others := set(names) - {"wandb", "tensorboard", "console", "file", "none"}:
+        raise NoCounterpart(f"{', '.join(sorted(others))}: metrics.wandb and metrics.tensorboard "
+                            "are ours, and RUN/metrics.jsonl is always written")  # fmt: skip
+    online = {"metrics.wandb": "online"} if "wandb" in names else {}
+    return online | ({"metrics.tensorboard": True} if "tensorboard" in names else {})
+
+
+def product(*values: Any) -> int:
+    """The product of whole numbers. Raises TypeError for others."""
+    if not all(isinstance(value, int) for value in values):
+        raise TypeError(f"expected whole numbers, not {values}")
+    return math.prod(values)
+
+
+def rule_of(rules: Mapping[str, Rule], key: str) -> Rule | None:
+    """The rule of a key: its own, or that of the first pattern with * that it fits."""
+    if key in rules and "*" not in key:
+        return rules[key]
+    return next((rules[p] for p in rules if "*" in p and fnmatch.fnmatchcase(key, p)), None)
+
+
+def each(prefix: str, names: str, reason: str) -> dict[str, Rule]:
+    """The same reason for several keys."""
+    return {prefix + name: reason for name in names.split()}

@@ -1,0 +1,260 @@
+"""Writes our TOML for the settings of verl, TRL or prime-rl (`megatron-rl config import`).
+
+Each of their keys is in one of four lists: mapped, default here, no counterpart, unknown. Where
+they have a default that differs from ours and the file does not give the key, theirs is written.
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.aliases import meant
+from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
+from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.files import REQUIRED, load_config, resolve
+from megatron_rl.config.foreign import prime, trl, verl
+from megatron_rl.config.foreign.read import PRIME, TRL, VERL, Foreign, Unread
+from megatron_rl.config.foreign.rules import NoCounterpart, Rule, rule_of
+from megatron_rl.config.layers import Layers, leaves
+from megatron_rl.config.reference import tables, value_text
+from megatron_rl.config.tree import Config
+
+RULES = {VERL: verl.RULES, TRL: trl.RULES, PRIME: prime.RULES}
+CHECKS = {VERL: verl.checks, TRL: trl.checks, PRIME: prime.checks}
+DEFAULTS = {VERL: verl.DEFAULTS, TRL: trl.DEFAULTS, PRIME: prime.DEFAULTS}
+_IN_TURN = "they generate and train in turn; 2 keeps engines and trainer busy"
+_ALWAYS = {
+    VERL: {"queue.max_staleness": (0, _IN_TURN)},
+    TRL: {"queue.max_staleness": (0, _IN_TURN)},
+}
+_LISTS = ("prompts", "eval.sets")
+
+
+@dataclass
+class Imported:
+    """Our settings, and the place of each key of theirs."""
+
+    system: str
+    values: dict[str, Any] = field(default_factory=dict)
+    """Ours, by key; without those that are the default here."""
+    origins: dict[str, list[str]] = field(default_factory=dict)
+    """Our key -> theirs, or why it is there."""
+    mapped: list[str] = field(default_factory=list)
+    default_here: dict[str, str] = field(default_factory=dict)
+    """Their key -> their value."""
+    no_counterpart: dict[str, str] = field(default_factory=dict)
+    """Their key -> value, why, what to do."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Their key -> value, and keys of ours whose name is near."""
+    to_check: list[str] = field(default_factory=list)
+    """What the file cannot tell."""
+    fault: str = ""
+    """What does not hold, for `load_config`; empty: it loads."""
+
+    def toml(self) -> str:
+        """The file: tables, then lists of their keys as comments."""
+        lines = [f"# From settings of {self.system}, by `megatron-rl config import`."]
+        if self.fault:
+            lines += ["# It does not load yet:", *_comments(self.fault.splitlines())]
+        for section, keys in groupby(sorted(self.values, key=_place), key=_section):
+            lines += ["", _header(section)]
+            for key in keys:
+                name = key.rpartition(".")[2]
+                text = f"{name} = {value_text(self.values[key])}"
+                lines.append(f"{text:29} # {_one_line(', '.join(self.origins[key]))}")
+        missing = [f"{k}: give {v}" for k, v in REQUIRED.items() if k not in self.values]
+        if not any(key.startswith("prompts.") for key in self.values):
+            missing.append("[[prompts]]: give path, a file or the name of a data set of the Hub")
+        for title, found in (
+            ("To add", missing),
+            ("To check", self.to_check),
+            ("Default here, of the run or its preset", _pairs(self.default_here)),
+            ("No counterpart", _pairs(self.no_counterpart)),
+            ("Unknown, not taken over", _pairs(self.unknown)),
+        ):
+            if found:
+                lines += ["", f"# {title}:", *_comments(found)]
+        return "\n".join(lines) + "\n"
+
+
+def import_settings(foreign: Foreign) -> Imported:
+    """Ours for theirs; says in `fault` what `load_config` refuses."""
+    found = Imported(foreign.system)
+    rules, defaults = RULES[foreign.system], DEFAULTS[foreign.system]
+    plain = {_plain(key, foreign.system): key for key in reversed(foreign.values)}
+    values = defaults | {name: foreign.values[key] for name, key in plain.items()}
+    known = {key: v for key, v in values.items() if not isinstance(v, Unread)}
+    taken: dict[str, list[str]] = {}
+    for key, value in foreign.values.items():
+        rule = rule_of(rules, _plain(key, foreign.system))
+        shown = _shown(value)
+        if rule is None:
+            found.unknown[key] = _hint(key, shown)
+        elif isinstance(value, Unread):
+            reason = f"; {rule}" if isinstance(rule, str) else ""
+            found.no_counterpart[key] = f"{shown}: {value.why}{reason}"
+        else:
+            try:
+                taken[key] = _take(found, rule, value, known, key)
+            except NoCounterpart as error:
+                found.no_counterpart[key] = f"{shown}: {error}"
+    for key, value in defaults.items():
+        if key not in plain:
+            _take_default(found, rules[key], value, known, key)
+    for key, (value, why) in _ALWAYS.get(foreign.system, {}).items():
+        _put(found, {key: value}, why)
+    _drop_defaults(found)
+    for key, ours in taken.items():
+        if any(one in found.values for one in ours):
+            found.mapped.append(key)
+        else:
+            found.default_here[key] = _shown(foreign.values[key])
+    found.to_check = CHECKS[foreign.system](known)
+    found.fault = _fault(found)
+    return found
+
+
+def _plain(key: str, system: str) -> str:
+    """The key in the table; prime-rl's without its file and process."""
+    if system != PRIME:
+        return key
+    key = key.rpartition(": ")[2]
+    for prefix in ("trainer.", "orchestrator.", "inference.", "train."):
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _take(found: Imported, rule: Rule, value: Any, known: Mapping[str, Any], key: str) -> list[str]:
+    """Put a key's values among ours; returns our keys. Raises NoCounterpart."""
+    if isinstance(rule, str):
+        raise NoCounterpart(rule)
+    try:
+        ours = rule(value, known)
+    except NoCounterpart:
+        raise
+    except KeyError as error:
+        raise NoCounterpart(f"needs {error.args[0]}, whose value is not known") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NoCounterpart(f"the value has an unexpected form ({error})") from error
+    return _put(found, ours, key)
+
+
+def _put(found: Imported, ours: dict[str, Any], origin: str) -> list[str]:
+    flat: dict[str, Any] = {}
+    for key, value in ours.items():
+        flat.update(leaves(value, key) if key in _LISTS else [(key, value)])
+    for key, value in flat.items():
+        if not _is_plain(value):
+            raise NoCounterpart(f"write {key} yourself: it takes plain values")
+        if key in found.values and found.values[key] != value:
+            raise NoCounterpart(
+                f"{found.origins[key][0]} gives {key} = {value_text(found.values[key])} already"
+            )
+    for key, value in flat.items():
+        found.values[key] = value
+        found.origins.setdefault(key, []).append(origin)
+    return list(flat)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can stand in one line of TOML, also a hostile file's."""
+    if isinstance(value, dict):
+        return all(
+            re.fullmatch(r"[A-Za-z0-9_-]+", str(k)) and _is_plain(v) for k, v in value.items()
+        )
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | int | float)
+
+
+def _take_default(
+    found: Imported, rule: Rule, value: Any, known: Mapping[str, Any], key: str
+) -> None:
+    """Their default, where the file does not say otherwise."""
+    try:
+        ours = rule(value, known) if not isinstance(rule, str) else {}
+    except (KeyError, TypeError, ValueError):
+        # What it belongs to is not as they have it, and is named where it was given.
+        return
+    origin = f"{key} is not given: the default of {found.system}"
+    _put(found, {k: v for k, v in ours.items() if k not in found.values}, origin)
+
+
+def _drop_defaults(found: Imported) -> None:
+    """Leave out what a run does anyway, with the preset that was chosen."""
+    layers = Layers()
+    if preset := found.values.get("algorithm.preset"):
+        layers.tree["algorithm"] = {"preset": preset}
+    base = resolve(layers).model_dump(mode="json")
+    # What a derived key follows from may have changed too.
+    kept = {
+        *REQUIRED,
+        *DERIVED,
+        *([] if preset in (None, DEFAULT_PRESET) else ["algorithm.preset"]),
+    }
+    ours = {key: value for key, value in leaves(base, "") if key not in kept}
+    for key, value in list(found.values.items()):
+        if key in ours and (type(value) is bool, value) == (type(ours[key]) is bool, ours[key]):
+            del found.values[key], found.origins[key]
+
+
+def _fault(found: Imported) -> str:
+    known = {entry.key for table in tables() for entry in table.entries}
+    assert all(_generic(key) in known for key in found.values), found.values
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "imported.toml"
+        path.write_text(found.toml())
+        try:
+            load_config(path)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def _generic(key: str) -> str:
+    return ".".join("0" if part.isdigit() else part for part in key.split("."))
+
+
+def _hint(key: str, shown: str) -> str:
+    known = [entry.key for table in tables() for entry in table.entries]
+    near = meant(key, known)
+    return f"{shown}: {' or '.join(near)} may be meant" if near else shown
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _place(key: str) -> tuple[int, list[tuple[int, str]]]:
+    """Order of the tree; a table before its subtables."""
+    section = _section(key)
+    first = section.partition(".")[0]
+    parts = [(int(p), "") if p.isdigit() else (0, p) for p in section.split(".")]
+    return list(Config.model_fields).index(first), parts
+
+
+def _header(section: str) -> str:
+    parts = section.split(".")
+    name = ".".join(part for part in parts if not part.isdigit())
+    return f"[[{name}]]" if parts[-1].isdigit() else f"[{name}]"
+
+
+def _shown(value: Any) -> str:
+    text = value.text if isinstance(value, Unread) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _pairs(found: dict[str, str]) -> list[str]:
+    return [f"{key} = {text}" for key, text in found.items()]
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _comments(lines: list[str]) -> list[str]:
+    return [f"#   {_one_line(line.strip())}" for line in lines]
