@@ -29,7 +29,10 @@ DEFAULTS = {VERL: verl.DEFAULTS, TRL: trl.DEFAULTS, PRIME: prime.DEFAULTS}
 _IN_TURN = "they generate and train in turn; 2 keeps engines and trainer busy"
 _ALWAYS = {
     VERL: {"queue.max_staleness": (0, _IN_TURN)},
-    TRL: {"queue.max_staleness": (0, _IN_TURN)},
+    TRL: {
+        "queue.max_staleness": (0, _IN_TURN),
+        "algorithm.zero_variance_groups": ("keep", "they train on groups of one reward too"),
+    },
 }
 _LISTS = ("prompts", "eval.sets")
 

@@ -141,6 +141,9 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
         ("reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128 "
          "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
          ("none", "batch_tokens", 0.2, "group")),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+         "reward_model.reward_kwargs.overlong_buffer_cfg.len=128",
+         ("none", "batch_tokens", 0.2, "group")),
         ("actor_rollout_ref.actor.clip_ratio=0.1", ("none", "batch_tokens", 0.1, "group")),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean "
          "algorithm.norm_adv_by_std_in_grpo=False", ("none", "sequence_mean", 0.2, "none")),
@@ -160,6 +163,9 @@ def test_objectives_of_verl(tmp_path: Path, words: str, expected: tuple[object, 
     # verl's own defaults: 8 GPUs, engines of two; 512 tokens of prompt and of response.
     assert (ours.parallel.data, ours.generator.replicas) == (8, 4)
     assert (ours.sampling.max_new_tokens, ours.generator.context_tokens) == (512, 1024)
+    assert ours.eval.samples == 1 and ours.generator.release_memory
+    # Without filter_groups verl trains on every group.
+    assert ours_is.zero_variance_groups == "keep"
 
 
 def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
@@ -195,6 +201,12 @@ def test_a_yaml_of_trl(tmp_path: Path) -> None:
     assert (ours.algorithm.kl.placement, ours.train.epochs) == ("loss", 3)
     assert (ours.checkpoint.every_steps, ours.eval.every_steps) == (0, 25)
     assert "0.5 groups of 4" in found.no_counterpart["per_device_train_batch_size"]
+    assert ours.algorithm.zero_variance_groups == "keep"
+    # 20 optimizer steps, two for each batch.
+    counted = "model_name_or_path: m/m\ndataset_name: a/b\nnum_generations: 4\nmax_steps: 20\n"
+    counted += "per_device_train_batch_size: 4\nsteps_per_generation: 2\nsave_steps: 10\n"
+    _, ours = imported(written(tmp_path, "two.yaml", counted))
+    assert (ours.train.steps, ours.train.minibatches, ours.checkpoint.every_steps) == (10, 2, 5)
 
 
 def test_files_of_prime_rl(tmp_path: Path) -> None:

@@ -145,4 +145,4 @@ DEFAULTS: dict[str, Any] = {}
 
 def checks(values: Values) -> list[str]:
     """What a reader of our file must decide."""
-    return [_LOSS]
+    return [_LOSS, "optimizer: prime-rl's own defaults of it are not written here"]

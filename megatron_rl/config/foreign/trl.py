@@ -42,11 +42,14 @@ def _minibatches(value: int, values: Values) -> dict[str, Any]:
 
 def _steps(value: int, values: Values) -> dict[str, Any]:
     """An optimizer step there; a batch here."""
-    if value <= 0:
-        return NOTHING
+    return {"train.steps": _batches(value, values)} if value > 0 else NOTHING
+
+
+def _batches(updates: int, values: Values) -> int:
+    """Batches that a number of optimizer steps makes; the last may have fewer."""
     steps = values.get("steps_per_generation") or values["gradient_accumulation_steps"]
-    batches = ratio(steps, values["gradient_accumulation_steps"], "train.minibatches")
-    return {"train.steps": -(-value // batches)}
+    each = ratio(steps, values["gradient_accumulation_steps"], "train.minibatches")
+    return -(-updates // each)
 
 
 def _warmup(value: float, values: Values) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def _every(key: str, strategy: str, usual: str) -> Convert:
     def rule(value: Any, values: Values) -> dict[str, Any]:
         if values.get(strategy, usual) != "steps":
             raise NoCounterpart(f"no effect without {strategy} steps; {key} is a number of steps")
-        return {key: value}
+        return {key: _batches(value, values)}
 
     return rule
 

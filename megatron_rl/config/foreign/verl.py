@@ -129,10 +129,20 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.warmup_steps": int(value * updates)}
 
 
-def _overlong(value: int, values: Values) -> dict[str, Any]:
-    if not values.get("reward_model.overlong_buffer.enable"):
-        raise NoCounterpart("no effect without reward_model.overlong_buffer.enable")
-    return {"reward.length_margin_tokens": value}
+def _overlong(prefix: str) -> dict[str, Rule]:
+    """The penalty of long completions, whose keys have moved from release to release."""
+    enable, length = f"{prefix}.enable", f"{prefix}.len"
+
+    def rule(_: Any, values: Values) -> dict[str, Any]:
+        if not values.get(enable):
+            raise NoCounterpart(f"no effect without {enable}")
+        return {"reward.length_margin_tokens": values[length]}
+
+    return {
+        length: rule,
+        enable: lambda value, values: rule(value, values) if value else NOTHING,
+        f"{prefix}.*": "reward.length is the largest penalty here, 0.1 by default",
+    }
 
 
 def _gpus(_: Any, values: Values) -> dict[str, Any]:
@@ -143,7 +153,11 @@ def _gpus(_: Any, values: Values) -> dict[str, Any]:
     engine = values[f"{_R}.tensor_model_parallel_size"]
     data = ratio(gpus, ranks, "parallel.data")
     replicas = ratio(gpus, engine, "generator.replicas")
-    shared = {"generator.colocate": True, "weights.method": "host"}
+    # Engines free their memory while the trainer works (free_cache_engine).
+    shared = {
+        "generator.colocate": True, "generator.release_memory": True,
+        "weights.method": "host", "weights.kv_cache": "recompute",
+    }  # fmt: skip
     return {"parallel.data": data, "generator.replicas": replicas, **shared}
 
 
@@ -320,11 +334,9 @@ RULES: dict[str, Rule] = {
     "trainer.val_only": only(False, "`megatron-rl eval` evaluates without training"),
     **each("algorithm.", "rollout_correction* rollout_is*", "[algorithm.correction] is ours"),
     "critic.*": "a critic's; there is none here",
-    "reward_model.overlong_buffer.len": _overlong,
-    "reward_model.overlong_buffer.enable": lambda value, values: (
-        _overlong(values["reward_model.overlong_buffer.len"], values) if value else NOTHING
-    ),
-    "reward_model.overlong_buffer.*": "reward.length is the largest penalty here, 0.1 by default",
+    **_overlong("reward_model.overlong_buffer"),
+    **_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
+    **_overlong("custom_reward_function.overlong_buffer"),
     "reward_model.*": _TESTS,
     "reward.*": _TESTS,
     "custom_reward_function.*": _TESTS,
@@ -337,6 +349,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.filter_groups.enable": False,
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
@@ -353,6 +366,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_A}.ppo_mini_batch_size": 256,
     f"{_R}.n": 1,
     f"{_R}.tensor_model_parallel_size": 2,
+    f"{_R}.val_kwargs.n": 1,
     f"{_R}.val_kwargs.do_sample": False,
     f"{_R}.val_kwargs.temperature": 0.0,
     "trainer.n_gpus_per_node": 8,
