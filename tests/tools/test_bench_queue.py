@@ -111,7 +111,8 @@ def test_processor_time_is_counted_by_process_and_by_main_thread() -> None:
     while time.process_time() - began < 0.3:
         pass
     after = read_times(os.getpid())
-    assert 0.25 <= after.main_s - before.main_s <= after.cpu_s - before.cpu_s + 0.011
+    # All four times are rounded to ticks of 0.01 s.
+    assert 0.25 <= after.main_s - before.main_s <= after.cpu_s - before.cpu_s + 0.021
     assert after.peak_rss_mb > 10
 
 

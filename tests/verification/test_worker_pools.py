@@ -4,7 +4,6 @@ import itertools
 import json
 import select
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +15,7 @@ from megatron_rl.config.reward import (
     VerifierConfig,
     WorkerPoolConfig,
 )
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Sampling, Score, ScoreDone, VerifierReady
 from megatron_rl.rollout_queue.groups import Group
@@ -82,11 +82,11 @@ def test_format_check_and_quick_comparison_run_once_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
-    format_check: Callable[[str, str], FormatResult] = FORMAT_CHECKS["think_box"]
+    format_check = FORMAT_CHECKS["think_box"]
 
-    def counted(text: str, prompt_tail: str) -> FormatResult:
+    def counted(text: str, prompt_tail: str, tags: ThinkTags) -> FormatResult:
         seen.append(text)
-        return format_check(text, prompt_tail)
+        return format_check(text, prompt_tail, tags)
 
     monkeypatch.setitem(FORMAT_CHECKS, "think_box", counted)
     with Grading(RewardConfig(language=0.1)) as grading:
