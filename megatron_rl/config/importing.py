@@ -27,7 +27,7 @@ RULES = {VERL: verl.RULES, TRL: trl.RULES, PRIME: prime.RULES}
 CHECKS = {VERL: verl.checks, TRL: trl.checks, PRIME: prime.checks}
 DEFAULTS = {VERL: verl.DEFAULTS, TRL: trl.DEFAULTS, PRIME: prime.DEFAULTS}
 _IN_TURN = "they generate and train in turn; 2 keeps engines and trainer busy"
-_ALWAYS = {
+_ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     VERL: {"queue.max_staleness": (0, _IN_TURN)},
     TRL: {
         "queue.max_staleness": (0, _IN_TURN),
