@@ -17,7 +17,7 @@ _LENGTH_BYTES = 8
 
 
 class FullTensors:
-    """The names that a weight sync brought, held against those of the model's files."""
+    """Compares the tensor names of a weight sync with those of the model's files."""
 
     def __init__(self, model: Path | None) -> None:
         """model: folder of the engine's model; without files of weights nothing is checked."""

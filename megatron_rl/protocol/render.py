@@ -326,6 +326,6 @@ def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Values of a JSON file of a model; those of its language model, where it has other parts."""
+    """Values of a model's JSON file; values of `text_config` come first."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return {**found, **(found.get("text_config") or {})}

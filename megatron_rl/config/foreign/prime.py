@@ -3,7 +3,12 @@
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
+    LORA,
+    MEMORY,
     NOTHING,
+    SCHEDULE,
+    SCHEDULES,
+    SPEED,
     NoCounterpart,
     Rule,
     Values,
@@ -52,7 +57,6 @@ _ENVIRONMENT = (
     "[reward.tasks] where an answer is judged in another way; kind reasoning_gym makes its tasks"
 )
 _LOSS = "algorithm.preset names the objective: icepop, aipo, grpo, ...; `megatron-rl algorithms`"
-_SPEED = "speed or memory of their processes; `megatron-rl plan` tells what fits here"
 
 RULES: dict[str, Rule] = {
     "model": to("model.path"),
@@ -64,11 +68,11 @@ RULES: dict[str, Rule] = {
     "model.ac.*": lambda value, values: {"model.recompute": "full"},
     "model.ac": lambda value, values: {"model.recompute": "full"} if value else NOTHING,
     "model.optim_cpu_offload": offload,
-    "model.lora*": "all weights are trained here",
-    "model.experimental.lora*": "all weights are trained here",
+    "model.lora*": LORA,
+    "model.experimental.lora*": LORA,
     **each("model.", "attn compile compile.* trust_remote_code impl load_using_meta fsdp_* tp "
         "reshard_after_forward dp_replicate enforce_eager dtype optimization_dtype reduce_dtype "
-        "moe_* debug.* conversation tool_call_parser enable_auto_tool_choice", _SPEED),
+        "moe_* debug.* conversation tool_call_parser enable_auto_tool_choice", SPEED),
     "max_steps": to("train.steps"),
     "seq_len": _length,
     "batch_size": _batch,
@@ -89,8 +93,7 @@ RULES: dict[str, Rule] = {
     "optim.betas2": to("optimizer.beta2"),
     "optim.type": only("adamw", "AdamW trains here"),
     "scheduler.type": choice(
-        "optimizer.lr_schedule", {n: n for n in ("constant", "linear", "cosine")},
-        "optimizer.lr_schedule is constant, linear or cosine",
+        "optimizer.lr_schedule", SCHEDULES, SCHEDULE
     ),
     "scheduler.warmup_steps": to("optimizer.warmup_steps"),
     "scheduler.*": "optimizer.lr_schedule and optimizer.min_lr_ratio",
@@ -127,7 +130,7 @@ RULES: dict[str, Rule] = {
     "deployment.num_infer_gpus": _gpus("generator.replicas"),
     "trainer_gpu_ids": _gpus("parallel.data"),
     "inference_gpu_ids": _gpus("generator.replicas"),
-    "gpu_memory_utilization": "generator.kv_tokens auto takes the memory that weights leave",
+    "gpu_memory_utilization": MEMORY,
     "enable_router_replay": to("train.router_replay"),
     "loss*": _LOSS,
     "advantage*": _LOSS,
@@ -136,7 +139,7 @@ RULES: dict[str, Rule] = {
     "log.*": "each process writes its log to RUN/logs",
     "server.*": "the launcher chooses addresses; [expert.ports] fixes them",
     "client.*": "the launcher chooses addresses; [expert.ports] fixes them",
-    "bench*": _SPEED,
+    "bench*": SPEED,
     "profile*": "train.profile_steps records steps here",
     "vllm_extra*": "generator.extra_args takes SGLang's options",
 }  # fmt: skip

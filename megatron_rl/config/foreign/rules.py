@@ -17,6 +17,12 @@ Rule = str | Convert
 NOTHING: dict[str, Any] = {}
 """What a run here does anyway."""
 
+SPEED = "speed or memory of their processes; `megatron-rl plan` tells what fits here"
+MEMORY = 'generator.kv_tokens "auto" takes the memory that weights leave'
+LORA = "all weights are trained here"
+SCHEDULE = "optimizer.lr_schedule is constant, linear or cosine"
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
+
 
 class NoCounterpart(ValueError):
     """A value that nothing here corresponds to; the text says why, and what to do."""

@@ -4,7 +4,12 @@ import math
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
+    LORA,
+    MEMORY,
     NOTHING,
+    SCHEDULE,
+    SCHEDULES,
+    SPEED,
     Convert,
     NoCounterpart,
     Rule,
@@ -161,10 +166,8 @@ def _data(section: str) -> dict[str, Rule]:
     }  # fmt: skip
 
 
-_SPEED = "speed or memory of their trainer; `megatron-rl plan` tells what fits here"
 _ENGINE = "vLLM there; SGLang generates here: generator.extra_args takes its options"
 _REWARD = "functions there; here [reward.tasks] and [[reward.extra]], see docs/extending.md"
-_LORA = "all weights are trained here"
 _HUB = "`megatron-rl convert` and RUN/final hold models of Hugging Face's form"
 
 RULES: dict[str, Rule] = {
@@ -211,9 +214,8 @@ RULES: dict[str, Rule] = {
     "learning_rate": to("optimizer.lr"),
     "lr_scheduler_type": choice(
         "optimizer.lr_schedule",
-        {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
-         "cosine": "cosine"},
-        "optimizer.lr_schedule is constant, linear or cosine",
+        SCHEDULES | {"constant_with_warmup": "constant"},
+        SCHEDULE,
     ),
     "warmup_steps": to("optimizer.warmup_steps"),
     "warmup_ratio": _warmup,
@@ -250,7 +252,7 @@ RULES: dict[str, Rule] = {
         {"generator.colocate": True, "weights.method": "host"} if value == "colocate" else NOTHING
     ),
     "vllm_tensor_parallel_size": to("generator.tensor_parallel"),
-    "vllm_gpu_memory_utilization": "generator.kv_tokens auto takes the memory that weights leave",
+    "vllm_gpu_memory_utilization": MEMORY,
     "vllm_*": _ENGINE,
     "use_vllm": _ENGINE,
     "generation_kwargs": "[sampling] has the settings; sampling.stop the texts that end it",
@@ -259,9 +261,9 @@ RULES: dict[str, Rule] = {
     "reward_*": _REWARD,
     "processing_class": "the model's folder has the tokenizer",
     "callbacks": "RUN/metrics.jsonl has the metrics",
-    "peft_config": _LORA,
-    "use_peft": only(False, _LORA),
-    "lora_*": _LORA,
+    "peft_config": LORA,
+    "use_peft": only(False, LORA),
+    "lora_*": LORA,
     "dataset_name": lambda value, _: {"prompts": [{"path": value}]},
     "dataset_config": lambda value, _: {"prompts": [{"subset": value}]} if value else NOTHING,
     "dataset_train_split": lambda value, _: {"prompts": [{"dataset_split": value}]},
@@ -272,16 +274,16 @@ RULES: dict[str, Rule] = {
     "disable_dropout": only(True, "there is no dropout here"),
     "ref_model_*": "the reference is the start: algorithm.reference",
     "sync_ref_model": only(False, "algorithm.reference.policy ema follows the policy"),
-    "use_liger_*": _SPEED,
-    "attn_implementation": _SPEED,
-    "model_init_kwargs": _SPEED,
-    "deepspeed": _SPEED,
-    "fsdp*": _SPEED,
-    "ddp_*": _SPEED,
-    "dataloader_*": _SPEED,
-    "torch_*": _SPEED,
-    "tf32": _SPEED,
-    "gradient_checkpointing_kwargs": _SPEED,
+    "use_liger_*": SPEED,
+    "attn_implementation": SPEED,
+    "model_init_kwargs": SPEED,
+    "deepspeed": SPEED,
+    "fsdp*": SPEED,
+    "ddp_*": SPEED,
+    "dataloader_*": SPEED,
+    "torch_*": SPEED,
+    "tf32": SPEED,
+    "gradient_checkpointing_kwargs": SPEED,
     "per_device_eval_batch_size": "generator.max_running limits completions in flight",
     "logging_*": "every step is written to RUN/metrics.jsonl",
     "log_*": "completions are in RUN/rollouts",

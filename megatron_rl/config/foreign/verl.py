@@ -4,7 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
+    LORA,
+    MEMORY,
     NOTHING,
+    SCHEDULE,
+    SCHEDULES,
+    SPEED,
     NoCounterpart,
     Rule,
     Values,
@@ -38,7 +43,7 @@ def _prompt(value: Any, values: Values) -> dict[str, Any]:
 
 def _sources(value: Any, values: Values) -> dict[str, Any]:
     paths = value if isinstance(value, list) else [value]
-    # Held-out prompts are those of val_files.
+    # The prompts of val_files are held out instead.
     share = {"held_out_share": 0.0} if values.get("data.val_files") else {}
     return {"prompts": [{"path": str(path), **share} for path in paths]}
 
@@ -180,15 +185,11 @@ def _eval(key: str, convert: Callable[[Any], Any] | None = None) -> Rule:
     return rule
 
 
-_MEMORY = 'generator.kv_tokens "auto" takes the memory that weights leave'
 _ENGINE = "an option of the engine there; generator.extra_args takes SGLang's"
 _TESTS = "a reward there; here [reward.tasks] and [[reward.extra]], see docs/extending.md"
 _LOADER = "a setting of their loader; `megatron-rl data show` shows what ours reads"
 _PROCESS = "a setting of their trainer process; docs/run-folder.md names what a run leaves"
 _LONG = "prompts that do not fit generator.context_tokens are counted and left out here"
-_SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
-_SCHEDULE = "optimizer.lr_schedule is constant, linear or cosine"
-_SPEED = "speed or memory of their trainer; `megatron-rl plan` tells what fits here"
 _FULL = to("model.recompute", lambda value: "full" if value else "none")
 
 RULES: dict[str, Rule] = {
@@ -226,10 +227,10 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": _FULL,
     "actor_rollout_ref.model.custom_chat_template": to("render.chat_template"),
     "actor_rollout_ref.model.use_remove_padding": only(True, "sequences are always packed here"),
-    "actor_rollout_ref.model.lora*": "all weights are trained here",
+    "actor_rollout_ref.model.lora*": LORA,
     **each("actor_rollout_ref.model.", "use_shm external_lib override_config.* trust_remote_code "
         "enable_activation_offload use_liger use_fused_kernels fused_kernel_options.* "
-        "target_modules exclude_modules", _SPEED),
+        "target_modules exclude_modules", SPEED),
     f"{_A}.optim.lr": to("optimizer.lr"),
     f"{_A}.optim.lr_warmup_steps": to("optimizer.warmup_steps", positive),
     f"{_A}.optim.lr_warmup_steps_ratio": _warmup,
@@ -242,7 +243,7 @@ RULES: dict[str, Rule] = {
     f"{_A}.grad_clip": to("optimizer.clip_grad_norm"),
     **dict.fromkeys(
         (f"{_A}.optim.{n}" for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
-        choice("optimizer.lr_schedule", _SCHEDULES, _SCHEDULE),
+        choice("optimizer.lr_schedule", SCHEDULES, SCHEDULE),
     ),
     f"{_A}.optim.*": "a setting of their optimizer; [optimizer] is AdamW",
     f"{_A}.use_kl_loss": _kl,
@@ -288,7 +289,7 @@ RULES: dict[str, Rule] = {
     ),
     **each(f"{_A}.", "ppo_micro_batch_size fsdp_config.* megatron.* checkpoint.* use_torch_compile "
         "shuffle data_loader_seed profiler.* use_fused_kernels entropy_checkpointing load_weight "
-        "entropy_from_logits_with_chunking use_remove_padding freeze_vision_tower", _SPEED),
+        "entropy_from_logits_with_chunking use_remove_padding freeze_vision_tower", SPEED),
     "actor_rollout_ref.ref.*": "the trainer computes the reference with the policy's settings",
     f"{_R}.n": to("train.group_size"),
     f"{_R}.temperature": to("sampling.temperature"),
@@ -297,7 +298,7 @@ RULES: dict[str, Rule] = {
     f"{_R}.name": only("sglang", "SGLang generates here"),
     f"{_R}.tensor_model_parallel_size": to("generator.tensor_parallel"),
     f"{_R}.max_num_seqs": to("generator.max_running"),
-    f"{_R}.gpu_memory_utilization": _MEMORY,
+    f"{_R}.gpu_memory_utilization": MEMORY,
     f"{_R}.val_kwargs.n": to("eval.samples"),
     f"{_R}.val_kwargs.do_sample": _greedy,
     f"{_R}.val_kwargs.temperature": _eval("eval.temperature"),

@@ -32,7 +32,7 @@ from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_CHECKPOINT = ("metadata.json", "COMPLETE", "queue.json", "sft.json")
-"""Files of a Megatron checkpoint beside its tensors."""
+"""Files of a Megatron checkpoint that are not tensors."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
