@@ -89,4 +89,13 @@ cli "${PREPARE[@]}"
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
     'exec "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"' task \
-    "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}"
+    "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
+SRUN=$!
+# The first signal stops the run after a checkpoint. srun would pass it to every process of the job.
+trap '[ ! -e "$RUN_DIR/stop" ] || kill -TERM "$SRUN"; touch "$RUN_DIR/stop"' TERM INT HUP
+while true; do
+    status=0
+    wait "$SRUN" || status=$?
+    # A signal ends `wait`, but not srun.
+    kill -0 "$SRUN" 2>/dev/null || exit "$status"
+done

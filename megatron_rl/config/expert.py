@@ -14,6 +14,7 @@ from megatron_rl.config.errors import ConfigError
 EXPERT = "expert"
 _WAITS = (
     "checkpoint.queue_timeout_s",
+    "checkpoint.stop_timeout_s",
     "checkpoint.write_timeout_s",
     "eval.timeout_s",
     "generator.request_timeout_s",

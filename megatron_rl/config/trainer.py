@@ -299,8 +299,8 @@ class CheckpointConfig(Section):
     """Checkpoints of trainer and queue together, and resuming from a checkpoint."""
 
     every_steps: int = Field(default=20, ge=0)
-    """Number of steps from one checkpoint to the next; the last step has one too. 0: none; a run
-    that ends early has to begin again."""
+    """Number of steps from one checkpoint to the next; the last step has one too, and a stop by a
+    signal. 0: none but that of a stop; a run that dies has to begin again."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)
@@ -314,6 +314,10 @@ class CheckpointConfig(Section):
     queue_timeout_s: PositiveFloat = 600.0
     """Seconds within which the queue must report its state. All earlier rollouts must be on disk
     by then, so a slow disk needs more."""
+    stop_timeout_s: PositiveFloat = 300.0
+    """Seconds from the launcher's first signal (Ctrl-C, SIGTERM, SIGHUP) to the end of training.
+    Within them the trainer ends its step and saves a checkpoint, also with every_steps = 0. A step
+    that takes longer is lost."""
     write_timeout_s: PositiveFloat = 1800.0
     """Seconds within which a checkpoint must be on disk, else the run ends. Also the longest
     time that rank 0 may keep the other ranks waiting while it exports a model."""

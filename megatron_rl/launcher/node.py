@@ -23,6 +23,7 @@ from megatron_rl.backend.environment import (
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
+from megatron_rl.launcher.orderly_stop import OrderlyStop
 from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
@@ -51,6 +52,7 @@ class Node:
     """Names of this node's GPUs."""
     supervisor: Supervisor
     link: NodeLink
+    stop: OrderlyStop
     number: int = 0
     """Index among `count` nodes."""
     count: int = 1
@@ -61,6 +63,11 @@ class Node:
     def run_dir(self) -> Path:
         """Folder of the run."""
         return self.config.run.dir
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step has ended since the launcher's start, as far as this node knows."""
+        return True
 
     def role(self, name: str) -> str:
         """Name of this node's part of a role that several nodes share."""
@@ -110,9 +117,11 @@ class Node:
     def look(self) -> None:
         """Wait a moment, then check this node's roles and the other nodes.
 
-        Raises RoleDied, NodeLost.
+        Raises RoleDied, NodeLost, Interrupted.
         """
         time.sleep(POLL_S)
+        if text := self.stop.check(has_trained=self.has_trained):
+            self.show(text)
         for restart in self.supervisor.check():
             self.record(restart)
         self.beat()
@@ -151,6 +160,11 @@ class FirstNode(Node):
     view: LiveView
     lock: FolderLock
     """Lock of the run folder."""
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step has ended since the launcher's start."""
+        return bool(self.view.state.steps)
 
     def look(self) -> None:
         """As on every node; then show new metrics. Also raises FolderTaken."""
@@ -203,8 +217,9 @@ def first_node(
         # An earlier launcher has shown the rows that are there.
         view.skip_rows()
         node = FirstNode(
-            config, roles, gpus, supervisor, count=nodes, link=link, view=view, lock=lock
-        )
+            config, roles, gpus, supervisor,
+            link=link, stop=_stop(config), count=nodes, view=view, lock=lock,
+        )  # fmt: skip
         is_done = False
         try:
             yield node
@@ -224,7 +239,11 @@ def other_node(
         _supervisor(config) as supervisor,
         OtherNodeLink(config, number, nodes) as link,
     ):
-        yield Node(config, roles, gpus, supervisor, link, number, nodes)
+        yield Node(config, roles, gpus, supervisor, link, _stop(config), number, nodes)
+
+
+def _stop(config: Config) -> OrderlyStop:
+    return OrderlyStop(config.run.dir, config.checkpoint.stop_timeout_s)
 
 
 def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:

@@ -43,6 +43,7 @@ from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import verifier_name
+from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 QUEUE = "queue"
@@ -71,6 +72,7 @@ def lead(own: FirstNode, *, is_resumed: bool) -> None:
     model = str(first_model(config, is_resumed=is_resumed))
     if config.train.steps:
         is_first = is_due(config, is_resumed=is_resumed)
+        clear_stop(own.run_dir)
         _begin(own, PhaseKind.TRAINING, model=model, has_cold_start=is_first)
         # The SFT baseline takes as many tokens as reinforcement learning took.
         if config.sft.baseline:
@@ -164,7 +166,7 @@ def _train(own: Node, phase: RunPhase) -> None:
     if phase.has_cold_start:
         _cold_start(own)
     has_scorer, model = own.config.has_scorer, [override("model.path", phase.model)]
-    with own.phase("rl", "reinforcement learning"):
+    with own.phase("rl", "reinforcement learning"), own.stop:
         if has_scorer and own.number == own.roles.scorer_node:
             _await(own, Path(phase.model))
             _start_scorer(own, model)
@@ -173,6 +175,10 @@ def _train(own: Node, phase: RunPhase) -> None:
             scorer = ["--scorer", _address_of(own, own.roles.scorer_node)] if has_scorer else []
             _start_ranks(own, TRAINER, "megatron_rl.trainer.train", [*scorer, *model])
         own.wait_for(own.role(TRAINER))
+        if not own.roles.trainer_ranks:
+            # Its engines serve until all nodes stop.
+            _end_serving(own, queue)
+        own.stop.conclude()
     if own.number or not own.config.eval.is_wanted:
         _end_serving(own, queue)
         return

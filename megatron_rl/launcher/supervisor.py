@@ -49,7 +49,6 @@ from megatron_rl.protocol.node_messages import RoleRestart
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
 from megatron_rl.protocol.wire import WireError
 
-TERM_GRACE_S = 6.0
 POLL_S = 0.2
 _FAILURES = "failures"
 
@@ -116,6 +115,8 @@ class Supervisor:
     """A role may end this long before the role that it must outlive."""
     silence_s: float = 60.0
     """A role is killed this long after the queue misses it (expert.queue.heartbeat_timeout_s)."""
+    term_grace_s: float = 6.0
+    """Time for the roles to end after SIGTERM."""
     first_pause_s: float = 1.0
     """Pause before the first restart of a role; doubles for each further one."""
     inherited: tuple[int, ...] = ()
@@ -303,7 +304,7 @@ class Supervisor:
         return name in self.roles and self.roles[name].ended is None
 
     def stop(self) -> None:
-        """End every descendant within 10 s: SIGTERM to the roles, then SIGKILL to all.
+        """End every descendant: SIGTERM to the roles, after term_grace_s SIGKILL to all.
 
         A second signal to the launcher sends SIGKILL at once. Afterwards `start` works again.
         """
@@ -317,7 +318,7 @@ class Supervisor:
             for role in self.roles.values():
                 if role.process.poll() is None:
                     role.process.terminate()
-            if not wait_for_none(self.descendants, TERM_GRACE_S, unless=lambda: bool(arrived)):
+            if not wait_for_none(self.descendants, self.term_grace_s, unless=lambda: bool(arrived)):
                 kill_all(self.descendants, "a second signal" if arrived else "SIGTERM was ignored")
             self.roles.clear()
         finally:

@@ -10,7 +10,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
+from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
@@ -66,10 +67,12 @@ def serve(
     *,
     metrics: JsonlWriter,
     cold_start: Path | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run until training and all evaluations are done, then tell all peers to stop.
 
     cold_start: the folder whose existence marks the end of supervised training, if there is any.
+    should_stop: says whether the run is asked to stop before the last step.
     """
     poller = zmq.Poller()
     for router in routers.values():
@@ -88,6 +91,8 @@ def serve(
             if cold_start is not None and cold_start.exists():
                 coordinator.deadline.expect_trainer(now)
                 cold_start = None
+            if should_stop():
+                coordinator.stop_training()
             has_heard_all = inbox.drain()
             now = clock.read()
             coordinator.tick(now, has_heard_all=has_heard_all)
@@ -217,7 +222,11 @@ def main(
             endpoint.name: stack.enter_context(_open_router(config.ports, endpoint))
             for endpoint in (PROMPTS, VERIFY, BATCHES)
         }
-        serve(coordinator, routers, clock, metrics=metrics, cold_start=cold_start)
+        serve(
+            coordinator, routers, clock,
+            metrics=metrics, cold_start=cold_start,
+            should_stop=partial(is_stop_requested, config.run.dir),
+        )  # fmt: skip
         log.info("the run is over")
 
 

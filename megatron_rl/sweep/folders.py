@@ -11,6 +11,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run_folder import CONFIG, SUMMARY
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
 from megatron_rl.sweep.measures import read_summary
@@ -48,7 +49,8 @@ def _has_ended(run: PlannedRun) -> bool:
     if not (folder / CONFIG).exists() or not (folder / SUMMARY).exists():
         return False
     steps: int = read_summary(folder)["steps"]
-    return steps >= run.config.train.steps
+    config = pin_revisions(run.config) if run.config.train.epochs else run.config
+    return steps >= config.train.steps
 
 
 def failure_of(run: PlannedRun) -> str:
@@ -83,6 +85,10 @@ def _contradiction(run: PlannedRun) -> str:
     except ConfigError as error:
         return f"{path} is of another version: {error}"
     there, planned = _values(saved), _values(run.config)
+    if there == planned:
+        return ""
+    # A run saves what it decided: commits, think tags, steps.
+    planned = _values(pin_revisions(run.config))
     changed = [key for key in planned | there if there.get(key) != planned.get(key)]
     is_longer = changed == [_STEPS] and run.config.train.steps > saved.train.steps
     if is_longer and complete_checkpoints(run.run_dir / CHECKPOINTS):

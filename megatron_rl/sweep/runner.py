@@ -19,6 +19,8 @@ from megatron_rl.sweep.plan import Plan, PlannedRun
 
 _ROLE = "run"
 _PROGRAM = "megatron-rl: "
+_STOP_S = 330.0
+"""Time for a run to stop: expert.checkpoint.stop_timeout_s, and the end of its processes."""
 
 CommandOf = Callable[[PlannedRun], list[str]]
 
@@ -66,7 +68,7 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
     """
     run.run_dir.mkdir(parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
-    with Supervisor(run.run_dir / "logs", inherited=(lock,)) as supervisor:
+    with Supervisor(run.run_dir / "logs", inherited=(lock,), term_grace_s=_STOP_S) as supervisor:
         child = supervisor.start(_ROLE, command)
         deadline = time.monotonic() + timeout_s
         while supervisor.is_running(_ROLE):

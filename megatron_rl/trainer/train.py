@@ -33,6 +33,7 @@ from megatron_rl.protocol.process import (
     run_rank,
     set_up_logging,
 )
+from megatron_rl.protocol.stop_request import answer_stop
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
@@ -69,8 +70,10 @@ def train(
     checkpoints: Checkpoints,
     metrics: StepMetrics,
     steps: range,
-) -> None:
-    """Train until the queue has no more batches; version k is the policy after k batches.
+) -> int:
+    """Train until the queue has no more batches; returns their number, with those before `steps`.
+
+    Version k is the policy after k batches. A run that is asked to stop ends with a checkpoint.
 
     steps: starts at the step of the resumed checkpoint, or 0.
     """
@@ -108,6 +111,10 @@ def train(
         checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
+    if step < steps.stop:
+        weights.join()
+        checkpoints.save_at_stop(step, trainer)
+    return step
 
 
 def main(cfg: Config, scorer_address: str) -> None:
@@ -145,8 +152,11 @@ def main(cfg: Config, scorer_address: str) -> None:
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
                 metrics.write_start(describe(cfg, policy, weights))
                 with failures_noted():
-                    train(trainer, batches, weights, checkpoints, metrics, steps)
-        policy.export(cfg, "final")
+                    done = train(trainer, batches, weights, checkpoints, metrics, steps)
+        if done == cfg.train.steps:
+            policy.export(cfg, "final")
+        elif control.rank == 0:
+            answer_stop(cfg.run.dir, done)
 
 
 def open_control(cfg: Config, policy: Policy) -> Control:

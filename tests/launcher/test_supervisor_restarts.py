@@ -51,14 +51,12 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 LAUNCHER = """
 import pathlib, sys, time
-from megatron_rl.launcher import supervisor as module
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.supervisor import RoleDied, Supervisor
 folder, limit, pause_s = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 generator = [sys.executable, str(folder / 'generator.py'), *sys.argv[4:]]
 # The generator's server ignores SIGTERM, so every end takes this long.
-module.TERM_GRACE_S = 1.0
-with Supervisor(folder / 'logs', first_pause_s=pause_s) as supervisor:
+with Supervisor(folder / 'logs', first_pause_s=pause_s, term_grace_s=1.0) as supervisor:
     for name in ('queue', 'trainer'):
         supervisor.start(name, [sys.executable, str(folder / 'told.py'), str(folder / name)])
     rule = RestartRule('generator-0', limit, 3600.0, 'trainer', folder / 'ready')

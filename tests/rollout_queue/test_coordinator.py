@@ -20,6 +20,7 @@ from megatron_rl.protocol.types import (
     ScoreDone,
     ScoreFailed,
     ScoreRequest,
+    Stop,
     VerifierReady,
     WeightsSynced,
 )  # fmt: skip
@@ -297,3 +298,41 @@ def test_a_weight_sync_that_a_later_one_overtook_does_not_set_the_version_back(
         before = (coordinator._synced, coordinator._synced_at)
         coordinator.handle("batches", "t", WeightsSynced(1), 50.0)
         assert (coordinator._synced, coordinator._synced_at) == before == (2, 40.0)
+
+
+def test_a_queue_that_is_asked_to_stop_deals_the_built_batch_and_no_other(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, train=TRAIN) as coordinator:
+        peers = Peers(coordinator, capacity=24)
+        peers.sync(0)
+        peers.finish(peers.split("train"))
+        assert [batch.step for batch in peers.batches] == [0]
+        open_before = list(peers.open)
+        coordinator.stop_training()
+        # The answer may have been lost: a built batch is trained on.
+        coordinator.handle("batches", "t", NextBatch(0, 0, 1), 0.0)
+        peers.pump()
+        assert peers.batches[-1].step == 0 and len(peers.batches) == 2
+        peers.finish(open_before)
+        peers.sync(1)
+        assert [m.reason for m in peers.others if isinstance(m, Stop)] == [
+            "the run is asked to stop"
+        ]
+        assert len(peers.batches) == 2 and not peers.open
+        coordinator.handle("batches", "t", SaveState(1), 0.0)
+        peers.pump()
+        (state,) = [m for m in peers.others if isinstance(m, QueueState)]
+        # The groups of the next batch are complete, and are sampled again by the resumed run.
+        assert state.step == 1 and len(state.unfinished) >= 2
+        assert not coordinator.is_over
+
+
+def test_a_queue_that_has_finished_training_cannot_be_asked_to_stop(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=2, train=TRAIN | {"steps": 1}) as coordinator:
+        peers = Peers(coordinator, capacity=24)
+        peers.version = 1
+        coordinator.handle("batches", "t", WeightsSynced(0), 0.0)
+        coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), 0.0)
+        coordinator.stop_training()
+        peers.announce()
+        peers.pump()
+        assert len(peers.split("held_out")) == 2

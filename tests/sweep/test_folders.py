@@ -95,7 +95,7 @@ def test_absolute_and_relative_paths_are_the_same_place(tmp_path: Path) -> None:
     run = plan_of(tmp_path, SWEEP, "model.path=here/model").runs[0]
     save_config(run)
     check_folders(plan_of(tmp_path, SWEEP, f"model.path={Path.cwd()}/here/model").runs)
-    with pytest.raises(InputError, match="model.path was .*here/model, is .*there/model"):
+    with pytest.raises(InputError, match="model.path = there/model: there is no such folder"):
         check_folders(plan_of(tmp_path, SWEEP, "model.path=there/model").runs)
 
 

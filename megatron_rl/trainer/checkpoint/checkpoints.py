@@ -87,6 +87,8 @@ class Checkpoints:
         self._companion = companion
         self._last_step = last_step
         self._saving: _Save | None = None
+        self._newest_step = 0
+        """Step of the newest checkpoint, which may still be written; 0 needs none."""
         self._plans: SavePlans | None = None
         self.export: Callable[[str], None] | None = None
         """Writes the model to RUN/hf under a name, on all ranks; None: no exports."""
@@ -108,6 +110,7 @@ class Checkpoints:
             self._check_content(Path(found))
             step = restore(trainer, Path(found))
             log.info("resumed after step %d from %s", step, found)
+        self._newest_step = step
         if self._control.rank == 0:
             for text in checkpoint_folder.passed_over(self._folder, step):
                 log.warning("%s", text)
@@ -138,6 +141,15 @@ class Checkpoints:
             self._await_save()
             self._start(step, trainer)
         self.metrics.append(Metric("checkpoint/stall_s", time.monotonic() - started, "sum"))
+
+    def save_at_stop(self, step: int, trainer: Trainer) -> None:
+        """Save after batch number `step`, with which training stops early, unless it is saved.
+
+        Raises InputError, DeadlineExceeded as `save_if_due`.
+        """
+        if step != self._newest_step:
+            self._await_save()
+            self._start(step, trainer)
 
     def is_due(self, step: int) -> bool:
         """Whether batch number `step` is followed by a checkpoint or an export; on every rank."""
@@ -188,6 +200,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             raise self._failure(step, str(error)) from error
         self._saving = _Save(step, state, folder, save, deadline)
+        self._newest_step = step
 
     def _await_save(self) -> None:
         saving = self._saving
