@@ -46,7 +46,10 @@ def launched(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         yield run
     finally:
         if run.poll() is None:
-            run.terminate()
+            # The second signal: not after a checkpoint.
+            for _ in range(2):
+                run.terminate()
+                time.sleep(0.5)
             run.communicate(timeout=30)
 
 
