@@ -176,7 +176,7 @@ def test_run_outlives_its_verifier_and_when_stopped_saves_its_step_and_leaves_no
         output, _ = run.communicate(timeout=60)
         assert run.returncode == 128 + number
         # What ends with the launcher, such as Python's tracker of its child, needs a moment.
-        psutil.wait_procs(children, timeout=2)
+        psutil.wait_procs(children, timeout=10)
         assert not any(child.is_running() and not is_zombie(child) for child in children)
     finally:
         if run.poll() is None:
