@@ -48,6 +48,8 @@ if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ] && [ ! -e "$TASKS" ] &&
     exit 2
 fi
 
+# As the run makes its folder: closed to other users.
+[ -e "$RUN_DIR" ] || mkdir -p -m 700 "$RUN_DIR"
 bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.protocol.whole_file import write_private
+
 BEAT_S = 5.0
 SILENT_S = 30.0
 CONNECT_S = 10.0
@@ -76,7 +78,9 @@ class Meeting:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         staging = self._path.with_suffix(".partial")
         call = Call(self._address, port, self.session, self._meets_at)
-        staging.write_bytes(msgspec.json.encode(call))
+        staging.unlink(missing_ok=True)
+        # It holds the session's secret name.
+        write_private(staging, msgspec.json.encode(call).decode())
         os.replace(staging, self._path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

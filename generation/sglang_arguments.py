@@ -24,7 +24,10 @@ from megatron_rl.config.tree import Config
 _PARSE_LIMIT_S = 120.0
 _WORDS_BEFORE = 3
 """Words of a command before its arguments: interpreter, -m, module."""
-_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE")
+_OWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 _OF_THE_RUN = (
     # Arguments that `server_command` gives in some runs only.
     "disable-overlap-schedule", "quantization", "enable-return-routed-experts",

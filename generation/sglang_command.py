@@ -3,6 +3,7 @@
 Used by `sglang_engine.py`. SGLang is not imported here.
 """
 
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
+from megatron_rl.protocol.whole_file import write_private
 
+_MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose FP8 weights SGLang 0.5.23 can reload, with its loader "flash_rl". For other
 models SGLang drops the weight loaders at quantisation (`layers/quantization/fp8.py`), so no new
@@ -24,8 +27,24 @@ memory of graphs to the host for it, and warns that graphs with NCCL may hang af
 (`runner_backend/full_cuda_graph_backend.py`, `arg_groups/parallel_hook.py`)."""
 
 
-def server_command(setup: EngineSetup, loader: str) -> list[str]:
-    """Command line of the server; loader: the function that receives slices in its ranks."""
+RANKS_FILE, KEY_FILE = "ranks", "api_key.yaml"
+
+
+def write_api_key(folder: Path) -> str:
+    """Draw a key for the server's HTTP requests and write it for `server_command`; returns it.
+
+    A file, because every user of a host can read command lines. folder: only its user gets in.
+    """
+    key = secrets.token_hex(32)
+    write_private(folder / KEY_FILE, f"api-key: {key}\n")
+    return key
+
+
+def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) -> list[str]:
+    """Command line of the server; loader: the function that receives slices in its ranks.
+
+    folder: that of `write_api_key`; None: the server takes requests without a key.
+    """
     values = {
         "--model-path": setup.model,
         "--dtype": setup.dtype,
@@ -55,6 +74,9 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # SGLang's own choice would be any free port, perhaps that of another role.
         values["--nccl-port"] = setup.port + 1
     command = [sys.executable, "-m", "sglang.launch_server"]
+    if folder is not None:
+        # In two words: SGLang 0.5.23 does not know `--config=FILE`.
+        command += ["--config", str(folder / KEY_FILE)]
     command += [f"{flag}={value}" for flag, value in values.items()]
     command += [
         f"--weight-version={setup.version}",
@@ -94,11 +116,22 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def server_environment(setup: EngineSetup) -> dict[str, str]:
-    """Variables added to the server's environment."""
+def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[str, str]:
+    """Variables added to the server's environment.
+
+    folder: new for this start; the ranks meet by a file in it. None, or an engine of several nodes:
+    by a port, which listens on every interface.
+    """
     shims: dict[str, str] = {}
+    if folder is not None and setup.nodes == 1:
+        # SGLang names shared memory of the ranks by the address, which it reads from a port alone.
+        shims |= {
+            _MEETS_BY: f"file://{folder / RANKS_FILE}",
+            "MASTER_ADDR": setup.host,
+            "MASTER_PORT": str(setup.port + 1),
+        }
     if sglang_cpu.is_needed():
-        shims = sglang_cpu.server_environment(setup.tensor_parallel)
+        shims |= sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
     if setup.colocate:
         # Free memory differs between its ranks, as the trainer's ranks hold unequal shares.

@@ -17,6 +17,8 @@ Concurrency, all on the caller's event loop:
 import asyncio
 import importlib.metadata
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -27,7 +29,7 @@ import aiohttp
 
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_command import RELEASED, server_command, server_environment
+from generation.sglang_command import RELEASED, server_command, server_environment, write_api_key
 from generation.sglang_direct import DirectRequests, direct_request, read_ended
 from generation.sglang_http import HttpRequests, load_time, post
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
@@ -68,6 +70,8 @@ class SGLangEngine:
         self.version = setup.version
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
+        self._folder: Path | None = None
+        """Files of this start, for this user alone."""
         self._direct: DirectRequests | None = None
         self._requests: DirectRequests | HttpRequests | None = None
         self._is_serving = asyncio.Event()
@@ -82,16 +86,19 @@ class SGLangEngine:
     async def start(self) -> None:
         """Start the server and wait until it answers."""
         setup = self._setup
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
+        key = write_api_key(self._folder)
         self._http = aiohttp.ClientSession(
             f"http://{setup.host}:{setup.port}",
+            headers={"Authorization": f"Bearer {key}"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
         )
-        environment = server_environment(setup)
+        environment = server_environment(setup, self._folder)
         if self.may_ask_directly and sglang_cpu.is_needed():
             self._direct = DirectRequests()
             await self._direct.open()
             environment[SOCKET_VARIABLE] = str(self._direct.path)
-        command = server_command(setup, self.loader)
+        command = server_command(setup, self.loader, self._folder)
         await self._child.start(command, environment, nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
         while not await self._answers():
@@ -324,3 +331,5 @@ class SGLangEngine:
         await self._child.close()
         if self._direct is not None:
             await self._direct.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,7 +1,12 @@
-"""`megatron-rl doctor`: checks what this machine has and lacks. Imports nothing heavy."""
+"""`megatron-rl doctor`: checks what this machine has and lacks, and a run's listening sockets.
 
+Imports nothing heavy.
+"""
+
+import dataclasses
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -11,8 +16,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,12 +33,16 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.backend.gpu_host import check_host
 from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import Json, complete_run_folder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
+from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.observe.listening import find_listeners
 from verification.code.setup import CodeLimits, resolve
 from verification.verdict import GradingError
 
@@ -67,13 +78,56 @@ _LOW_DISK_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The command takes none."""
+    """Options of the command."""
+
+    listening: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", autocompletion=complete_run_folder)
+    ] = None
+    """Instead list the sockets on which this node's processes of the run listen, with their
+    addresses and what a peer needs to be heard. Exit code 1: other nodes reach one without
+    authentication."""
+    json: Json = False
+    """Print the sockets as JSON."""
 
 
 @command(app, "doctor", "Say what this machine has and lacks.")
 def doctor(options: DoctorOptions, console: Console) -> int:
-    """Exit code: 0, 1 (a run would lack something)."""
+    """Exit code: 0, 1 (a run would lack something, or a socket is open), 2 (bad input)."""
+    if options.listening is not None:
+        return list_listening(options.listening, console, as_json=options.json)
+    if options.json:
+        raise InputError("--json is for --listening RUN_DIR: leave it out")
     return 1 if examine(console) else 0
+
+
+def list_listening(run_dir: Path, console: Console, *, as_json: bool = False) -> int:
+    """Print the listening sockets of a run; 1 if other nodes reach one without authentication."""
+    if not (run_dir / CONFIG).exists():
+        raise InputError(f"{run_dir} holds no run (it has no {CONFIG}): name a run folder")
+    config = load_config(run_dir / CONFIG)
+    # The folder may have been moved, or may be mounted elsewhere.
+    run = config.run.model_copy(update={"dir": run_dir.resolve()})
+    listeners = find_listeners(config.model_copy(update={"run": run}))
+    open_ones = [one for one in listeners if one.is_open]
+    if as_json:
+        rows = [dataclasses.asdict(one) | {"is_open": one.is_open} for one in listeners]
+        print(json.dumps(rows), file=console.file)
+        return 1 if open_ones else 0
+    table = Table("", "role", "pid", "listens on", "what", "a peer needs")
+    for one in listeners:
+        mark = "!!" if one.is_open else "other address" if one.is_elsewhere else "ok"
+        place = f"{one.kind} {one.address}" + (f":{one.port}" if one.port else "")
+        table.add_row(mark, one.role, str(one.pid), Text(place), one.what, one.needs)
+    console.print(table)
+    if open_ones:
+        say(
+            console,
+            f"{len(open_ones)} sockets (!!) are open to other nodes without authentication: allow "
+            "only the nodes of the run on their network (docs/nodes.md, Open sockets)",
+        )
+    else:
+        say(console, "No socket of the run is open to other nodes without authentication.")
+    return 1 if open_ones else 0
 
 
 def examine(console: Console) -> int:

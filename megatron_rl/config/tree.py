@@ -141,8 +141,8 @@ class PortsConfig(Section):
     nodes: int = Field(default=0, ge=0, le=65535)
     """Port of the first node's launcher for the other launchers."""
     engine: int = Field(default=0, ge=0, le=65535)
-    """HTTP port of the first engine, whose ranks meet at the next port. Each further replica
-    takes the next two."""
+    """HTTP port of the first engine. The next port is where its ranks meet, if it spans nodes.
+    Each further replica takes the next two."""
     scorer: int = Field(default=0, ge=0, le=65535)
     """Port of the scorer for trainer ranks. Its engine takes the next two."""
 

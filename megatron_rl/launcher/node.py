@@ -96,7 +96,7 @@ class Node:
 
     def start_ranks(self, name: str, torchrun: Sequence[str], arguments: Sequence[str]) -> None:
         """Start this node's trainer ranks; torchrun: its arguments, with the ranks' module."""
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        command = [sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun]
         command += ["--config", str(self.run_dir / CONFIG), *arguments]
         environment = ranks_environment(
             device_of_host(self.gpus),

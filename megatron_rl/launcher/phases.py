@@ -216,10 +216,11 @@ def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str)
     port = config.ports.sft if module.endswith(".sft") else config.ports.torchrun
     return [
         f"--nnodes={roles.trainer_nodes}",
-        f"--node-rank={node}",
         f"--nproc-per-node={roles.trainer_ranks}",
-        f"--master-addr={config.ports.host}",
-        f"--master-port={port}",
+        # A store that listens on this address alone: see `trainer/torchrun.py`.
+        "--rdzv-backend=run-address",
+        f"--rdzv-endpoint={config.ports.host}:{port}",
+        f"--rdzv-conf=rank={node}",
         "-m",
         module,
     ]

@@ -47,7 +47,7 @@ def draw_label(config: Config) -> Config:
     """The config with a label for this start of the run, unless it names one."""
     if config.ports.label:
         return config
-    ports = config.ports.model_copy(update={"label": secrets.token_hex(4)})
+    ports = config.ports.model_copy(update={"label": secrets.token_hex(16)})
     return config.model_copy(update={"ports": ports})
 
 

@@ -152,7 +152,7 @@ def prepare_run_folder(
     # Before the configuration is replaced, because this may refuse to resume.
     record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     if replaces_config:
-        write_whole(resolved.run.dir / CONFIG, dump_toml(resolved))
+        write_whole(resolved.run.dir / CONFIG, dump_toml(resolved), is_private=True)
     else:
         write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)

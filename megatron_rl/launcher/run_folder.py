@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +37,11 @@ from megatron_rl.protocol.checkpoint_folder import (
 )
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
-from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.protocol.whole_file import (
+    PRIVATE_FOLDER,
+    write_private,
+    write_whole,
+)
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -45,6 +50,7 @@ _LOCK_WAIT_S = 20.0
 """Processes of a killed launcher hold the lock until they notice its end."""
 STATUS_WATCH_S = 10.0
 """Longest watch of a launcher on another host, in seconds."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # Errors of flock on Lustre without -o flock and on NFS without a lock service.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -230,6 +236,36 @@ class FolderLock(NamedTuple):
     heartbeat: Heartbeat
 
 
+def make_private(run_dir: Path) -> str:
+    """Close a run folder and its configurations to other users; returns a text about it, or "".
+
+    The text says what was open, or what could not be closed.
+    """
+    paths = (run_dir, *run_dir.glob("config*.toml"))
+    open_to_others = {path: mode for path in paths if (mode := _mode(path)) & _OTHERS}
+    try:
+        for path, mode in open_to_others.items():
+            path.chmod(mode & ~_OTHERS)
+    except OSError as error:
+        return (
+            f"other users can read {path} (mode {mode:04o}): it or a file in it holds the label of "
+            f"the run's sockets. Its mode could not be changed ({error.strerror}): have its owner "
+            f"run `chmod go= {path}`"
+        )
+    if not open_to_others:
+        return ""
+    mode = next(iter(open_to_others.values()))
+    return (
+        f"the run folder {run_dir} was open to other users (mode {mode:04o}) "
+        "and is now closed to them, because it holds the label of the run's sockets; "
+        "docs/run-folder.md says how a group shares runs"
+    )
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
 SIGNALLED = "stopped by signal"
 """First words of the last phase of a launcher that a signal (Ctrl-C) ended."""
 
@@ -241,7 +277,7 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
     nodes: --nodes of `megatron-rl node`; 0: another command started the launcher. Raises InputError
     while another launcher or its processes hold the folder.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     # Another host may not see the lock, so the heartbeat is checked too.
     if (other := find_living(run_dir)) is not None:
         raise InputError(f"{_second_text(run_dir)} (it is {other.describe()})")
@@ -252,6 +288,8 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
             if time.monotonic() > deadline:
                 raise InputError(_second_text(run_dir))
             time.sleep(0.2)
+        if text := make_private(run_dir):
+            log.warning("%s", text)
         with Heartbeat(run_dir, phase, nodes) as heartbeat:
             try:
                 yield FolderLock(descriptor, heartbeat)
@@ -308,8 +346,8 @@ def write_config(config: Config, resumed: Path | None) -> None:
     if resumed is not None and path.exists():
         step = step_of(resumed)
         path.rename(path.with_name(f"config.until_step_{step:06d}.toml"))
-    with path.open("x") as file:
-        file.write(dump_toml(config))
+    # It holds the label, by which the sockets know the run's processes.
+    write_private(path, dump_toml(config))
     if resumed is not None:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
         written = config.run.dir / "metrics.jsonl"
@@ -329,5 +367,5 @@ def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
         "ports": config.ports.model_copy(update={"label": f"{config.ports.label}.{label}"}),
     }
     path = config.run.dir / f"config.{label}.toml"
-    write_whole(path, dump_toml(config.model_copy(update=changed)))
+    write_whole(path, dump_toml(config.model_copy(update=changed)), is_private=True)
     return path

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import zmq.auth
 
+from megatron_rl.protocol.whole_file import PRIVATE_FILE, PRIVATE_FOLDER
+
 _NAME = "run"
 
 
@@ -24,8 +26,9 @@ class Keys(NamedTuple):
 
 def make_keys(folder: Path) -> None:
     """Write new keys to a new folder that only this user can read. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True)
-    zmq.auth.create_certificates(folder, _NAME)
+    folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
+    for path in zmq.auth.create_certificates(folder, _NAME):
+        Path(path).chmod(PRIVATE_FILE)
 
 
 def load_keys(folder: Path | None) -> Keys | None:

@@ -1,12 +1,32 @@
-"""Atomic writes of files, which other processes may read. Used by the launcher and commands."""
+"""Atomic writes of files, which other processes may read, and files for their user alone.
 
+Used by the launcher and commands.
+"""
+
+import os
 import tempfile
 from pathlib import Path
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of what holds secrets: only its user gets in."""
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically; concurrent writers are safe."""
+
+def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
+    """Replace a file atomically; concurrent writers are safe.
+
+    is_private: only this user may read it, whatever the umask.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         made = Path(folder) / path.name
+        # The folder has mode 0700, so nobody reads the file before its mode is set.
         made.write_bytes(content.encode() if isinstance(content, str) else content)
+        if is_private:
+            made.chmod(PRIVATE_FILE)
         made.replace(path)
+
+
+def write_private(path: Path, content: str) -> None:
+    """Write a new file that only this user may read. Raises FileExistsError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)

@@ -111,10 +111,16 @@ def check_welcome(frames: list[Frame], address: str, label: str) -> None:
     """Raise TurnedAway if a ROUTER with another label answered."""
     if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
         raise TurnedAway(
-            f"{address} does not serve {label or 'no label'!r}, of which this process is "
-            "(expert.ports.label): it is left over from an earlier phase or job, "
-            "or two runs share a port; end it, or choose other ports"
+            f"{address} does not serve this process{_of_phase(label)}: their labels differ "
+            "(expert.ports.label). This process is left over from an earlier phase or job, or two "
+            "runs share a port; end it, or choose other ports"
         )
+
+
+def _of_phase(label: str) -> str:
+    """` of phase NAME` of a label, or "". The part before the name is secret: never log it."""
+    name = label.partition(".")[2]
+    return f" of phase {name}" if name else ""
 
 
 def check_loopback(host: str) -> None:
@@ -210,7 +216,11 @@ class Router(Closing):
         if name not in self.turned_away and len(self.turned_away) >= _TURNED_AWAY_NAMES:
             name = OTHERS
         if name not in self.turned_away:
-            log.warning("%s is turned away: this is %r (expert.ports.label)", name, self._label)
+            peer, _, label = name.partition(_LABEL_MARK)
+            log.warning(
+                "%s%s is turned away: it has another label (expert.ports.label) than this "
+                "process%s", peer, _of_phase(label), _of_phase(self._label),
+            )  # fmt: skip
         self.turned_away[name] += 1
         try:
             self._send_now([identity, _TURNED_AWAY, b""])

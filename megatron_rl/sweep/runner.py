@@ -14,6 +14,7 @@ from rich.console import Console
 from megatron_rl.cli.command_line.printing import counted, progress, say
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, last_output, tail
+from megatron_rl.protocol.whole_file import PRIVATE_FOLDER
 from megatron_rl.sweep.folders import FAILURE, State, state_of
 from megatron_rl.sweep.plan import Plan, PlannedRun
 
@@ -66,7 +67,7 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
 
     A signal during the wait ends the child orderly and propagates to the caller.
     """
-    run.run_dir.mkdir(parents=True, exist_ok=True)
+    run.run_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
     with Supervisor(run.run_dir / "logs", inherited=(lock,), term_grace_s=_STOP_S) as supervisor:
         child = supervisor.start(_ROLE, command)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import megatron_rl
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.whole_file import PRIVATE_FOLDER
 from megatron_rl.sweep.folders import FAILURE
 from megatron_rl.sweep.plan import Plan, PlannedRun
 
@@ -82,7 +83,8 @@ def jobs_of_user() -> set[str]:
 
 def submit(plan: Plan, run: PlannedRun) -> str:
     """Write the script of a run and submit it; returns sbatch's output. Raises InputError."""
-    (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    run.run_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+    (run.run_dir / "logs").mkdir(exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
     path = run.run_dir / "job.sh"
     path.write_text(script_of(plan, run))

@@ -197,7 +197,7 @@ def test_a_host_whose_cold_start_dies_ends_with_its_error(inputs: Path, tmp_path
             child
             for child in children
             if "megatron_rl.trainer.sft" in child.cmdline()
-            and "torch.distributed.run" not in child.cmdline()
+            and "megatron_rl.trainer.torchrun" not in child.cmdline()
         ]
         rank.kill()
         output, _ = host.communicate(timeout=60)

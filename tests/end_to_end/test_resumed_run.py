@@ -56,7 +56,7 @@ def kill_trainer(run: subprocess.Popen[str]) -> None:
         process
         for process in psutil.Process(run.pid).children(recursive=True)
         if "megatron_rl.trainer.train" in process.cmdline()
-        and "torch.distributed.run" not in (process.cmdline())
+        and "megatron_rl.trainer.torchrun" not in (process.cmdline())
     ]
     os.kill(rank.pid, signal.SIGKILL)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.config.files import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow(180), pytest.mark.timeout(420)]
@@ -170,6 +172,7 @@ def test_run_outlives_its_verifier_and_when_stopped_saves_its_step_and_leaves_no
     try:
         wait_for_a_step(run_dir, run)
         kill_the_verifier(run_dir, run)
+        assert_closed_doors(run_dir, run)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
         run.send_signal(number)
@@ -200,6 +203,38 @@ def run_command(finished: Path, run_dir: Path) -> list[str]:
         f"prompts.0.path={tasks / 'prompts.jsonl'}",
         "sft.steps=0", "train.steps=10000", "eval.prompts=0", "checkpoint.every_steps=5000",
     ]  # fmt: skip
+
+
+def assert_closed_doors(run_dir: Path, run: subprocess.Popen) -> None:
+    """Sockets listen on loopback alone, folder and configuration are private, the label secret."""
+    tree = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    doctor = [str(ROOT / ".venv/bin/python"), "-m", "megatron_rl.cli.main", "doctor"]
+    done = subprocess.run(
+        [*doctor, "--listening", str(run_dir), "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    told = {(row["pid"], row["address"], row["port"]) for row in rows if row["kind"] == "tcp"}
+    # By psutil's table of the whole host; the verifier may have been restarted in between.
+    pids = {process.pid for process in tree}
+    there = {
+        (one.pid, one.laddr.ip, one.laddr.port)
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.pid in pids
+    }
+    assert there == told and {address for _, address, _ in there} == {"127.0.0.1"}
+    needs = {row["what"]: row["needs"] for row in rows}
+    assert needs["SGLang's HTTP"] == "API key" and needs["queue for verifiers"] == "label"
+    assert needs["weights for generators"] == "label" and "torchrun's store" in needs
+    assert "unknown" not in needs
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run_dir / "config.toml").stat().st_mode) == 0o600
+    label = load_config(run_dir / "config.toml").ports.label
+    assert len(label) == 32
+    assert not any(label in word for process in tree for word in process.cmdline())
+    logs = [path for path in (run_dir / "logs").rglob("*") if path.is_file()]
+    assert len(logs) > 5 and not any(label.encode() in path.read_bytes() for path in logs)
 
 
 def wait_for_a_step(run_dir: Path, run: subprocess.Popen) -> None:

@@ -149,7 +149,8 @@ def test_no_port_is_taken_that_another_role_was_given(driver: Driver) -> None:
     listening = {c.laddr.port for c in sockets if c.status == psutil.CONN_LISTEN}
     chosen = {port for port in listening if port < kernels_own}
     is_server = driver.engine.name == "sglang"
-    assert chosen == ({driver.port, driver.port + 1} if is_server else set())
+    # SGLang's ranks of one node meet by a file, not by the port that is kept for them.
+    assert chosen == ({driver.port} if is_server else set())
 
 
 def test_server_does_not_close_an_idle_connection_first(driver: Driver) -> None:

@@ -1,11 +1,15 @@
 """SGLang's two ways to be asked, each on a real server: by HTTP, as with CUDA, and directly."""
 
 import asyncio
+import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+import aiohttp
+import psutil
 import pytest
 from transformers import LlamaForCausalLM
 
@@ -49,6 +53,58 @@ def engines(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         loop.run_until_complete(direct.close())
         loop.run_until_complete(by_http.close())
         loop.close()
+
+
+def listening_addresses() -> dict[str, str]:
+    """Inode -> local address of listening TCP sockets, read from the kernel's tables."""
+    found = {}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[place] for place in (1, 3, 9))
+            if state == "0A":
+                words = bytes.fromhex(local.partition(":")[0])
+                parts = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
+                found[inode] = socket.inet_ntop(family, b"".join(parts))
+    return found
+
+
+def test_an_engine_listens_on_loopback_alone_and_hears_nobody_without_its_key(
+    engines: Engines,
+) -> None:
+    loop, *both = engines
+    listening = listening_addresses()
+    for engine in both:
+        server = psutil.Process(engine._child._process.pid)
+        parts = [server, *server.children(recursive=True)]
+        opened = [path for one in parts for path in Path(f"/proc/{one.pid}/fd").iterdir()]
+        links = [str(path.readlink()) for path in opened if path.is_symlink()]
+        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        # HTTP, and gloo's connections between ranks.
+        assert {listening[inode] for inode in inodes & listening.keys()} == {"127.0.0.1"}
+        assert engine._folder is not None and stat.S_IMODE(engine._folder.stat().st_mode) == 0o700
+        file = engine._folder / "api_key.yaml"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        key = file.read_text().split()[1]
+        assert len(key) == 64
+        lines = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+        assert any(str(file) in line for line in lines)
+        assert not any(key in line for line in lines)
+        assert key not in engine._setup.log_path.read_text()
+
+    async def answers(engine: SGLangEngine, key: str) -> list[int]:
+        place = f"http://{engine._setup.host}:{engine._setup.port}"
+        async with aiohttp.ClientSession(place, headers={"Authorization": key}) as stranger:
+            found = []
+            for path in ("/generate", "/pause_generation", "/update_weights_from_disk"):
+                async with stranger.post(path, json={}) as response:
+                    found.append(response.status)
+            async with stranger.get("/server_info") as response:
+                found.append(response.status)
+            return found
+
+    for engine in both:
+        for key in ("", "Bearer ", "Bearer " + 64 * "0"):
+            assert loop.run_until_complete(answers(engine, key)) == [401] * 4
 
 
 async def collect(engine: SGLangEngine, sampling: Sampling, count: int) -> list[Completion]:

@@ -56,11 +56,11 @@ def test_torchrun_joins_the_trainers_nodes_at_the_first() -> None:
     )
     nodes = place(config, nodes=3, gpus_per_node=8)
     assert torchrun_arguments(config, nodes[1], 1, "megatron_rl.trainer.train") == [
-        "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
-        "--master-port=29500", "-m", "megatron_rl.trainer.train",
+        "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=run-address",
+        "--rdzv-endpoint=10.0.0.7:29500", "--rdzv-conf=rank=1", "-m", "megatron_rl.trainer.train",
     ]  # fmt: skip
     # Another rendezvous, for a node that is done with the cold start before the others.
-    assert torchrun_arguments(config, nodes[1], 1, "megatron_rl.trainer.sft")[4:] == [
-        "--master-port=29600", "-m", "megatron_rl.trainer.sft",
+    assert torchrun_arguments(config, nodes[1], 1, "megatron_rl.trainer.sft")[3:] == [
+        "--rdzv-endpoint=10.0.0.7:29600", "--rdzv-conf=rank=1", "-m", "megatron_rl.trainer.sft",
     ]  # fmt: skip
     assert nodes[2].trainer_ranks == 0 and len(nodes[2].engines) == 8

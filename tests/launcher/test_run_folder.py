@@ -1,8 +1,10 @@
 """A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
 
+import errno
 import json
 import logging
 import shutil
+import stat
 import subprocess
 import sys
 from io import StringIO
@@ -229,6 +231,55 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         child.communicate(timeout=10)
     with locked(tmp_path):
         pass
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_only_its_user_reads_a_run_folder_and_the_label_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = config(tmp_path / "shared" / "run", "expert.ports.label=secret")
+    with locked(new.run.dir):
+        write_config(new, None)
+        evaluation = write_evaluation_config(new, "final", tmp_path)
+    assert mode(new.run.dir) == 0o700
+    assert mode(new.run.dir / CONFIG) == mode(evaluation) == 0o600
+    # What a run makes has its user's own modes, so that opening the folder shares it.
+    assert mode(new.run.dir.parent) & 0o055 and not caplog.records
+
+
+def test_an_open_folder_of_a_resumed_run_is_closed_which_is_told_once(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir.chmod(0o2775)
+    (run_dir / CONFIG).chmod(0o644)
+    with locked(run_dir):
+        write_config(config(run_dir), run_dir / CHECKPOINTS / "step_000006")
+    assert mode(run_dir) == 0o2700
+    assert mode(run_dir / "config.until_step_000006.toml") == mode(run_dir / CONFIG) == 0o600
+    with locked(run_dir):
+        pass
+    [told] = [record.getMessage() for record in caplog.records]
+    assert f"{run_dir} was open to other users (mode 2775)" in told
+    assert "docs/run-folder.md" in told
+
+
+def test_a_folder_that_cannot_be_closed_is_told_with_the_fix(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that a colleague has made."""
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    run_dir.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with locked(run_dir):
+        pass
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "Operation not permitted" in told and f"`chmod go= {run_dir}`" in told
 
 
 def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:

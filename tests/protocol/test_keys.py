@@ -48,6 +48,8 @@ def test_a_peer_without_the_keys_is_not_heard(keys: Keys, tmp_path: Path) -> Non
 def test_keys_are_for_this_user_alone_and_never_made_twice(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
+    files = list((tmp_path / "keys").iterdir())
+    assert len(files) == 2 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     first = load_keys(tmp_path / "keys")
     with pytest.raises(FileExistsError):
         make_keys(tmp_path / "keys")

@@ -259,7 +259,9 @@ def test_rollout_knows_its_oldest_and_newest_version() -> None:
     assert (rollout.oldest_version, rollout.newest_version) == (2, 3)
 
 
-def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
+def test_a_peer_of_another_phase_is_turned_away_and_never_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     port = free_port()
     address = f"127.0.0.1:{port}"
     with (
@@ -281,13 +283,15 @@ def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
             assert router.receive(0.05) is None
         assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
         assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
-        expected = r"does not serve 'a1.step_1', of which this process is \(expert.ports.label\)"
+        expected = r"does not serve this process of phase step_1: .* \(expert.ports.label\)"
         with pytest.raises(TurnedAway, match=expected) as refused:
             late.receive(5.0)
-        # A stranger is not told the label under which it would be heard.
+        # A stranger is not told the label under which it would be heard, and logs have none.
         assert "step_2" not in str(refused.value)
-        with pytest.raises(TurnedAway, match="serve 'no label'"):
+        with pytest.raises(TurnedAway, match="serve this process: "):
             unlabelled.receive(5.0)
+        assert "generator-0 of phase step_1 is turned away" in caplog.text
+        assert "a1" not in caplog.text + str(refused.value)
         assert own.receive(0.0) is None
 
 

@@ -317,4 +317,4 @@ def test_a_verifier_of_another_phase_ends_with_exit_code_2(tmp_path: Path) -> No
         assert process.wait(1) == 2
         assert set(router.turned_away) == {"verifier@a.step_1"}
     log = (tmp_path / "logs" / "verifier.log").read_text()
-    assert "does not serve 'a.step_1'" in log and "Traceback" not in log
+    assert "does not serve this process of phase step_1" in log and "Traceback" not in log

@@ -118,7 +118,8 @@ def open_writers(config: Config) -> list[Writer]:
                 run_dir / "wandb",
                 wanted,
                 default_name=Path(run_dir).resolve().name,
-                config=config.model_dump(mode="json"),
+                # Without the label, by which sockets know the run's processes.
+                config=config.model_dump(mode="json", exclude={"ports": {"label"}}),
             )
         )
     return writers

@@ -159,11 +159,11 @@ def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) ->
         wait_for_workers=False,
         use_libuv=True,
         # By itself torch would listen on every interface.
-        master_listen_fd=_listen(address, port) if is_master else None,
+        master_listen_fd=listen(address, port) if is_master else None,
     )
 
 
-def _listen(address: str, port: int) -> int:
+def listen(address: str, port: int) -> int:
     """A listening socket's descriptor, whose owner is the caller."""
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(place[:2], family=family).detach()

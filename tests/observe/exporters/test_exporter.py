@@ -48,6 +48,7 @@ def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     named = [
         "metrics.wandb_entity=my-team", "metrics.wandb_group=seeds-of-a",
         "metrics.wandb_name=my-first", 'metrics.wandb_tags=["tag-one", "tag-two"]',
+        "expert.ports.label=secret-of-sockets",
     ]  # fmt: skip
     with Exporter(config_of(tmp_path, "metrics.wandb=offline", *named)) as passing:
         passing.advance()
@@ -55,6 +56,7 @@ def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     # Their binary format keeps texts as they are.
     content = files.read_bytes()
     assert b"train/loss" in content and b"max_staleness" in content
+    assert b"secret-of-sockets" not in content
     # One prefix each, and names that several roles write stay apart.
     for name in (b"sft/loss", b"generator/tokens"):
         assert name in content

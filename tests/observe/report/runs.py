@@ -7,6 +7,7 @@ from typing import Any
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.observe.report.material import Run, read_material
 
+SECRET = "label-of-this-start"
 HOSTILE = (
     "<script>document.title = 'owned'</script></textarea></pre></title><img src=x "
     "onerror=\"document.title='owned'\">\u202egnp.exe\u2066 & &lt;b&gt;"
@@ -37,7 +38,8 @@ def lines(rows: list[dict[str, Any]]) -> str:
 def leave_run(folder: Path) -> Path:
     """Two steps, an evaluation before and after, one generator."""
     (folder / "rollouts").mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_toml(load_config(None, [f"run.dir={folder}"])))
+    overrides = [f"run.dir={folder}", f"expert.ports.label={SECRET}"]
+    (folder / "config.toml").write_text(dump_toml(load_config(None, overrides)))
     common = {"train__update_s": 2.0, "weight_sync__s": 0.5}
     evaluated = {"source": "queue", "eval/accuracy_se": 0.1, "eval/seconds": 3.0, "eval/n": 4}
     rows = [

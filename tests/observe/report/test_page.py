@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron_rl.cli import main as cli
 from megatron_rl.observe.report.material import MAX_SHOWN_CHARS
 from tests.chromium import needs_chromium, open_page
-from tests.observe.report.runs import HOSTILE, leave_run
+from tests.observe.report.runs import HOSTILE, SECRET, leave_run
 
 
 def report(folder: Path, *more: Path) -> Path:
@@ -38,6 +38,13 @@ class Addresses(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found += [value for name, value in attrs if name in ("src", "href", "action")]
+
+
+def test_the_label_of_the_sockets_is_not_passed_on(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    assert f'label = "{SECRET}"' in (folder / "config.toml").read_text()
+    page = report(folder).read_text()
+    assert SECRET not in page and "label = &quot;(left out)&quot;" in page
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
