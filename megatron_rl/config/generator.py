@@ -221,8 +221,9 @@ class SamplingConfig(Section):
     """Leave out tokens less likely than this share of the most likely token's probability. Above 0
     the generator's logprobs no longer match the trainer's."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Strings that end a completion, in training and in evaluations. The completion keeps all its
-    tokens, the one that completes the string included; its finish reason is "stop"."""
+    """Strings that end a completion, in training and in evaluations; `stop_strings` of the model's
+    generation_config.json are added at the start. The completion keeps all its tokens, the one that
+    completes the string included; its finish reason is "stop"."""
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:

@@ -19,6 +19,7 @@ from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.launcher.thinking import decide_thinking
+from megatron_rl.protocol.render import stop_strings
 from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
@@ -52,11 +53,28 @@ def pin_revisions(config: Config) -> Config:
     """The configuration with a cached commit of each Hub model and dataset.
 
     A resumed run keeps its commits. `train.epochs` becomes `train.steps`; think tags and format
-    checks are decided. Raises InputError.
+    checks are decided; `sampling.stop` gets the model's own strings. Raises InputError.
     """
     earlier = earlier_config(config.run.dir)
     config = decide_thinking(pin_models(config, earlier), earlier)
+    config = _add_stop_strings(config)
     return _count_epochs(_pin_prompts(config, earlier))
+
+
+def _add_stop_strings(config: Config) -> Config:
+    """Join the strings that end a completion by the model's folder to `sampling.stop`."""
+    given = config.sampling.stop
+    added = [text for text in stop_strings(config.model.path) if text not in given]
+    if not added:
+        return config
+    if config.generator.engine == "vllm":
+        raise InputError(
+            f"{config.model.path / 'generation_config.json'} has stop_strings={added}, and "
+            "generator.engine='vllm' ends completions at tokens alone: use 'sglang', or leave "
+            "stop_strings out of a copy of the folder"
+        )
+    sampling = config.sampling.model_copy(update={"stop": [*given, *added]})
+    return config.model_copy(update={"sampling": sampling})
 
 
 def _count_epochs(config: Config) -> Config:

@@ -325,6 +325,19 @@ def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def stop_strings(model: Path) -> list[str]:
+    """Texts of generation_config.json that end a completion. Raises InputError."""
+    path = model / "generation_config.json"
+    given = read_values(path).get("stop_strings") or []
+    found = [given] if isinstance(given, str) else given
+    if not (isinstance(found, list) and all(isinstance(text, str) and text for text in found)):
+        raise InputError(
+            f"{path}: stop_strings={given!r} is no text and no list of texts: mend it, or leave "
+            "it out"
+        )
+    return list(dict.fromkeys(found))
+
+
 def read_values(path: Path) -> dict[str, Any]:
     """Values of a model's JSON file; values of `text_config` come first."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

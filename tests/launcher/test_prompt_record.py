@@ -88,3 +88,27 @@ def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> No
     stage = ["stages.0.at_step=1", "stages.0.train.prompts_per_batch=2"]
     with pytest.raises(InputError, match=r"stages of \[2, 4\] groups a batch: give train\.steps"):
         pin_revisions(load_config(tmp_path / "mine.toml", [model, *stage]))
+
+
+def test_stop_strings_of_the_model_join_those_of_the_run(tmp_path: Path) -> None:
+    model, path = f"model.path={tmp_path}", tmp_path / "generation_config.json"
+    given = load_config(None, [model, 'sampling.stop=["</answer>"]', f"run.dir={tmp_path}"])
+    for written, expected in [
+        ("<|eot|>", ["</answer>", "<|eot|>"]),
+        (["\nUser:", "</answer>", "\nUser:"], ["</answer>", "\nUser:"]),
+        (None, ["</answer>"]),
+    ]:
+        path.write_text(json.dumps({"eos_token_id": 2, "stop_strings": written}))
+        found = pin_revisions(given)
+        assert found.sampling.stop == expected
+        # Evaluations and rollouts read them from the saved file, and a resumed run adds none twice.
+        (tmp_path / "config.toml").write_text(dump_toml(found))
+        saved = load_config(tmp_path / "config.toml")
+        assert saved.sampling.stop == expected == pin_revisions(saved).sampling.stop
+        (tmp_path / "config.toml").unlink()
+    path.write_text(json.dumps({"stop_strings": [1]}))
+    with pytest.raises(InputError, match=r"stop_strings=\[1\] is no text and no list of texts"):
+        pin_revisions(given)
+    path.write_text(json.dumps({"stop_strings": "###"}))
+    with pytest.raises(InputError, match=r"stop_strings=\['###'\], and generator.engine='vllm'"):
+        pin_revisions(load_config(None, [model, "generator.engine=vllm", f"run.dir={tmp_path}"]))
