@@ -12,6 +12,7 @@ missing per cent sign, is accepted unless `accept_missing_unit` is off.
 
 import re
 
+from verification.math.domains import without_shared_domain
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
@@ -163,6 +164,7 @@ def spelled(answer: str, reference: str) -> tuple[str, str]:
     is_long = max(len(answer), len(reference)) > MAX_CHARS
     if not is_long and not (_BARE.fullmatch(answer) and _BARE.fullmatch(reference)):
         answer, reference = _trim(typed(answer)), _trim(typed(reference))
+        answer, reference = without_shared_domain(answer, reference)
         answer, reference = (
             without_remarks(answer, reference),
             without_remarks(reference, answer),

@@ -8,6 +8,8 @@ remark only where the other text has none.
 import functools
 import re
 
+from verification.math.domains import may_state_domain
+
 # --- one text -------------------------------------------------------------------------------------
 
 _RUN = re.compile(r"\\+")
@@ -197,6 +199,8 @@ def without_remarks(text: str, other: str) -> str:
     for pattern in (_DOMAIN, _REASON, _ONLY):
         match = pattern.search(bare)
         if match is None or pattern.search(" ".join(_TEXT.sub(r" \1 ", other).split())):
+            continue
+        if pattern is _DOMAIN and may_state_domain(other):
             continue
         rest = (bare[: match.start()] + bare[match.end() :]).strip(" ,")
         if _may_stand(pattern, match, rest):
