@@ -1,5 +1,6 @@
 """Finds rows that repeat the question of an earlier row. Pure."""
 
+import msgspec
 import xxhash
 
 from megatron_rl.protocol.types import Prompt
@@ -14,6 +15,8 @@ class Repeats:
 
     def __init__(self) -> None:
         self._answer_of: dict[bytes, bytes] = {}
+        self._rate_of: dict[bytes, float] = {}
+        """First pass rate of the later rows that repeat a question with its answer."""
 
     def find(self, prompt: Prompt) -> str:
         """REPEATED or OTHER_ANSWER; empty for a question that is new to its split."""
@@ -23,7 +26,21 @@ class Repeats:
         known = self._answer_of.setdefault(key, answer)
         if known is answer:
             return ""
-        return REPEATED if known == answer else OTHER_ANSWER
+        if known != answer:
+            return OTHER_ANSWER
+        if prompt.pass_rate is not None:
+            self._rate_of.setdefault(key, prompt.pass_rate)
+        return REPEATED
+
+    def with_rates(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The first rows of each question; one without a pass rate gets that of a later row."""
+        return [self._with_rate(prompt) for prompt in prompts] if self._rate_of else prompts
+
+    def _with_rate(self, prompt: Prompt) -> Prompt:
+        if prompt.pass_rate is not None:
+            return prompt
+        rate = self._rate_of.get(_digest(prompt.split, prompt.normalized_question))
+        return msgspec.structs.replace(prompt, pass_rate=rate)
 
 
 def _digest(*texts: str) -> bytes:

@@ -185,7 +185,7 @@ def read_source(
         kept = [prompt for prompt in prompts if not repeats.find(prompt)]
         if len(kept) < len(prompts):
             notes.append(f"{files[0]}: rows left out: {len(prompts) - len(kept)} repeated")
-        prompts = kept
+        prompts = repeats.with_rates(kept)
     return Reading(prompts, notes, files)
 
 

@@ -114,7 +114,7 @@ def read_table(
     if faults and (source.faulty == "refuse" or not prompts):
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
     table.leave_out(faults)
-    prompts = table.with_unique_ids(prompts)
+    prompts = table.with_unique_ids(table.with_rates(prompts))
     if source.faulty == "drop":
         prompts = table.without_repeated_ids(prompts)
     return Reading(with_splits(prompts, source.held_out_share), table.notes(prompts), files.files)
@@ -193,6 +193,10 @@ class _Table:
         if reason == OTHER_ANSWER:
             text += f", with another answer than {found.answer[:100]!r}"
         return RowFault(place, reason, text) if reason else None
+
+    def with_rates(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts; one without a pass rate gets that of a row that repeats it."""
+        return self._repeats.with_rates(prompts)
 
     def check_given(self) -> None:
         """Raise InputError for a configured column that no row has."""

@@ -14,6 +14,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import encode_lines, read_rows
 from megatron_rl.data.check import check_prompts
 from megatron_rl.data.prompts import load_prompts, material_of_run
+from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.data.tables.source import read_files
 from tests.data.tables.test_sets_by_form import FORMS, read, verl, write
@@ -29,6 +30,21 @@ def test_repeated_rows_of_verl_leave_one_of_each_on_one_side(tmp_path: Path) -> 
         assert len(sets.train[0]) + len(sets.held_out) == 8 and held and not trained & held
         place = "9" if suffix == "jsonl" else "row 9"
         assert f"rows left out: 392 repeated (first {path}:{place})" in sets.notes[0]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_first_known_rate_of_repeated_rows_is_kept(tmp_path: Path, suffix: str) -> None:
+    rates = [("p", "1", "n/a"), ("p", "2", "0.9"), ("p", "1", "0.25"), ("p", "1", "0.5"),
+             ("q", "3", "0.75"), ("q", "3", "0.1"), ("r", "4", "n/a")]  # fmt: skip
+    rows = [{"problem": q, "expected_answer": a, "pass_rate_72b_tir": rate} for q, a, rate in rates]
+    reading = read_files(PromptSource(path=write(tmp_path / f"a.{suffix}", rows)))
+    # The rate 0.9 belongs to another answer.
+    assert [prompt.pass_rate for prompt in reading.prompts] == [0.25, 0.75, None]
+    assert "1 without a known pass rate" in reading.notes[0]
+    ours = [{"question": q, "answer": a, "pass_rate": rate} for q, a, rate in rates]
+    lines = PromptSource(kind="jsonl", path=write(tmp_path / "b.jsonl", ours))
+    found = read_source(lines, 0, key="prompts.kind").prompts
+    assert [prompt.pass_rate for prompt in found] == [0.25, 0.75, None]
 
 
 def test_a_question_with_another_answer_is_named_and_does_not_stop_a_run(tmp_path: Path) -> None:
