@@ -227,6 +227,25 @@ def test_files_of_prime_rl(tmp_path: Path) -> None:
     assert "gives train.steps = 9 already" in found.no_counterpart["orch: max_steps"]
 
 
+def test_data_sets_of_environments_of_prime_rl_become_prompts(tmp_path: Path) -> None:
+    text = PRIME.replace(
+        'id = "primeintellect/math-env"',
+        'id = "a/math"\nargs = {dataset_name = "a/b", dataset_subset = "s", question_key = "q"}\n'
+        '[[orchestrator.env]]\nid = "a/judge"\nargs = {judge_model = "j", answer_key = "a"}\n'
+        '[[orchestrator.env]]\nid = "a/more"\nargs = {dataset_name = "c/d"}',
+    )  # fmt: skip
+    found, ours = imported(written(tmp_path, "rl.toml", text))
+    assert [(str(p.path), p.subset, p.columns.question) for p in ours.prompts] == [
+        ("a/b", "s", "q"),
+        ("c/d", "", ""),
+    ]
+    # The second environment names no data set.
+    assert {
+        "orchestrator.env.1.args.judge_model",
+        "orchestrator.env.1.args.answer_key",
+    } <= found.no_counterpart.keys()
+
+
 def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     line = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.seed=[a]"
     found = import_settings(read_foreign([written(tmp_path, "run.sh", line)]))

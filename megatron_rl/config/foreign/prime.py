@@ -52,6 +52,47 @@ def _gpus(key: str) -> Rule:
     return rule
 
 
+_DATA = {
+    "dataset_name": "path",
+    "dataset_subset": "subset",
+    "dataset_split": "dataset_split",
+    "question_key": "columns.question",
+    "answer_key": "columns.answer",
+}
+"""Arguments of environments with a data set of the Hub -> keys of [[prompts]]."""
+
+
+_MAX_ENVIRONMENTS = 32
+"""Further environments are named without being taken."""
+
+
+def _prompts(_: Any, values: Values) -> dict[str, Any]:
+    """A source for each environment that names its data set, in their order."""
+    found: list[dict[str, Any]] = []
+    for number in range(_MAX_ENVIRONMENTS):
+        prefix = f"env.{number}.args."
+        if values.get(f"{prefix}dataset_name") is None:
+            continue
+        source: dict[str, Any] = {}
+        for name, ours in _DATA.items():
+            if (value := values.get(prefix + name)) is not None:
+                section, _, last = ours.rpartition(".")
+                (source.setdefault(section, {}) if section else source)[last] = value
+        found.append(source)
+    return {"prompts": found}
+
+
+def _argument(number: int) -> Rule:
+    """The rule of an argument, which has an effect where its environment names a data set."""
+
+    def rule(value: Any, values: Values) -> dict[str, Any]:
+        if values.get(f"env.{number}.args.dataset_name") is None:
+            raise NoCounterpart(_ENVIRONMENT)
+        return _prompts(value, values)
+
+    return rule
+
+
 _ENVIRONMENT = (
     "environments of verifiers do not run here: write [[prompts]] with their data set, and "
     "[reward.tasks] where an answer is judged in another way; kind reasoning_gym makes its tasks"
@@ -107,6 +148,11 @@ RULES: dict[str, Rule] = {
     "sampling.repetition_penalty": only(1.0, "it would change the logprobs of completions"),
     "sampling.min_tokens": only(0, "it would change the logprobs of completions"),
     "sampling.*": "[sampling] has the settings",
+    **{
+        f"env.{number}.args.{name}": _argument(number)
+        for number in range(_MAX_ENVIRONMENTS)
+        for name in _DATA
+    },
     "env.*": _ENVIRONMENT,
     "environment.*": _ENVIRONMENT,
     "eval.interval": to("eval.every_steps"),
