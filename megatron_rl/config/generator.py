@@ -225,6 +225,19 @@ class SamplingConfig(Section):
     generation_config.json are added at the start. The completion keeps all its tokens, the one that
     completes the string included; its finish reason is "stop"."""
 
+    def ending_at(self, texts: list[str]) -> Self:
+        """With further strings that end a completion."""
+        added = [text for text in texts if text not in self.stop]
+        return self.model_copy(update={"stop": [*self.stop, *added]})
+
+    def describe_stop(self) -> str:
+        """A note about the strings that end a completion; "" without any."""
+        strings = ", ".join(map(repr, self.stop))
+        return strings and (
+            "note: completions end with these texts too, of sampling.stop and the model's "
+            f"generation_config.json: {strings}"
+        )
+
     @model_validator(mode="after")
     def _check_stop(self) -> Self:
         if len(set(self.stop)) < len(self.stop):

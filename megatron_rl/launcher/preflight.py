@@ -271,12 +271,7 @@ def check_prompts(config: Config) -> PromptReport:
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += map(printable, rendering_notes)
-    if config.sampling.stop:
-        strings = ", ".join(map(repr, config.sampling.stop))
-        notes.append(
-            "note: completions end with these texts too, of sampling.stop and the model's "
-            f"generation_config.json: {strings}"
-        )
+    notes += filter(None, [config.sampling.describe_stop()])
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }

@@ -63,9 +63,9 @@ def pin_revisions(config: Config) -> Config:
 
 def _add_stop_strings(config: Config) -> Config:
     """Join the strings that end a completion by the model's folder to `sampling.stop`."""
-    given = config.sampling.stop
-    added = [text for text in stop_strings(config.model.path) if text not in given]
-    if not added:
+    added = stop_strings(config.model.path)
+    sampling = config.sampling.ending_at(added)
+    if sampling == config.sampling:
         return config
     if config.generator.engine == "vllm":
         raise InputError(
@@ -73,7 +73,6 @@ def _add_stop_strings(config: Config) -> Config:
             "generator.engine='vllm' ends completions at tokens alone: use 'sglang', or leave "
             "stop_strings out of a copy of the folder"
         )
-    sampling = config.sampling.model_copy(update={"stop": [*given, *added]})
     return config.model_copy(update={"sampling": sampling})
 
 
