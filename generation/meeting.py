@@ -16,7 +16,6 @@ call, and the followers answer it.
 
 import asyncio
 import hmac
-import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.whole_file import write_private
+from megatron_rl.protocol.whole_file import write_whole
 
 BEAT_S = 5.0
 SILENT_S = 30.0
@@ -76,12 +75,9 @@ class Meeting:
         self._server = await asyncio.start_server(self._serve, self._address, 0)
         port = self._server.sockets[0].getsockname()[1]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        staging = self._path.with_suffix(".partial")
         call = Call(self._address, port, self.session, self._meets_at)
-        staging.unlink(missing_ok=True)
         # It holds the session's secret name.
-        write_private(staging, msgspec.json.encode(call).decode())
-        os.replace(staging, self._path)
+        write_whole(self._path, msgspec.json.encode(call), is_private=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection; close it if it does not know the name."""

@@ -16,7 +16,13 @@ import sys
 import msgspec
 
 from generation.engine import engine_setup
-from generation.sglang_command import extra_flags, option_of, server_command, server_environment
+from generation.sglang_command import (
+    MEETS_BY,
+    extra_flags,
+    option_of,
+    server_command,
+    server_environment,
+)
 from generation.sglang_orders import LOADER
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
@@ -26,7 +32,7 @@ _WORDS_BEFORE = 3
 """Words of a command before its arguments: interpreter, -m, module."""
 _OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE",
-    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "MASTER_ADDR", "MASTER_PORT",
+    MEETS_BY, "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _OF_THE_RUN = (
     # Arguments that `server_command` gives in some runs only.

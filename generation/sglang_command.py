@@ -14,7 +14,7 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 from megatron_rl.protocol.whole_file import write_private
 
-_MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose FP8 weights SGLang 0.5.23 can reload, with its loader "flash_rl". For other
 models SGLang drops the weight loaders at quantisation (`layers/quantization/fp8.py`), so no new
@@ -126,7 +126,7 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
     if folder is not None and setup.nodes == 1:
         # SGLang names shared memory of the ranks by the address, which it reads from a port alone.
         shims |= {
-            _MEETS_BY: f"file://{folder / RANKS_FILE}",
+            MEETS_BY: f"file://{folder / RANKS_FILE}",
             "MASTER_ADDR": setup.host,
             "MASTER_PORT": str(setup.port + 1),
         }

@@ -6,14 +6,15 @@ Used by `node.py`, in the launcher's one thread. See `protocol/stop_request.py`.
 import signal
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.process import ENDING_SIGNALS, Interrupted
 from megatron_rl.protocol.stop_request import has_stopped, is_stop_requested, request_stop
 
 
-class OrderlyStop:
+class OrderlyStop(Closing):
     """While it is entered, a signal asks the run to stop instead of raising Interrupted."""
 
     def __init__(self, run_dir: Path, limit_s: float) -> None:
@@ -72,12 +73,8 @@ class OrderlyStop:
     def _end(self) -> None:
         raise Interrupted(128 + (self._signal or signal.SIGTERM))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let signals raise Interrupted again."""
         self._is_entered = False
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

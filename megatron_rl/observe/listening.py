@@ -143,7 +143,7 @@ def _names(process: psutil.Process, run_dir: Path) -> bool:
 
 
 def role_of(process: psutil.Process, of_run: Sequence[psutil.Process]) -> str:
-    """Role of a process of a run: its own, else that of the process that started it."""
+    """The role of a process, or the role of the process that started it."""
     pids, one = {each.pid for each in of_run}, process
     title = ""
     while True:

@@ -20,8 +20,8 @@ from megatron_rl.sweep.plan import Plan, PlannedRun
 
 _ROLE = "run"
 _PROGRAM = "megatron-rl: "
-_STOP_S = 330.0
-"""Time for a run to stop: expert.checkpoint.stop_timeout_s, and the end of its processes."""
+_END_S = 30.0
+"""Time for the processes of a run to end, after expert.checkpoint.stop_timeout_s."""
 
 CommandOf = Callable[[PlannedRun], list[str]]
 
@@ -69,7 +69,8 @@ def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) ->
     """
     run.run_dir.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     (run.run_dir / FAILURE).unlink(missing_ok=True)
-    with Supervisor(run.run_dir / "logs", inherited=(lock,), term_grace_s=_STOP_S) as supervisor:
+    stop_s = run.config.checkpoint.stop_timeout_s + _END_S
+    with Supervisor(run.run_dir / "logs", inherited=(lock,), term_grace_s=stop_s) as supervisor:
         child = supervisor.start(_ROLE, command)
         deadline = time.monotonic() + timeout_s
         while supervisor.is_running(_ROLE):

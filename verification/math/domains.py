@@ -7,7 +7,8 @@ domains only where both state the same one: equal formulas on different domains 
 import re
 from typing import NamedTuple
 
-_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+from verification.math.phrasing import bare_words
+
 _MAY_STATE = re.compile(
     r"(?:where|for|with)(?![a-z])"
     r"|[,(] ?[A-Za-z] ?(?:\\(?:geq?|leq?|neq?|in)(?![a-z])|[<>=!≥≤≠∈])"
@@ -95,7 +96,7 @@ def without_shared_domain(first: str, second: str) -> tuple[str, str]:
 
 def split_domain(text: str) -> tuple[str, Domain | None]:
     """The formula of a text and the domain behind it; the text and None where it has none."""
-    bare = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").replace("\\,", " ").split())
+    bare = " ".join(bare_words(text).replace("\\,", " ").split())
     match = _FORMULA.fullmatch(bare.rstrip(" ."))
     if match is None or _STATES_MORE.search(match["formula"]):
         return text, None

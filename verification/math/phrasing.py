@@ -199,7 +199,7 @@ _CHAIN = re.compile(
 )
 # The text behind a label must be one value, not an equation or a list of labels.
 _NO_VALUE = re.compile(r"[=<>:;]|\\(?:le|ge|ne|in|approx|equiv)(?![a-z])|, |\\text\{[^{}]*:")
-_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 _EXCEPT = re.compile(
     r" *(?:the set of )?all (?:real numbers|reals|real values|real) ?(?:of )?(?:x)? ?,?"
     r" *(?:except|excluding|other than|besides) (?:for )?(?:when )?(?P<rest>.{1,80})",
@@ -241,7 +241,7 @@ def spell_sentences(text: str) -> str:
 
 
 def _spell_exception(text: str) -> str:
-    match = _EXCEPT.fullmatch(_TEXT.sub(r" \1 ", text))
+    match = _EXCEPT.fullmatch(TEXT.sub(r" \1 ", text))
     if match is None:
         return text
     items = [_EXCLUDED.fullmatch(part.strip()) for part in _SEPARATOR.split(match["rest"])]
@@ -249,3 +249,8 @@ def _spell_exception(text: str) -> str:
     if len(values) < len(items) or not all(values):
         return text
     return f"\\reals \\setminus \\{{{','.join(values)}\\}}"
+
+
+def bare_words(text: str) -> str:
+    """The text without `\\text{}` and dollar signs, with single spaces."""
+    return " ".join(TEXT.sub(r" \1 ", text).replace("$", "").split())

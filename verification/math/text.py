@@ -10,6 +10,7 @@ import re
 
 from verification.math.number_words import spell_bases, spell_factors
 from verification.math.phrasing import (
+    TEXT,
     join_thousands,
     part_statements,
     spell_sentences,
@@ -117,7 +118,6 @@ _VECTOR = r"\\(?:vec|overrightarrow) ?(?:\{([^{}]{1,9})\}|([A-Za-z]))"
 _CROSS_PRODUCT = re.compile(rf"{_VECTOR} ?\\times ?(?:{_VECTOR})?")
 _ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
 _DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg)(?![A-Za-z])) ?")
-_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 # Letters that no lettered choice bears; in text they are more likely units than variables.
 _LETTER_UNITS = frozenset("mgshlLNWV")
 # 1, 234 are two numbers and 1,234 may be one.
@@ -198,7 +198,7 @@ def normalise(text: str) -> str:
     text = _COMMA_GROUP.sub(_spell_comma, text.replace("{:}", ":"))
     text = _ANSWER_IS.sub(r"\1", text.strip())
     if "\\text" in text:
-        text = _TEXT.sub(_spell_text, text)
+        text = TEXT.sub(_spell_text, text)
     text = _ORDINAL.sub("", text)
     if "\\frac" in text:
         text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", text)
@@ -288,7 +288,7 @@ def _spell_text(match: re.Match[str]) -> str:
 
 def without_marks(text: str) -> str:
     """A normalised text without text marks and redundant spaces."""
-    return _IDLE_READING.sub("", _TEXT.sub(r"\1", text))
+    return _IDLE_READING.sub("", TEXT.sub(r"\1", text))
 
 
 def _depth(text: str) -> int:

@@ -9,6 +9,7 @@ import functools
 import re
 
 from verification.math.domains import may_state_domain
+from verification.math.phrasing import TEXT, bare_words
 
 # --- one text -------------------------------------------------------------------------------------
 
@@ -174,7 +175,6 @@ _ONLY = re.compile(
     r"|^only (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))|(?: is the only (?:solution|answer|value))$"
 )
 _FORMULA = re.compile(r"[^,;<>]{1,300}")
-_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 _SAID = re.compile(r"(yes|no|true|false)(?:, |\. |; | - )(.{1,200})", re.IGNORECASE | re.DOTALL)
 _DOUBT = re.compile(
     r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps)(?![a-z])"
@@ -192,13 +192,13 @@ def without_remarks(text: str, other: str) -> str:
     """The text without a domain, reason or `only` behind its value, if the other has none."""
     if not _ANY_REMARK.search(text):
         return text
-    bare = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").split())
+    bare = bare_words(text)
     said = _SAID.fullmatch(bare)
     if said and other.strip(" .").lower() in ("yes", "no", "true", "false"):
         return said[1] if _agrees(said[1].lower(), said[2].lower()) else text
     for pattern in (_DOMAIN, _REASON, _ONLY):
         match = pattern.search(bare)
-        if match is None or pattern.search(" ".join(_TEXT.sub(r" \1 ", other).split())):
+        if match is None or pattern.search(" ".join(TEXT.sub(r" \1 ", other).split())):
             continue
         if pattern is _DOMAIN and may_state_domain(other):
             continue
@@ -228,7 +228,7 @@ def second_form(text: str) -> tuple[str, str] | None:
     """The two forms of `1/2 or 0.5`; None where the text has one form."""
     if "or" not in text and "i.e." not in text and "that is" not in text:
         return None
-    match = _SECOND.fullmatch(" ".join(_TEXT.sub(r" \1 ", text).replace("$", "").split()))
+    match = _SECOND.fullmatch(bare_words(text))
     return None if match is None or match["one"] == match["two"] else (match["one"], match["two"])
 
 
