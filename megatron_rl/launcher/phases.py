@@ -43,7 +43,6 @@ from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import verifier_name
-from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 QUEUE = "queue"
@@ -72,7 +71,6 @@ def lead(own: FirstNode, *, is_resumed: bool) -> None:
     model = str(first_model(config, is_resumed=is_resumed))
     if config.train.steps:
         is_first = is_due(config, is_resumed=is_resumed)
-        clear_stop(own.run_dir)
         _begin(own, PhaseKind.TRAINING, model=model, has_cold_start=is_first)
         # The SFT baseline takes as many tokens as reinforcement learning took.
         if config.sft.baseline:

@@ -37,6 +37,7 @@ from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
 from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
@@ -68,6 +69,7 @@ def begin(
 ) -> Config:
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
+    clear_stop(config.run.dir)
     passed_over = checkpoints_passed_over(config, resumed)
     if beginning.is_again and resumed is None:
         say(console, begin_anew(config))

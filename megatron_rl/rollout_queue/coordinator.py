@@ -101,7 +101,6 @@ class Coordinator:
         self._first_version = 0
         self._synced, self._synced_at = -1, now
         self._finished_at = now if evaluate_only else None
-        self._is_stopping = False
         self.is_over = False
         """Training and all evaluations are done."""
 
@@ -307,13 +306,12 @@ class Coordinator:
         return self._maker.is_busy
 
     def stop_training(self) -> None:
-        """Build no further batch and lease no further completion."""
-        if not self._is_stopping and self._training is not None and self._finished_at is None:
-            self._is_stopping = True
+        """Build no further batch and lease no further completion; nothing after the last batch."""
+        if self._training is not None and self._finished_at is None:
             self._requests.stop()
 
     def _next_lease(self, now: float) -> Outgoing | None:
-        if self._is_stopping or self._recorder.writer.is_full:
+        if self._requests.is_stopped or self._recorder.writer.is_full:
             return None
         is_training = self._synced >= 0 and self._finished_at is None
         next_step = max(self._requests.built_steps, self._synced) if is_training else None

@@ -29,8 +29,8 @@ class BatchRequests:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._why = f"all {steps} steps are done"
-        """Reason of the answer Stop."""
+        self.is_stopped = False
+        """No further batch is built, though steps are left."""
         self._first_step = 0
         self.built_steps = 0
         """Number of built batches, including one that is still dealt to ranks."""
@@ -51,7 +51,7 @@ class BatchRequests:
     def stop(self) -> None:
         """Build no further batch: answer later requests with Stop."""
         if self.built_steps < self._steps:
-            self._steps, self._why = self.built_steps, "the run is asked to stop"
+            self._steps, self.is_stopped = self.built_steps, True
 
     def ask(self, peer: str, request: NextBatch) -> None:
         """Note a request. Raises WireError if it can never be answered."""
@@ -104,7 +104,10 @@ class BatchRequests:
         answers: list[tuple[str, RankBatch | Stop]] = []
         for rank, (peer, request) in list(self._requests.items()):
             if request.step >= self._steps:
-                answers.append((peer, Stop(self._why)))
+                why = f"all {self._steps} steps are done"
+                if self.is_stopped:
+                    why = "the run is asked to stop"
+                answers.append((peer, Stop(why)))
                 self._stopped.add(rank)
             elif self._batch and request.step == self.built_steps - 1:
                 answers.append((peer, self._batch[rank]))

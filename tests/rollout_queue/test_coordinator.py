@@ -336,3 +336,18 @@ def test_a_queue_that_has_finished_training_cannot_be_asked_to_stop(tmp_path: Pa
         peers.announce()
         peers.pump()
         assert len(peers.split("held_out")) == 2
+
+
+def test_a_stop_after_the_last_batch_leaves_the_last_evaluation(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=2, train=TRAIN | {"steps": 1}) as coordinator:
+        peers = Peers(coordinator, capacity=24)
+        peers.sync(0)
+        peers.finish(peers.split("held_out"))
+        peers.finish(peers.split("train"))
+        assert [batch.step for batch in peers.batches] == [0]
+        coordinator.stop_training()
+        peers.version = 1
+        peers.announce()
+        coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), 0.0)
+        peers.pump()
+        assert len(peers.split("held_out")) == 2
