@@ -70,7 +70,7 @@ class SGLangEngine:
         self.version = setup.version
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
-        self._folder: Path | None = None
+        self._private_folder: Path | None = None
         """Files of this start, for this user alone."""
         self._direct: DirectRequests | None = None
         self._requests: DirectRequests | HttpRequests | None = None
@@ -86,19 +86,19 @@ class SGLangEngine:
     async def start(self) -> None:
         """Start the server and wait until it answers."""
         setup = self._setup
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
-        key = write_api_key(self._folder)
+        self._private_folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
+        key = write_api_key(self._private_folder)
         self._http = aiohttp.ClientSession(
             f"http://{setup.host}:{setup.port}",
             headers={"Authorization": f"Bearer {key}"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
         )
-        environment = server_environment(setup, self._folder)
+        environment = server_environment(setup, self._private_folder)
         if self.may_ask_directly and sglang_cpu.is_needed():
             self._direct = DirectRequests()
             await self._direct.open()
             environment[SOCKET_VARIABLE] = str(self._direct.path)
-        command = server_command(setup, self.loader, self._folder)
+        command = server_command(setup, self.loader, self._private_folder)
         await self._child.start(command, environment, nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
         while not await self._answers():
@@ -331,5 +331,5 @@ class SGLangEngine:
         await self._child.close()
         if self._direct is not None:
             await self._direct.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._private_folder is not None:
+            shutil.rmtree(self._private_folder, ignore_errors=True)
