@@ -81,8 +81,11 @@ def test_an_engine_listens_on_loopback_alone_and_hears_nobody_without_its_key(
         inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
         # HTTP, and gloo's connections between ranks.
         assert {listening[inode] for inode in inodes & listening.keys()} == {"127.0.0.1"}
-        assert engine._folder is not None and stat.S_IMODE(engine._folder.stat().st_mode) == 0o700
-        file = engine._folder / "api_key.yaml"
+        assert (
+            engine._private_folder is not None
+            and stat.S_IMODE(engine._private_folder.stat().st_mode) == 0o700
+        )
+        file = engine._private_folder / "api_key.yaml"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         key = file.read_text().split()[1]
         assert len(key) == 64
