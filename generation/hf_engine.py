@@ -55,7 +55,7 @@ GREEDY_TEMPERATURE = 1e-8
 NOT_ONE = 2.0
 """A default other than 1 makes transformers create the processor for per-request temperatures."""
 WATCH_S = 1.0
-CLOSE_S = 5.0
+CLOSE_S = 30.0
 
 
 class HFEngine:
@@ -370,7 +370,8 @@ class HFEngine:
         if self._manager is not None:
             manager, self._manager = self._manager, None
             await self._in_thread(
-                lambda: manager.stop(timeout=CLOSE_S, hard_stop=True), CLOSE_S + 1
+                # Its thread ends after the pass in flight; then the garbage is collected.
+                lambda: manager.stop(timeout=CLOSE_S / 2, hard_stop=True), CLOSE_S
             )
         self._thread.shutdown(wait=False)
 

@@ -145,9 +145,10 @@ def test_first_tokens_are_timed_when_they_come(engines: Engines) -> None:
         found = loop.run_until_complete(ends(engine))
         long = [(c.first_token_at, ended_at) for c, ended_at in found if len(c.token_ids) >= 48]
         assert len(long) > 1
-        # All begin together; how long the first step takes beside the others is the machine's.
+        assert all(asked_at < first_token_at < ended_at for first_token_at, ended_at in long)
+        # How many have begun when the first ends is the machine's; timed at its end, only that one.
         first_end = min(ended_at for _, ended_at in long)
-        assert all(asked_at < first_token_at < first_end for first_token_at, _ in long)
+        assert sum(first_token_at < first_end for first_token_at, _ in long) > 1
 
 
 def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:
