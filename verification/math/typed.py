@@ -40,6 +40,14 @@ _INFINITY = re.compile(
     r"(?:(?<=[-+(\[,<=])|(?<=[-+(\[,<=] )|^)(?:infinity|infty|inf|oo)(?= ?[)\],]| ?$)"
 )
 _NAMES_TYPED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|[)\]] ?[Uu] ?[(\[]")
+_MEMBER_OF = re.compile(
+    rf"^(\\?(?:{_GREEK})|[A-Za-z](?:_[0-9A-Za-z])?) in ?"
+    r"(?:(?=[(\[]|\\\{|\\left|\\mathbb)|\{(?P<items>[^{}]{1,200})\}$)"
+)
+_LOG = re.compile(
+    r"(?<![\\A-Za-z])([A-Za-z]?)log ?_ ?"
+    r"(?:([0-9]{1,9})(?= ?\(| [0-9A-Za-z\\])|(?=\{|[A-Za-z](?![A-Za-z])))"
+)
 _UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
 _CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
@@ -109,6 +117,9 @@ def _spell_names(text: str) -> str:
         return f"\0{len(kept) - 1}\0"
 
     text = _MARKED.sub(keep, text.replace("\0", ""))
+    text = _MEMBER_OF.sub(_spell_member, text) if " in" in text else text
+    if "log" in text:
+        text = _LOG.sub(_spell_log, text)
     text = _UNION.sub(r"\\cup ", _INFINITY.sub(r"\\infty ", text))
     text = _ABSOLUTE.sub(r"|\1|", _CUBE_ROOT.sub(r"\\sqrt[3]{\1}", _ROOT.sub(r"\\sqrt{\1}", text)))
     letters = _PI if is_prose else _LETTER
@@ -116,6 +127,18 @@ def _spell_names(text: str) -> str:
         lambda match: f"\\{match[0].lower() if match[0] == 'Pi' else match[0]} ", text
     )
     return re.sub("\0([0-9]+)\0", lambda match: kept[int(match[1])], text)
+
+
+def _spell_member(match: re.Match[str]) -> str:
+    """`x in {1,2}` with LaTeX's sign and braces, where it begins the text."""
+    items = match["items"]
+    return f"{match[1]} \\in " + (f"\\{{{items}\\}}" if items else "")
+
+
+def _spell_log(match: re.Match[str]) -> str:
+    """`log_12 5` to base 12: who types no backslash types no braces."""
+    base = f"{{{match[2]}}}" if match[2] else ""
+    return f"{match[1]}\\log_{base}"
 
 
 _POSITIVE = re.compile(
@@ -175,10 +198,17 @@ _ONLY = re.compile(
     r"|^only (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))|(?: is the only (?:solution|answer|value))$"
 )
 _FORMULA = re.compile(r"[^,;<>]{1,300}")
-_SAID = re.compile(r"(yes|no|true|false)(?:, |\. |; | - )(.{1,200})", re.IGNORECASE | re.DOTALL)
-_DOUBT = re.compile(
-    r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps)(?![a-z])"
+_ANY_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|mbox) ?\{([^{}]*)\}")
+_SAID = re.compile(
+    r"(yes|no|true|false)(?: ?[,.;:!] ?| [-–—] | (?=it (?:is|does|can)(?![a-z])))(.{1,200})",
+    re.IGNORECASE | re.DOTALL,
 )
+_DOUBT = re.compile(
+    r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps|untrue"
+    r"|incorrect|fails?|depends?|depending|sometimes|unlikely|unclear|unknown|otherwise|though"
+    r"|although|contradiction|instead|sorry|actually|wait|not (?:impossible|never|un[a-z]+))(?![a-z])"
+)
+_ANSWERS = frozenset({"yes", "no", "true", "false"})
 _DENIAL = re.compile(r"(?<![a-z])(?:not|no|never|none|impossible|cannot|neither|nor)(?![a-z])|n't")
 _HEDGE = re.compile(r"(?<![a-z])(?:or|maybe|perhaps|not|but)(?![a-z])", re.IGNORECASE)
 _FUNCTION = re.compile(r"\$?[A-Za-z]\(x\) ?= ?([^=]{1,500})")
@@ -192,10 +222,10 @@ def without_remarks(text: str, other: str) -> str:
     """The text without a domain, reason or `only` behind its value, if the other has none."""
     if not _ANY_REMARK.search(text):
         return text
-    bare = bare_words(text)
-    said = _SAID.fullmatch(bare)
-    if said and other.strip(" .").lower() in ("yes", "no", "true", "false"):
+    said = _SAID.fullmatch(" ".join(_ANY_TEXT.sub(r" \1 ", text).replace("$", "").split()))
+    if said and _ANY_TEXT.sub(r"\1", other).strip(" .$").lower() in _ANSWERS:
         return said[1] if _agrees(said[1].lower(), said[2].lower()) else text
+    bare = bare_words(text)
     for pattern in (_DOMAIN, _REASON, _ONLY):
         match = pattern.search(bare)
         if match is None or pattern.search(" ".join(TEXT.sub(r" \1 ", other).split())):
