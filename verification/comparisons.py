@@ -144,7 +144,10 @@ def _same_math_quickly(
     checked: FormatResult, request: ScoreRequest, rules: RewardRules
 ) -> Verdict | None:
     return math_answer.compare_quickly(
-        checked.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+        checked.answer,
+        request.answer,
+        accept_missing_unit=rules.reward.accept_missing_unit,
+        problem=request.problem,
     )
 
 

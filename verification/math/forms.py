@@ -39,6 +39,28 @@ _ASKED = {
 _ASKED_ANY = r"\b(?:convert|express|write|rewrite|change|turn)\b"
 _PLAIN_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
+_NUMERAL = re.compile(
+    r"(?P<digits>-?[0-9A-F]{1,100})(?:_(?:\{(?P<base>[0-9]{1,2})\}|(?P<one>[0-9])))?"
+)
+_BASE_WORDS = {"binary": 2, "octal": 8, "hexadecimal": 16, "decimal": 10} | {
+    word: value
+    for value, word in enumerate(
+        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+        "sixteen".split(),
+        start=2,
+    )
+}
+_BASE = (
+    r"(?:base[ -]?[$(]?(?P<base>[0-9]{1,2}|[a-z]{3,8})(?![0-9A-Za-z])"
+    r"|(?P<name>binary|octal|hexadecimal|decimal))"
+)
+_INTO_BASE = re.compile(rf"(?<![a-z])(?:in|to|into|as)(?: an?| its)? {_BASE}", re.IGNORECASE)
+_ANY_BASE = re.compile(rf"(?<![a-z]){_BASE}|(?<=[0-9])_\{{?(?P<index>[0-9]{{1,2}})", re.IGNORECASE)
+_WANTED = re.compile(
+    r"(?<![a-z])(?:express|write|convert|give|represent|state|leave|compute|find|answer|simplify"
+    r"|calculate|evaluate|add|subtract|multiply|what is)(?![a-z])[^.?!;]{0,150}$",
+    re.IGNORECASE,
+)
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
 _CLOCKS = re.compile(
     r"\b(?:24|12|twenty[- ]?four|twelve)[- ]?(?:hours?|h)\b|military|\b[ap]\.?m\b\.? (?:or|and)",
@@ -77,6 +99,45 @@ def is_other_form(first: str, second: str, problem: str) -> bool:
     if not other or form == other or {form, other} == {"whole", "decimal"}:
         return False
     return _asks(problem, other) and _holds(problem, number)
+
+
+def is_in_named_base(answer: str, reference: str, problem: str) -> bool:
+    """Whether one of two equal numerals lacks the base that the problem asks for.
+
+    A reference without its base may be an ordinary number: then the problem may name no other
+    base, and may not hold that number in the base that it names.
+    """
+    if not problem or ("_" in answer) == ("_" in reference):
+        return False
+    numerals = _NUMERAL.fullmatch(answer), _NUMERAL.fullmatch(reference)
+    if numerals[0] is None or numerals[1] is None or numerals[0]["digits"] != numerals[1]["digits"]:
+        return False
+    written = numerals[0] if "_" in answer else numerals[1]
+    base, digits = int(written["base"] or written["one"]), written["digits"].lstrip("-")
+    if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in digits):
+        return False
+    problem = problem[:MAX_PROBLEM_CHARS]
+    wanted = [match for match in _INTO_BASE.finditer(problem) if _base_of(match) == base]
+    if written is numerals[1] or not wanted:
+        return bool(wanted)
+    if {_base_of(match) for match in _ANY_BASE.finditer(problem)} != {base}:
+        return False
+    is_asked = any(_WANTED.search(problem[: match.start()]) for match in wanted)
+    return is_asked and not _holds_value(problem, digits, base)
+
+
+def _base_of(match: re.Match[str]) -> int:
+    name = (match["name"] or match["base"] or match["index"]).lower()
+    return int(name) if name.isdigit() else _BASE_WORDS.get(name, 0)
+
+
+def _holds_value(problem: str, digits: str, base: int) -> bool:
+    """Whether a problem contains, in a base, the number that digits are in base ten."""
+    if not digits.isdigit():
+        return False
+    numerals = re.findall(r"(?<![0-9A-Za-z])[0-9][0-9A-F]{0,99}", problem)
+    fitting = [one for one in numerals if all(int(digit, 16) < base for digit in one)]
+    return any(int(one, base) == int(digits) for one in fitting)
 
 
 def form_of(text: str) -> str:

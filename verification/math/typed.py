@@ -206,7 +206,8 @@ _SAID = re.compile(
 _DOUBT = re.compile(
     r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps|untrue"
     r"|incorrect|fails?|depends?|depending|sometimes|unlikely|unclear|unknown|otherwise|though"
-    r"|although|contradiction|instead|sorry|actually|wait|not (?:impossible|never|un[a-z]+))(?![a-z])"
+    r"|although|contradiction|instead|sorry|actually|wait"
+    r"|not (?:impossible|never|un[a-z]+))(?![a-z])"
 )
 _ANSWERS = frozenset({"yes", "no", "true", "false"})
 _DENIAL = re.compile(r"(?<![a-z])(?:not|no|never|none|impossible|cannot|neither|nor)(?![a-z])|n't")
