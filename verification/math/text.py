@@ -160,6 +160,8 @@ _ALIASES = (
 )  # fmt: skip
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("{", "}"))
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# Integers, decimals and fractions that `normalise` leaves as they are: most answers.
+_PLAIN = re.compile(r"-?(?:[0-9]+(?:[./][0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\})")
 
 
 def refusal(text: str) -> str:
@@ -174,13 +176,17 @@ def _spell_cross(match: re.Match[str]) -> str:
     return f"\\cross{{{first}}}{{{second}}}"
 
 
-@functools.lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
     """The text in one spelling: ASCII and LaTeX, single spaces only where they separate tokens.
 
     Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
-    For texts of at most MAX_CHARS.
+    Plain numbers and fractions, most answers, are spelled already. For texts of at most MAX_CHARS.
     """
+    return text if _PLAIN.fullmatch(text) else _normalise(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _normalise(text: str) -> str:
     text = without_styling(join_thousands(text))
     if "\\choose" in text:
         text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)

@@ -18,6 +18,7 @@ from verification.math.notation import (
     same_congruence,
     vector_components,
 )
+from verification.math.text import normalise
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,23 @@ def test_free_constants_may_have_other_names(first: str, second: str, is_same: b
     assert trees[0] is not None and trees[1] is not None
     assert same_but_for_constants(*trees) is is_same
     assert same_but_for_constants(*trees[::-1]) is is_same
+
+
+@pytest.mark.parametrize(
+    ("text", "spelling"),
+    [
+        ("007", "007"),
+        ("-12.50", "-12.50"),
+        ("3/4", "3/4"),
+        ("-\\frac{10}{4}", "-\\frac{10}{4}"),
+        ("4.", "4"),
+        ("1/2/3.", "1/2/3"),
+        ("\\frac12", "\\frac{1}{2}"),
+        ("\uff11\uff12", "12"),
+        ("{5}", "5"),
+        ("5\n", "5"),
+        ("3/4\n", "3/4"),
+    ],
+)
+def test_plain_numbers_are_spelled_already_and_neighbours_are_not(text: str, spelling: str) -> None:
+    assert normalise(text) == spelling
