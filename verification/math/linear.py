@@ -1,4 +1,4 @@
-r"""Sums, multiples, products, powers and transposes of matrices and vectors, worked out.
+r"""Sums, products, powers, transposes and determinants of matrices and vectors, worked out.
 
 Pure string code on normalised texts; runs in grading processes. `\frac15(3,4,0)` and
 `(1,2)+t(3,4)` are vectors, a matrix times a column is one. Two adjacent vectors are not a product:
@@ -22,6 +22,13 @@ _ENVIRONMENT = re.compile(
     r"\\end\{(?P=kind)\}",
     re.DOTALL,
 )
+_DETERMINANT = re.compile(
+    r"(?:\\(?:det(?![a-z])|text\{det\}) ?(?P<call>\( ?)?|(?P<bar>\| ?))?"
+    r"\\begin\{(?P<kind>[pbv]?matrix|array)\}(?:\{[lcr ]*\})?(?P<body>(?:(?!\\begin).)*?)"
+    r"\\end\{(?P=kind)\}(?(call) ?\)|(?(bar) ?\|))",
+    re.DOTALL,
+)
+MAX_DETERMINANT_ROWS = 4
 _TRANSPOSED = re.compile(r"\^ ?(?:\{ ?(?:T|\\top ?|\\text\{T\}|\\intercal) ?\}|T|\\top(?![a-z])) ?")
 _RAISED = re.compile(r"\^(?:\{([1-9])\}|([1-9]))")
 _VECTOR = re.compile(r"[(\[](?:[^()\[\],]{1,60},){1,5}[^()\[\],]{1,60}[)\]]")
@@ -52,6 +59,46 @@ def read_linear(text: str) -> Linear | None:
     except _NotLinear:
         return None
     return value if has_operation and isinstance(value, Linear) else None
+
+
+def determinant_cells(text: str) -> tuple[tuple[Fraction, ...], ...]:
+    """Exact numbers of a normalised text that is one determinant of 2 to 4 rows; else none."""
+    match = _DETERMINANT.fullmatch(text) if "\\begin{" in text else None
+    if match is None:
+        return ()
+    is_plain = match["kind"] in ("matrix", "array")
+    if match["bar"]:
+        # Bars around (1) or [1] may be a norm.
+        is_determinant = is_plain
+    elif match.start("kind") > len("\\begin{"):
+        is_determinant = match["kind"] != "vmatrix" and (not is_plain or bool(match["call"]))
+    else:
+        is_determinant = match["kind"] == "vmatrix"
+    body = match["body"].strip().removesuffix("\\\\")
+    rows = [[parse_number(cell.strip()) for cell in row.split("&")] for row in body.split("\\\\")]
+    numbers = tuple(tuple(cell for cell in row if cell is not None) for row in rows)
+    is_square = all(
+        len(row) == len(rows) == len(cells) for row, cells in zip(numbers, rows, strict=True)
+    )
+    is_small = 2 <= len(rows) <= MAX_DETERMINANT_ROWS
+    return numbers if is_determinant and is_square and is_small else ()
+
+
+def with_determinant(text: str) -> str:
+    """The value of a text that is one determinant of numbers; any other text as it is."""
+    cells = determinant_cells(text)
+    return _spelled(_determinant(cells)) if cells else text
+
+
+def _determinant(rows: tuple[tuple[Fraction, ...], ...]) -> Fraction:
+    """The expansion by the first row."""
+    if len(rows) == 1:
+        return rows[0][0]
+    total = Fraction(0)
+    for place, cell in enumerate(rows[0]):
+        minor = tuple(row[:place] + row[place + 1 :] for row in rows[1:])
+        total += (-1) ** place * cell * _determinant(minor)
+    return total
 
 
 def operands_of(text: str) -> list[str]:

@@ -20,6 +20,7 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 | residue class, class or number | same modulus and residues; the residue as written |
 | pieces by condition, pieces | same pieces in any order |
 | matrix, matrix | same entries |
+| determinant of numbers, number | the number is its value |
 | words, words | same words |
 """
 
@@ -36,6 +37,7 @@ from verification.math.bound_names import (
 from verification.math.expression import parse_expression
 from verification.math.inequalities import is_positive_multiple
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
+from verification.math.linear import with_determinant
 from verification.math.notation import Congruence, respell, same_congruence
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
@@ -81,7 +83,8 @@ def same_structure(
         return pair.is_correct
     first, second = (normalise(text) for text in pair)
     first, second = (
-        normalise(respell(text, other)) for text, other in ((first, second), (second, first))
+        with_determinant(normalise(respell(text, other)))
+        for text, other in ((first, second), (second, first))
     )
     if first == second:
         return True

@@ -21,7 +21,7 @@ from verification.math.answer import spelled
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
 from verification.math.expression import parse_expression
 from verification.math.forms import form_of, is_other_form
-from verification.math.linear import operands_of
+from verification.math.linear import determinant_cells, operands_of
 from verification.math.notation import respell
 from verification.math.operations import (
     BRACKETS,
@@ -64,6 +64,8 @@ _RECIPROCAL = re.compile(
     r"\\frac\{1\}\{\\(sec|csc|cot|cos|sin|tan)(?![a-z])([^{}]{1,40}|[^{}]{0,20}\{[^{}]{0,20}\}\{?[^{}]{0,20}\}?)\}"
     r"|1/\\(sec|csc|cot|cos|sin|tan)(?![a-z])(.{1,60})"
 )
+_NUMERAL = re.compile(r"[0-9]{1,400}(?:\.[0-9]{1,400})?")
+_ROW_GAP = re.compile(r"(?<=\\\\)\[[^\[\]]{0,12}\]")
 MAX_CALLS = 8
 MAX_PARTS = 60
 
@@ -88,6 +90,8 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
         return True
     if _is_linear_copy(first, second, problem, rule):
         return True
+    if determinant_cells(first) and not determinant_cells(second):
+        return rule == "refuse" or not problem or _holds_entries(problem, first)
     # C(5,2) is a binomial coefficient, here as in comparisons.
     first, second = normalise(respell(first, second)), normalise(respell(second, first))
     (held, unit), (wanted, _) = split_unit(first), split_unit(second)
@@ -168,6 +172,21 @@ def _is_linear_copy(first: str, second: str, problem: str, rule: UnevaluatedRule
     if not operands or operands_of(second) or _LETTER.search(_TRANSPOSE.sub("", first)):
         return False
     return rule == "refuse" or all(stands_in(one, problem) for one in operands)
+
+
+def _holds_entries(problem: str, determinant: str) -> bool:
+    """Whether a problem has the numbers of a determinant in a row, in any order or notation."""
+    found = _entries(normalise(problem[:MAX_PROBLEM_CHARS]))
+    wanted = Counter(_entries(determinant))
+    size = wanted.total()
+    windows = (found[place : place + size] for place in range(len(found) - size + 1))
+    return any(Counter(window) == wanted for window in windows)
+
+
+def _entries(text: str) -> list[Fraction]:
+    numbers = [Fraction(number) for number in _NUMERAL.findall(_ROW_GAP.sub(" ", text))]
+    # Rows and columns of a unit matrix change no determinant.
+    return [number for number in numbers if number not in (0, 1)]
 
 
 # --- copied ---------------------------------------------------------------------------------------

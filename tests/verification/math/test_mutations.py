@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from math_verify import parse
-from sympy import Expr, simplify
+from sympy import Expr, Matrix, simplify
 
 from tests.verification.math.golden_pairs import load_golden_pairs
 from tests.verification.math.mutations import MUTATIONS, Mutant, draw_mutants
@@ -17,6 +17,10 @@ COUNT = 3000
 # No words, units, lists or relations, of which math-verify would read a part.
 _PLAIN = re.compile(
     r"(?:[0-9.+*/^{}()! -]|(?<![A-Za-z])[a-z](?![a-z])|\\(?:d?frac|sqrt|pi|cdot)(?![a-z]))+"
+)
+_DETERMINANT = re.compile(
+    r"(?:D=|\\det|\\operatorname\{det\}|\\left[|(])*\\begin\{([a-z]+)\}(?:\{c+\})?([^a-z{}]*"
+    r"(?:\\frac[^a-z]*)*)\\end\{\1\}(?:\\right[|)])?"
 )
 PROVED = {
     (row["answer"], row["reference"])
@@ -43,7 +47,11 @@ def _is_proved(mutant: Mutant) -> bool:
 
 
 def _parse(text: str) -> object:
-    """The expression of a plain formula; None for what is more than one."""
+    """The expression of a plain formula or determinant; None for what is more than one."""
+    determinant = _DETERMINANT.fullmatch(text)
+    if determinant:
+        rows = [row.split("&") for row in determinant[2].split("\\\\")]
+        return Matrix([[_parse(cell) for cell in row] for row in rows]).det()
     if not _PLAIN.fullmatch(text):
         return None
     found = parse(f"\\boxed{{{text}}}", parsing_timeout=None, fallback_mode="no_fallback")
