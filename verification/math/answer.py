@@ -21,6 +21,7 @@ from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.typed import (
     as_functions,
     as_reference_writes,
+    is_renamed,
     second_form,
     typed,
     with_rows,
@@ -37,7 +38,7 @@ def compare_quickly(
 ) -> Verdict | None:
     """Verdict if plain text decides: equal text, numbers, units, words; else None.
 
-    A base that only the problem names counts if the problem is given.
+    A base that only the problem names, and letters that it does not contain, count if it is given.
 
     Time linear in the texts, and no exception on any text. Reasons of refusal: answer_too_long,
     too_many_digits, answer_too_deep, explosive_answer, and reference_too_long.
@@ -55,6 +56,8 @@ def compare_quickly(
     if first == second or without_marks(first) == without_marks(second):
         return CORRECT
     if problem and is_in_named_base(first, second, problem):
+        return CORRECT
+    if (problem or "constant" in answer) and is_renamed(answer, reference, problem):
         return CORRECT
     # Both sides are checked, so that a swapped pair is refused too.
     reason = refusal(first) or refusal(second)

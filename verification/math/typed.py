@@ -291,3 +291,85 @@ def with_rows(text: str, other: str) -> str:
         return text
     rows = [row.strip("[], ").replace(",", "&") for row in match[1].split("]")[:-1]]
     return "\\begin{pmatrix}" + "\\\\".join(rows) + "\\end{pmatrix}"
+
+
+# --- renamed constants ----------------------------------------------------------------------------
+
+_SAYS_CONSTANT = re.compile(
+    r",? ?(?:where|with|for) (?P<names>[A-Za-z](?:(?:, ?| and )[A-Za-z]){0,2}) "
+    r"(?:is|are) (?:(?:an|a|any|some) )?(?:arbitrary )?constants?\.?$"
+)
+_ASKS_FOR_ALL = re.compile(
+    r"(?<![a-z])(?:(?:find|determine|what are|describe) (?:all|every) (?:(?:the|real|such"
+    r"|continuous|possible|real-valued) ){0,2}(?:functions?|polynomials?)"
+    r"|general solution)(?![a-z])",
+    re.IGNORECASE,
+)
+_MATHS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_ARTICLE = re.compile(
+    r"(?<![A-Za-z])(?<!constant )(?<!number )(?<!parameter )(?<!integer )(?<!real )(?<!given )"
+    r"(?<!fixed )[aA] (?=(?!(?:is|are|and|be|not|for|of|in|to|at|on|as|with|by|from|that|which"
+    r"|where|such|has|if|then|but|or|so|may|can|when|exists?|holds?|satisf[a-z]*)[ ,.])[a-z]{3})"
+)
+_WRITTEN_LETTERS = re.compile(
+    r"[A-Za-z]+(?=[-=+*/^(_<>0-9])|(?<=[-=+*/^)(_<>0-9])[A-Za-z]+|(?<![A-Za-z])[A-Za-z]{1,2}(?![A-Za-z])"
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_PARAMETERS = frozenset("abckmpqrsCK")
+_VARIABLE = re.compile("[xtyz]")
+# The letter of a choice, `(a) cx`, is no constant.
+_MAY_BE_CHOICE = re.compile(
+    r"^\W*[A-Za-z] ?[).:]|[A-Za-z] [A-Za-z]|[^-A-Za-z0-9+*/^()=. ]|\.(?![0-9])"
+)
+_MAX_PROBLEM_CHARS = 4000
+
+
+def is_renamed(answer: str, reference: str, problem: str) -> bool:
+    """Whether two texts are the same but for the names of arbitrary constants.
+
+    Both texts say which letters are constants; or the problem asks for all functions, all
+    polynomials or a general solution, and does not contain those letters. The rest is the same.
+    """
+    texts = bare_words(answer), bare_words(reference)
+    said = [_SAYS_CONSTANT.search(text) for text in texts]
+    if len(problem) > _MAX_PROBLEM_CHARS:
+        return False
+    given = _letters_in(problem)
+    if said[0] and said[1]:
+        names = [
+            frozenset(re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", m["names"]))
+            for m in said
+            if m
+        ]
+        bare = [text[: m.start()] for text, m in zip(texts, said, strict=True) if m]
+        return _is_same_but_for(bare[0], bare[1], *(one - given for one in names))
+    if any(said):
+        return False
+    if not _ASKS_FOR_ALL.search(problem):
+        return False
+    free = _PARAMETERS - given
+    return _is_same_but_for(*texts, free, free)
+
+
+def _is_same_but_for(
+    first: str, second: str, names: frozenset[str], others: frozenset[str]
+) -> bool:
+    """Whether a one-to-one renaming of some letters turns one text into the other."""
+    if _MAY_BE_CHOICE.search(first) or not _VARIABLE.search(first):
+        return False
+    first, second = first.replace(" ", ""), second.replace(" ", "")
+    if len(first) != len(second) or "\\" in first + second:
+        return False
+    forth: dict[str, str] = {}
+    for one, other in zip(first, second, strict=True):
+        is_free = one in names and other in others
+        if (one != other and not is_free) or forth.setdefault(one, other) != other:
+            return False
+    return len(set(forth.values())) == len(forth) and not re.search("[A-Za-z]{3}", first)
+
+
+def _letters_in(problem: str) -> frozenset[str]:
+    """Letters that stand in a problem's formulas, with every letter of a doubtful run."""
+    maths = "".join(_COMMAND.sub(" ", part) for part in _MATHS.findall(problem))
+    words = _ARTICLE.sub(" ", _COMMAND.sub(" ", _MATHS.sub(" ", problem)))
+    return frozenset(maths + "".join(_WRITTEN_LETTERS.findall(words)))
