@@ -330,11 +330,12 @@ def is_renamed(answer: str, reference: str, problem: str) -> bool:
     Both texts say which letters are constants; or the problem asks for all functions, all
     polynomials or a general solution, and does not contain those letters. The rest is the same.
     """
+    if "constant" not in answer and not _ASKS_FOR_ALL.search(problem):
+        return False
     texts = bare_words(answer), bare_words(reference)
     said = [_SAYS_CONSTANT.search(text) for text in texts]
     if len(problem) > _MAX_PROBLEM_CHARS:
         return False
-    given = _letters_in(problem)
     if said[0] and said[1]:
         names = [
             frozenset(re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", m["names"]))
@@ -342,12 +343,12 @@ def is_renamed(answer: str, reference: str, problem: str) -> bool:
             if m
         ]
         bare = [text[: m.start()] for text, m in zip(texts, said, strict=True) if m]
-        return _is_same_but_for(bare[0], bare[1], *(one - given for one in names))
+        return _is_same_but_for(bare[0], bare[1], *(one - _letters_in(problem) for one in names))
     if any(said):
         return False
     if not _ASKS_FOR_ALL.search(problem):
         return False
-    free = _PARAMETERS - given
+    free = _PARAMETERS - _letters_in(problem)
     return _is_same_but_for(*texts, free, free)
 
 
