@@ -272,9 +272,8 @@ class Coordinator:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
             self._maker.put(order)
-        if (batch := self._maker.take()) is not None:
-            self._requests.put(batch)
-        for peer, answer in self._requests.answers():
+        self._maker.look()
+        for peer, answer in self._requests.answers(self._maker.batch):
             self.deadline.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if order is not None:
