@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -75,10 +75,13 @@ class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
     has_heard_all: bool
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """The run is asked to stop, or supervised training is over."""
+class StopAsked(msgspec.Struct, frozen=True, array_like=True, tag="stop_asked"):
+    """The run is asked to stop before its last step."""
 
-    what: Literal["stop", "expect_trainer"]
+
+class TrainerExpected(msgspec.Struct, frozen=True, array_like=True, tag="trainer_expected"):
+    """Supervised training is over."""
+
     now: float
 
 
@@ -101,7 +104,16 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     """Checksum of what the messages were, to notice a replay that differs."""
 
 
-AnyRecord = Began | Received | Unreachable | Ticked | Told | Counted | Sent
+AnyRecord = (
+    Began
+    | Received
+    | Unreachable
+    | Ticked
+    | StopAsked
+    | TrainerExpected
+    | Counted
+    | Sent
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 

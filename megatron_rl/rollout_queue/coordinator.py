@@ -300,6 +300,17 @@ class Coordinator:
         return order
 
     @property
+    def peers(self) -> set[tuple[str, str]]:
+        """(endpoint, name) of all live generators and verifiers."""
+        generators, verifiers = self._leases.generators, self._scoring.verifiers
+        return {(PROMPTS, name) for name in generators} | {(VERIFY, name) for name in verifiers}
+
+    @property
+    def built_steps(self) -> int:
+        """Number of built batches."""
+        return self._requests.built_steps
+
+    @property
     def is_dealing(self) -> bool:
         """Whether a batch is being dealt."""
         return self._maker.is_busy
@@ -320,6 +331,10 @@ class Coordinator:
             now,
         )
         return Outgoing(PROMPTS, *issued) if issued else None
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training, if any, is over."""
+        self.deadline.expect_trainer(now)
 
     # --- deadlines and end ----------------------------------------------------------------------
 

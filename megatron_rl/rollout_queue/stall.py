@@ -20,9 +20,13 @@ STALL_S = 2.0
 class LoopClock:
     """A monotonic clock without stalls of the loop; call `read` in every pass."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._read_at = monotonic()
+    def __init__(
+        self, monotonic: Callable[[], float] = time.monotonic, *, begin: float | None = None
+    ) -> None:
+        """begin: the first reading; None: that of `monotonic`."""
+        offset_s = 0.0 if begin is None else begin - monotonic()
+        self._monotonic = lambda: monotonic() + offset_s
+        self._read_at = self._monotonic()
         self._unix_offset_s = time.time() - self._read_at
         self.stalled_s = 0.0
         """Seconds of all stalls so far."""

@@ -1,0 +1,169 @@
+"""Continues the ledger of a queue that was killed: the newest state, then each record after it.
+
+Used by the rollout queue's server at its start. The messages of the replayed coordinator are not
+sent; their checksums are compared with those of the killed process, so a replay that differs ends
+the run instead of losing prompts silently.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY
+from megatron_rl.protocol.frames import Frame, decode_frames
+from megatron_rl.protocol.ledger import (
+    LOG,
+    AnyRecord,
+    Began,
+    Counted,
+    LogFile,
+    Received,
+    Sent,
+    StopAsked,
+    Ticked,
+    TrainerExpected,
+    Unreachable,
+    read_entries,
+    read_state,
+    segment_path,
+    segments,
+)
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.wire import WireError
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
+from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
+from megatron_rl.rollout_queue.states import References, load
+
+log = logging.getLogger(__name__)
+
+_HEARS = {endpoint.name: endpoint.router_hears for endpoint in (PROMPTS, VERIFY, BATCHES)}
+
+
+class Live(NamedTuple):
+    """What a new process does the coordinator's work with."""
+
+    maker: BatchMaker
+    writer: RecordFiles | RecordThread
+    records: Path
+    """Folder of the writer."""
+    metrics: JsonlWriter
+    metrics_path: Path
+
+
+@dataclass
+class _Replay:
+    """A coordinator that gets the records of a log."""
+
+    parts: Parts
+    path: Path
+    now: float = 0.0
+    """Latest time in the log."""
+    records: int = 0
+
+    def apply(self, record: AnyRecord, frames: list[Frame]) -> None:
+        """Do again what a record says. Raises InputError if the outcome differs."""
+        self.records += 1
+        coordinator = self.parts.coordinator
+        match record:
+            case Received(endpoint, peer, now):
+                self.now = now
+                try:
+                    message = decode_frames(frames, _HEARS[endpoint])
+                    coordinator.handle(endpoint, peer, message, now)
+                except WireError as error:
+                    # It was refused then, too; the next record says so.
+                    log.debug("a message of %s was refused: %s", peer, error)
+            case Sent():
+                self._send(record)
+            case Ticked(now, has_heard_all):
+                self.now = now
+                coordinator.tick(now, has_heard_all=has_heard_all)
+            case Unreachable(endpoint, peer):
+                coordinator.lose(endpoint, peer)
+            case Counted(values):
+                self.parts.metrics.write(0, values)
+            case StopAsked():
+                coordinator.stop_training()
+            case TrainerExpected(now):
+                coordinator.expect_trainer(now)
+            case Began():
+                raise InputError(f"{self.path} has the record of a state")
+
+    def _send(self, sent: Sent) -> None:
+        self.now = sent.now
+        self.parts.writer.note_written(sent.written)
+        self.parts.maker.has_dealt = sent.has_dealt
+        messages = list(self.parts.coordinator.outgoing(sent.now))
+        found = len(messages), check_of(messages)
+        if found != (sent.messages, sent.check):
+            raise InputError(
+                f"the ledger {self.path} cannot be continued: after {self.records} records the "
+                f"queue sends {found[0]} messages (checksum {found[1]:08x}), but the killed one "
+                f"sent {sent.messages} ({sent.check:08x}). Start the run again: it resumes from "
+                "its newest checkpoint"
+            )
+
+
+class Recovered(NamedTuple):
+    """A queue that continues."""
+
+    ledger: Ledger
+    now: float
+    """The time at which the killed queue stopped, by its clock."""
+
+
+def recover(
+    folder: Path,
+    references: References,
+    live: Live,
+    *,
+    label: str,
+    limit_s: float,
+) -> Recovered | None:
+    """Continue the newest segment of this start of the run; None if there is none.
+
+    Raises InputError when the ledger cannot be continued, and OSError.
+    """
+    found = _newest(folder, label)
+    if found is None:
+        return None
+    number, began, state = found
+    began_at = time.monotonic()
+    parts = Parts(*load(state, references))
+    parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
+    path = segment_path(folder, number, LOG)
+    replay = _Replay(parts, path)
+    end = 0
+    if path.exists():
+        for entry in read_entries(path):
+            replay.apply(entry.record, [*entry.frames])
+            end = entry.end
+    parts.writer.end_replay(live.writer, live.records)
+    parts.maker.end_replay(live.maker)
+    ledger = Ledger(
+        folder, parts, references, label=label, metrics_begin=began.metrics_begin,
+        limit_s=limit_s, number=number, log_file=LogFile(path, end=end, limit_s=limit_s),
+    )  # fmt: skip
+    log.warning(
+        "the queue continues after its death: %d records of segment %d, %.1f s",
+        replay.records, number, time.monotonic() - began_at,
+    )  # fmt: skip
+    return Recovered(ledger, replay.now)
+
+
+def _newest(folder: Path, label: str) -> tuple[int, Began, memoryview] | None:
+    """(number, beginning, state) of the newest segment of this start with an undamaged state."""
+    for number in reversed(segments(folder)):
+        found = read_state(folder, number)
+        if found is None:
+            raise InputError(
+                f"the ledger's state {segment_path(folder, number, '.state')} is damaged. Start "
+                "the run again: it resumes from its newest checkpoint"
+            )
+        if found[0].start == start_of(label):
+            return number, *found
+    return None
