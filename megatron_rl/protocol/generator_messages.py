@@ -54,6 +54,13 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
 
 
+class RolloutTaken(msgspec.Struct, frozen=True, tag="RolloutTaken"):
+    """The queue has this completion on its disk, or does not need it; its generator forgets it."""
+
+    lease_id: int
+    index: int
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
     """Stop the remaining completions of a lease. No answer."""
 

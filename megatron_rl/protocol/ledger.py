@@ -104,16 +104,7 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     """Checksum of what the messages were, to notice a replay that differs."""
 
 
-AnyRecord = (
-    Began
-    | Received
-    | Unreachable
-    | Ticked
-    | StopAsked
-    | TrainerExpected
-    | Counted
-    | Sent
-)
+AnyRecord = Began | Received | Unreachable | Ticked | StopAsked | TrainerExpected | Counted | Sent
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 

@@ -332,6 +332,10 @@ class Coordinator:
         )
         return Outgoing(PROMPTS, *issued) if issued else None
 
+    def write_counts(self, values: dict[str, float]) -> None:
+        """Write a row of the server's counts."""
+        self._metrics.write(0, values)
+
     def expect_trainer(self, now: float) -> None:
         """Supervised training, if any, is over."""
         self.deadline.expect_trainer(now)

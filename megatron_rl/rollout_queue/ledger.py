@@ -203,6 +203,11 @@ class Ledger(Closing):
                 break
         remove_segments(self._folder, [n for n in segments(self._folder) if n < kept])
 
+    def remove(self) -> None:
+        """The run has ended well: nobody continues the ledger."""
+        self.close()
+        remove_segments(self._folder, segments(self._folder))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -10,7 +10,7 @@ from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Score
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
-from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
+from megatron_rl.rollout_queue.coordinator import Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.ledger import Ledger, Parts
 from megatron_rl.rollout_queue.record_files import RecordFiles
@@ -62,9 +62,7 @@ class Mortal:
     def _die(self) -> None:
         self.deaths += 1
         self.ledger.close()
-        found = recover(
-            self._folder, self._references, self._live(), label=LABEL, limit_s=1.0
-        )
+        found = recover(self._folder, self._references, self._live(), label=LABEL, limit_s=1.0)
         assert found is not None
         self.ledger = found.ledger
         lost, self._unwritten = self._unwritten, []
