@@ -51,6 +51,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """The trainer saves its state after this step with it; -1: it does not."""
     metrics_begin: int
     """Bytes of metrics.jsonl when the ledger began."""
+    offset_s: float
+    """Unix seconds at time 0 of the queue's clock."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
@@ -73,6 +75,8 @@ class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
 
     now: float
     has_heard_all: bool
+    offset_s: float
+    """As in `Began`; grows when the clock stands still."""
 
 
 class StopAsked(msgspec.Struct, frozen=True, array_like=True, tag="stop_asked"):

@@ -41,6 +41,7 @@ from megatron_rl.protocol.ledger import (
 from megatron_rl.protocol.types import AnyMessage, SaveState
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
+from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import References, dump
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Ledger(Closing):
         folder: Path,
         parts: Parts,
         references: References,
+        unix_s: UnixTime,
         *,
         label: str,
         metrics_begin: int,
@@ -82,7 +84,7 @@ class Ledger(Closing):
         limit_s: how long a full disk is waited for.
         """
         self._folder, self._parts, self._references = folder, parts, references
-        self._coordinator = parts.coordinator
+        self._coordinator, self._unix_s = parts.coordinator, unix_s
         self._start, self._metrics_begin = start_of(label), metrics_begin
         self._limit_s = limit_s
         self._number = number
@@ -115,7 +117,7 @@ class Ledger(Closing):
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
         """As `Coordinator.tick`."""
-        self._add(Ticked(now, has_heard_all))
+        self._add(Ticked(now, has_heard_all, self._unix_s(0.0)))
         self._coordinator.tick(now, has_heard_all=has_heard_all)
 
     def stop_training(self) -> None:
@@ -185,7 +187,7 @@ class Ledger(Closing):
             self._flush()
             self._file.close()
         self._number += 1
-        began = Began(self._start, saved_step, self._metrics_begin)
+        began = Began(self._start, saved_step, self._metrics_begin, self._unix_s(0.0))
         state = dump(self._parts, self._references)
         self._state_bytes = write_state(self._folder, self._number, began, state)
         self._file = LogFile(segment_path(self._folder, self._number, LOG), limit_s=self._limit_s)

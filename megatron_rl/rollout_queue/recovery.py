@@ -36,6 +36,7 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
+from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
 from megatron_rl.rollout_queue.states import References, load
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,24 @@ class _Replay:
     """A coordinator that gets the records of a log."""
 
     parts: Parts
+    unix_s: UnixTime
     path: Path
     now: float = 0.0
     """Latest time in the log."""
     records: int = 0
+
+    def run(self) -> int:
+        """Apply the whole log; returns the end of its last record, in bytes."""
+        end, room = 0, logging.getLogger(__package__)
+        # All of it is in the log of the killed process.
+        room.setLevel(logging.ERROR)
+        try:
+            for entry in read_entries(self.path):
+                self.apply(entry.record, [*entry.frames])
+                end = entry.end
+        finally:
+            room.setLevel(logging.NOTSET)
+        return end
 
     def apply(self, record: AnyRecord, frames: list[Frame]) -> None:
         """Do again what a record says. Raises InputError if the outcome differs."""
@@ -79,8 +94,8 @@ class _Replay:
                     log.debug("a message of %s was refused: %s", peer, error)
             case Sent():
                 self._send(record)
-            case Ticked(now, has_heard_all):
-                self.now = now
+            case Ticked(now, has_heard_all, offset_s):
+                self.now, self.unix_s.offset_s = now, offset_s
                 coordinator.tick(now, has_heard_all=has_heard_all)
             case Unreachable(endpoint, peer):
                 coordinator.lose(endpoint, peer)
@@ -112,13 +127,14 @@ class Recovered(NamedTuple):
     """A queue that continues."""
 
     ledger: Ledger
-    now: float
-    """The time at which the killed queue stopped, by its clock."""
+    clock: LoopClock
+    """Goes on where that of the killed queue stopped."""
 
 
 def recover(
     folder: Path,
     references: References,
+    unix_s: UnixTime,
     live: Live,
     *,
     label: str,
@@ -126,7 +142,7 @@ def recover(
 ) -> Recovered | None:
     """Continue the newest segment of this start of the run; None if there is none.
 
-    Raises InputError when the ledger cannot be continued, and OSError.
+    unix_s: gets a clock. Raises InputError when the ledger cannot be continued, and OSError.
     """
     found = _newest(folder, label)
     if found is None:
@@ -136,23 +152,21 @@ def recover(
     parts = Parts(*load(state, references))
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
-    replay = _Replay(parts, path)
-    end = 0
-    if path.exists():
-        for entry in read_entries(path):
-            replay.apply(entry.record, [*entry.frames])
-            end = entry.end
+    unix_s.offset_s = began.offset_s
+    replay = _Replay(parts, unix_s, path)
+    end = replay.run() if path.exists() else 0
     parts.writer.end_replay(live.writer, live.records)
     parts.maker.end_replay(live.maker)
     ledger = Ledger(
-        folder, parts, references, label=label, metrics_begin=began.metrics_begin,
+        folder, parts, references, unix_s, label=label, metrics_begin=began.metrics_begin,
         limit_s=limit_s, number=number, log_file=LogFile(path, end=end, limit_s=limit_s),
     )  # fmt: skip
     log.warning(
         "the queue continues after its death: %d records of segment %d, %.1f s",
         replay.records, number, time.monotonic() - began_at,
     )  # fmt: skip
-    return Recovered(ledger, replay.now)
+    unix_s.clock = LoopClock(begin=replay.now)
+    return Recovered(ledger, unix_s.clock)
 
 
 def _newest(folder: Path, label: str) -> tuple[int, Began, memoryview] | None:

@@ -30,7 +30,7 @@ from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY, Endpoint
 from megatron_rl.protocol.generator_messages import RolloutTaken
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
+from megatron_rl.protocol.process import note_ready, raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.types import AnyMessage, RolloutDone
@@ -82,7 +82,7 @@ def serve(
     poller = zmq.Poller()
     for router in routers.values():
         poller.register(router.socket, zmq.POLLIN)
-    note_started()
+    note_ready()
     clock.start()
     inbox = _Inbox(coordinator, routers, clock)
     inbox.await_peers(poller)

@@ -50,6 +50,19 @@ class LoopClock:
         return at + self.stalled_s + self._unix_offset_s
 
 
+class UnixTime:
+    """Converts times of a `LoopClock` to unix seconds, also those of a process that was killed."""
+
+    def __init__(self, clock: LoopClock | None = None) -> None:
+        self.clock = clock
+        self.offset_s = 0.0
+        """Without a clock: unix seconds at time 0."""
+
+    def __call__(self, at: float) -> float:
+        """Unix seconds of a time."""
+        return at + self.offset_s if self.clock is None else self.clock.unix_s(at)
+
+
 _DISMISS_S = 5.0
 """Time for trainer ranks to ask once more after the last weight sync, and be told to stop."""
 

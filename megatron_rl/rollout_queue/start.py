@@ -19,17 +19,8 @@ from megatron_rl.rollout_queue.ledger import Ledger, Parts
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
 from megatron_rl.rollout_queue.recovery import Live, recover
-from megatron_rl.rollout_queue.stall import LoopClock
+from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
 from megatron_rl.rollout_queue.states import References
-
-
-class _UnixTime:
-    """Converts times of the loop's clock, which is known after the recovery."""
-
-    clock: LoopClock
-
-    def __call__(self, at: float) -> float:
-        return self.clock.unix_s(at)
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class Start:
         """
         folder = self.config.run.dir / FOLDER
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-        unix_s = _UnixTime()
+        unix_s = UnixTime()
         references = References(self.config, self.prompts, unix_s=unix_s)
         limit_s = self.config.checkpoint.write_timeout_s
         label = self.config.ports.label
@@ -79,20 +70,20 @@ class Start:
             self.config.run.dir / "metrics.jsonl",
         )  # fmt: skip
         # Without a label the ledger may be that of an earlier start.
-        found = recover(folder, references, live, label=label, limit_s=limit_s) if label else None
-        if found is not None:
-            unix_s.clock = LoopClock(begin=found.now)
-            return found.ledger, unix_s.clock
-        unix_s.clock = LoopClock()
+        if label:
+            found = recover(folder, references, unix_s, live, label=label, limit_s=limit_s)
+            if found is not None:
+                return found
+        unix_s.clock = clock = LoopClock()
         remove_segments(folder, segments(folder))
-        parts = self._parts(unix_s, unix_s.clock.read())
+        parts = self._parts(unix_s, clock.read())
         ledger = Ledger(
-            folder, parts, references,
+            folder, parts, references, unix_s,
             label=label, metrics_begin=live.metrics_path.stat().st_size, limit_s=limit_s,
         )  # fmt: skip
-        return ledger, unix_s.clock
+        return ledger, clock
 
-    def _parts(self, unix_s: _UnixTime, now: float) -> Parts:
+    def _parts(self, unix_s: UnixTime, now: float) -> Parts:
         maker, metrics = LedgerMaker(self.maker), LedgerMetrics(self.metrics)
         writer = LedgerWriter(self.writer)
         recorder = Recorder(self.config.run.dir, to_unix_s=unix_s, writer=writer)

@@ -15,6 +15,7 @@ from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, Ledger
 from megatron_rl.rollout_queue.ledger import Ledger, Parts
 from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
+from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import References
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -34,7 +35,8 @@ class Mortal:
         self._folder.mkdir()
         made = queue.coordinator
         prompts = made._training._prompts
-        self._references = References(queue.config, prompts, to_unix_s=made._recorder._to_unix_s)
+        self._unix_s = made._recorder._to_unix_s = UnixTime()
+        self._references = References(queue.config, prompts, unix_s=self._unix_s)
         records = queue.config.run.dir / "rollouts"
         self._live = lambda: Live(
             BatchMaker(),
@@ -50,7 +52,13 @@ class Mortal:
         made._maker, made._recorder.writer = parts.maker, parts.writer
         made._metrics = made._evaluations._metrics = parts.metrics
         self.ledger = Ledger(
-            self._folder, parts, self._references, label=LABEL, metrics_begin=0, limit_s=1.0
+            self._folder,
+            parts,
+            self._references,
+            self._unix_s,
+            label=LABEL,
+            metrics_begin=0,
+            limit_s=1.0,
         )
         self._unwritten: list[Callable[[], Any]] = []
 
@@ -62,8 +70,12 @@ class Mortal:
     def _die(self) -> None:
         self.deaths += 1
         self.ledger.close()
-        found = recover(self._folder, self._references, self._live(), label=LABEL, limit_s=1.0)
+        self._unix_s.clock = None
+        found = recover(
+            self._folder, self._references, self._unix_s, self._live(), label=LABEL, limit_s=1.0
+        )
         assert found is not None
+        self._unix_s.clock = None  # the test moves the time
         self.ledger = found.ledger
         lost, self._unwritten = self._unwritten, []
         for call in lost:
