@@ -96,8 +96,8 @@ class QueueConfig(Section):
     the run."""
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of the rollout queue within expert.queue.restart_window_s, if a signal killed it. It
-    continues from its ledger, after 1, 2, 4 ... at most 60 s. When no restart is left, or after an
-    error of its own, the run ends."""
+    continues from its ledger, after 1, 2, 4 ... at most 60 s. When no restart is left, or when the
+    queue itself fails, the run ends."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of the queue are counted."""
     record_tokens: bool = True

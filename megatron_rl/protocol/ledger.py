@@ -8,7 +8,8 @@ Written by the queue (`rollout_queue/ledger.py`), which a new process continues 
 
 A record on the disk: its size and CRC-32 (two little-endian uint32), then its frames: their number
 and sizes (uint32), then their bytes. The first frame is a struct below in msgpack; the others are
-the frames of a received message. A kill can tear only the end of a log.
+the frames of a received message. A kill can tear only the end of a log, which the sizes tell; so
+the CRC leaves out frames of `APART_BYTES` and more, the token arrays.
 """
 
 import errno
@@ -26,7 +27,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.frames import Frame
+from megatron_rl.protocol.frames import APART_BYTES, Frame
 from megatron_rl.protocol.whole_file import PRIVATE_FILE
 
 log = logging.getLogger(__name__)
@@ -127,10 +128,16 @@ def encode_record(record: AnyRecord, frames: Sequence[Frame] = ()) -> list[Frame
     """The buffers of a record on the disk. Frames are not copied."""
     body: list[Frame] = [_encoder.encode(record), *frames]
     sizes = struct.pack(f"<{1 + len(body)}I", len(body), *map(len, body))
+    size = len(sizes) + sum(map(len, body))
+    return [_HEAD.pack(size, _check(sizes, body)), sizes, *body]
+
+
+def _check(sizes: Frame, body: Sequence[Frame]) -> int:
     check = zlib.crc32(sizes)
     for frame in body:
-        check = zlib.crc32(frame, check)
-    return [_HEAD.pack(len(sizes) + sum(map(len, body)), check), sizes, *body]
+        if len(frame) < APART_BYTES:
+            check = zlib.crc32(frame, check)
+    return check
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
@@ -152,14 +159,18 @@ def _read_entry(content: memoryview, begin: int) -> Entry | None:
         return None
     size, check = _HEAD.unpack_from(content, begin)
     body = content[at : at + size]
-    if len(body) < size or size < _SIZE.size or zlib.crc32(body) != check:
+    if len(body) < size or size < _SIZE.size:
         return None
     (count,) = _SIZE.unpack_from(body)
     at = _SIZE.size * (1 + count)
-    frames = []
-    for length in struct.unpack_from(f"<{count}I", body, _SIZE.size):
+    if at > size:
+        return None
+    sizes, frames = body[:at], []
+    for length in struct.unpack_from(f"<{count}I", sizes, _SIZE.size):
         frames.append(body[at : at + length])
         at += length
+    if _check(sizes, frames) != check:
+        return None
     return Entry(_decoder.decode(frames[0]), frames[1:], begin + _HEAD.size + size)
 
 
