@@ -3,7 +3,7 @@
 Written by the queue (`rollout_queue/ledger.py`), which a new process continues after a kill
 (`rollout_queue/recovery.py`). A segment is two files:
 
-- NNNNNN.state: one `Began` record with the state of the queue at the beginning of the segment;
+- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment;
 - NNNNNN.log: a record for each input of the coordinator, and for each time that it sent messages.
 
 A record on the disk: its size and CRC-32 (two little-endian uint32), then its frames: their number
@@ -19,9 +19,9 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -39,12 +39,13 @@ _HEAD = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
 _MOST_BUFFERS = 1_000
 """Buffers of one write call; Linux takes 1024."""
+_MOST_BEGAN_BYTES = 4096
 _RETRY_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """A segment begins; its second frame is the state."""
+    """A segment begins."""
 
     start: str
     """Digest of the label of this start of the run: no other start continues the segment."""
@@ -169,7 +170,7 @@ def _read_entry(content: memoryview, begin: int) -> Entry | None:
     for length in struct.unpack_from(f"<{count}I", sizes, _SIZE.size):
         frames.append(body[at : at + length])
         at += length
-    if _check(sizes, frames) != check:
+    if at != size or _check(sizes, frames) != check:
         return None
     return Entry(_decoder.decode(frames[0]), frames[1:], begin + _HEAD.size + size)
 
@@ -245,24 +246,34 @@ def segment_path(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"{number:06d}{suffix}"
 
 
-def write_state(folder: Path, number: int, began: Began, state: bytes) -> int:
-    """Write the state of a new segment, whole or not at all; returns its bytes. Raises OSError."""
+def write_state(folder: Path, number: int, began: Began, dump: Callable[[BinaryIO], None]) -> int:
+    """Write the state of a new segment, whole or not at all; returns its bytes. Raises OSError.
+
+    dump: writes the state into a file.
+    """
     path = segment_path(folder, number, STATE)
     partial = path.with_suffix(".partial")
-    with LogFile(partial, limit_s=0.0) as file:
-        file.append(began, [state])
-        file.flush()
-        size = file.bytes
+    partial.touch(PRIVATE_FILE)
+    with partial.open("wb") as file:
+        file.writelines(encode_record(began))
+        dump(file)
     partial.replace(path)
-    return size
+    return path.stat().st_size
 
 
-def read_state(folder: Path, number: int) -> tuple[Began, memoryview] | None:
-    """The state at the beginning of a segment; None if its file is damaged."""
-    for record, frames, _ in read_entries(segment_path(folder, number, STATE)):
-        if isinstance(record, Began) and len(frames) == 1:
-            return record, frames[0]
-    return None
+def read_began(folder: Path, number: int) -> Began | None:
+    """How a segment began, without its state; None if its file is damaged."""
+    with segment_path(folder, number, STATE).open("rb") as file:
+        entry = _read_entry(memoryview(file.read(_MOST_BEGAN_BYTES)), 0)
+    return entry.record if entry is not None and isinstance(entry.record, Began) else None
+
+
+def read_state(folder: Path, number: int) -> memoryview:
+    """The state at the beginning of a segment whose `read_began` is not None."""
+    content = memoryview(segment_path(folder, number, STATE).read_bytes())
+    entry = _read_entry(content, 0)
+    assert entry is not None
+    return content[entry.end :]
 
 
 def remove_segments(folder: Path, numbers: Sequence[int]) -> None:

@@ -106,6 +106,8 @@ class LedgerWriter:
         """Hand on the jobs, whose cause the ledger has now. Raises as `RecordThread.write`."""
         assert self._writer is not None
         new = self.put - self._base - self._writer.put
+        if not new:
+            return
         for job in itertools.islice(self._waiting, len(self._waiting) - new, None):
             self._writer.write(job)
 

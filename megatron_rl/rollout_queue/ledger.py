@@ -14,6 +14,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from megatron_rl.protocol.ledger import (
     Ticked,
     TrainerExpected,
     Unreachable,
-    read_state,
+    read_began,
     remove_segments,
     segment_path,
     segments,
@@ -188,8 +189,8 @@ class Ledger(Closing):
             self._file.close()
         self._number += 1
         began = Began(self._start, saved_step, self._metrics_begin, self._unix_s(0.0))
-        state = dump(self._parts, self._references)
-        self._state_bytes = write_state(self._folder, self._number, began, state)
+        write = partial(dump, self._parts, self._references)
+        self._state_bytes = write_state(self._folder, self._number, began, write)
         self._file = LogFile(segment_path(self._folder, self._number, LOG), limit_s=self._limit_s)
         log.info("segment %d of the ledger begins with %d bytes", self._number, self._state_bytes)
         self._thin()
@@ -199,8 +200,8 @@ class Ledger(Closing):
         steps = complete_checkpoints(self._folder.parent / CHECKPOINTS)
         kept = self._number
         for number in reversed(segments(self._folder)):
-            found = read_state(self._folder, number)
-            if found is not None and found[0].saved_step in steps:
+            began = read_began(self._folder, number)
+            if began is not None and began.saved_step in steps:
                 kept = number
                 break
         remove_segments(self._folder, [n for n in segments(self._folder) if n < kept])

@@ -6,6 +6,7 @@ the run instead of losing prompts silently.
 """
 
 import logging
+import pickle
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY
 from megatron_rl.protocol.frames import Frame, decode_frames
 from megatron_rl.protocol.ledger import (
     LOG,
+    STATE,
     AnyRecord,
     Began,
     Counted,
@@ -26,6 +28,7 @@ from megatron_rl.protocol.ledger import (
     Ticked,
     TrainerExpected,
     Unreachable,
+    read_began,
     read_entries,
     read_state,
     segment_path,
@@ -147,9 +150,12 @@ def recover(
     found = _newest(folder, label)
     if found is None:
         return None
-    number, began, state = found
+    number, began = found
     began_at = time.monotonic()
-    parts = Parts(*load(state, references))
+    try:
+        parts = Parts(*load(read_state(folder, number), references))
+    except (pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise _damaged(folder, number) from error
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
     unix_s.offset_s = began.offset_s
@@ -169,15 +175,19 @@ def recover(
     return Recovered(ledger, unix_s.clock)
 
 
-def _newest(folder: Path, label: str) -> tuple[int, Began, memoryview] | None:
-    """(number, beginning, state) of the newest segment of this start with an undamaged state."""
+def _newest(folder: Path, label: str) -> tuple[int, Began] | None:
+    """(number, beginning) of the newest segment, if it is of this start of the run."""
     for number in reversed(segments(folder)):
-        found = read_state(folder, number)
-        if found is None:
-            raise InputError(
-                f"the ledger's state {segment_path(folder, number, '.state')} is damaged. Start "
-                "the run again: it resumes from its newest checkpoint"
-            )
-        if found[0].start == start_of(label):
-            return number, *found
+        began = read_began(folder, number)
+        if began is None:
+            raise _damaged(folder, number)
+        if began.start == start_of(label):
+            return number, began
     return None
+
+
+def _damaged(folder: Path, number: int) -> InputError:
+    return InputError(
+        f"the ledger's state {segment_path(folder, number, STATE)} is damaged. Start the run "
+        "again: it resumes from its newest checkpoint"
+    )

@@ -7,7 +7,7 @@ Prompts and the configuration are named in it; the process that reads it has its
 
 import io
 import pickle
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
@@ -36,7 +36,7 @@ class References:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, references: References) -> None:
+    def __init__(self, file: BinaryIO, references: References) -> None:
         super().__init__(file, protocol=5)
         self._references = references
 
@@ -66,13 +66,11 @@ def _may_load(module: str, name: str) -> bool:
     return module.partition(".")[0] in _MODULES
 
 
-def dump(parts: object, references: References) -> bytes:
-    """The state of these objects."""
-    file = io.BytesIO()
+def dump(parts: object, references: References, file: BinaryIO) -> None:
+    """Write the state of these objects."""
     _Pickler(file, references).dump(parts)
-    return file.getvalue()
 
 
 def load(state: bytes | memoryview, references: References) -> Any:
-    """The objects of a state. Raises pickle.UnpicklingError, KeyError."""
+    """The objects of a state. Raises pickle.UnpicklingError, EOFError, KeyError."""
     return _Unpickler(io.BytesIO(state), references).load()

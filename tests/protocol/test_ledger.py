@@ -1,11 +1,14 @@
 """The ledger's files: torn ends, full disks, and states that load nothing foreign."""
 
+import io
 import pickle
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -17,6 +20,7 @@ from megatron_rl.protocol.ledger import (
     LogFile,
     Received,
     Ticked,
+    read_began,
     read_entries,
     read_state,
     remove_segments,
@@ -120,16 +124,26 @@ def test_a_disk_that_stays_full_is_refused_and_the_log_is_whole(small_disk: Path
 
 def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     for number in (0, 1, 2):
-        write_state(tmp_path, number, Began("start", number, 7, 0.5), bytes([number]) * 1000)
+        write = partial(write_ten_thousand, bytes([number]))
+        write_state(tmp_path, number, Began("start", number, 7, 0.5), write)
     assert segments(tmp_path) == [0, 1, 2]
-    found = read_state(tmp_path, 1)
-    assert found is not None
-    assert found[0] == Began("start", 1, 7, 0.5) and bytes(found[1]) == b"\1" * 1000
+    assert read_began(tmp_path, 1) == Began("start", 1, 7, 0.5)
+    assert bytes(read_state(tmp_path, 1)) == b"\1" * 10_000
     damaged = tmp_path / "000002.state"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert read_state(tmp_path, 2) is None
+    damaged.write_bytes(damaged.read_bytes()[:10])
+    assert read_began(tmp_path, 2) is None
     remove_segments(tmp_path, [0, 2])
     assert segments(tmp_path) == [1]
+
+
+def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
+    file.write(byte * 10_000)
+
+
+def dumped(one: object, references: References) -> bytes:
+    file = io.BytesIO()
+    dump(one, references, file)
+    return file.getvalue()
 
 
 class Foreign:
@@ -141,6 +155,6 @@ def test_a_state_calls_nothing_foreign() -> None:
     references = References(Config(), PromptSets([], [], [], 0))
     for one in (Foreign(), print, subprocess.Popen, getattr):
         with pytest.raises(pickle.UnpicklingError, match="a state of the queue has no"):
-            load(dump(one, references), references)
+            load(dumped(one, references), references)
     config = references.find("config")
-    assert load(dump([config, {"a"}], references), references)[0] is config
+    assert load(dumped([config, {"a"}], references), references)[0] is config
