@@ -34,9 +34,10 @@ class Unconfirmed:
         rollout = message.rollout
         self._sent[rollout.lease_id, rollout.index] = _Sent(message, now + AGAIN_S)
 
-    def confirm(self, lease_id: int, index: int) -> None:
-        """Forget a completion; one that is unknown was confirmed before."""
-        self._sent.pop((lease_id, index), None)
+    def confirm(self, completions: list[tuple[int, int]]) -> None:
+        """Forget completions, (lease id, index); unknown ones were confirmed before."""
+        for key in completions:
+            self._sent.pop(key, None)
 
     def pop_due(self, now: float) -> list[RolloutDone]:
         """The completions to send again now; those that were sent MOST_SENDS times are dropped."""

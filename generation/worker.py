@@ -1,9 +1,9 @@
 """Generator process: leases completions from the queue and returns each as it finishes.
 
 Entry: `python -m generation.worker --config RUN_DIR/config.toml [--index 0]`. DEALER to the queue's
-prompts endpoint (GeneratorReady, Lease, Cancel, Hold, RolloutDone, RolloutTaken, RolloutFailed,
+prompts endpoint (GeneratorReady, Lease, Cancel, Hold, RolloutDone, RolloutsTaken, RolloutFailed,
 Stop) and to the trainer's weights endpoint (see `weight_client.py`). It never waits for the
-trainer. It keeps each completion until the queue confirms it by RolloutTaken.
+trainer. It keeps each completion until the queue confirms it by RolloutsTaken.
 
 Concurrency, one event loop:
 
@@ -66,7 +66,7 @@ from megatron_rl.protocol.types import (
     Rollout,
     RolloutDone,
     RolloutFailed,
-    RolloutTaken,
+    RolloutsTaken,
     Stop,
 )
 from megatron_rl.protocol.wire import WireError
@@ -179,8 +179,8 @@ class GeneratorWorker:
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)
-                    case RolloutTaken(lease_id, index):
-                        self._unconfirmed.confirm(lease_id, index)
+                    case RolloutsTaken(completions):
+                        self._unconfirmed.confirm(completions)
                     case Stop():
                         log.info("the queue said stop: %s", message.reason)
                         break

@@ -54,11 +54,11 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
 
 
-class RolloutTaken(msgspec.Struct, frozen=True, tag="RolloutTaken"):
-    """The queue has this completion on its disk, or does not need it; its generator forgets it."""
+class RolloutsTaken(msgspec.Struct, frozen=True, tag="RolloutsTaken"):
+    """The queue has these completions on its disk, or does not need them. Sent once a second."""
 
-    lease_id: int
-    index: int
+    completions: list[tuple[int, int]]
+    """(lease id, index)."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):

@@ -14,7 +14,7 @@ from megatron_rl.protocol.generator_messages import (
     GeneratorReady,
     Hold,
     RolloutFailed,
-    RolloutTaken,
+    RolloutsTaken,
 )
 from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.node_messages import NodeState, RunPhase
@@ -336,7 +336,7 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop"):
 
 
 FromGenerator = GeneratorReady | RolloutDone | RolloutFailed
-ToGenerator = Lease | Cancel | Hold | RolloutTaken | Stop
+ToGenerator = Lease | Cancel | Hold | RolloutsTaken | Stop
 FromVerifier = VerifierReady | ScoreDone | ScoreFailed | ClassDone
 ToVerifier = ScoreRequest | ClassRequest | Stop
 FromLeader = NextBatch | WeightsSynced | SaveState

@@ -12,6 +12,7 @@ import argparse
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -27,7 +28,7 @@ from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY, Endpoint
-from megatron_rl.protocol.generator_messages import RolloutTaken
+from megatron_rl.protocol.generator_messages import RolloutsTaken
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import note_ready, raise_file_limit, run_main, set_up_logging
@@ -93,7 +94,7 @@ def serve(
         poller.poll(1000 * (min(sleep_s, LOOK_S) if coordinator.is_dealing else sleep_s))
         inbox.receive_bursts()
         now = clock.read()
-        if now >= tick_at:
+        if confirms := now >= tick_at:
             if cold_start is not None and cold_start.exists():
                 coordinator.expect_trainer(now)
                 cold_start = None
@@ -104,7 +105,9 @@ def serve(
             coordinator.tick(now, has_heard_all=has_heard_all)
             inbox.write_counts()
             tick_at = now + _TICK_S
-        _send(coordinator, routers, [*coordinator.outgoing(now), *inbox.pop_taken()])
+        _send(coordinator, routers, coordinator.outgoing(now))
+        if confirms:
+            _send(coordinator, routers, inbox.pop_taken())
     inbox.write_counts()
     _send(coordinator, routers, coordinator.farewell(clock.read()))
 
@@ -117,8 +120,8 @@ class _Inbox:
     ) -> None:
         self._coordinator, self._routers = coordinator, routers
         self._clock = clock
-        self._taken: list[Outgoing] = []
-        """Confirmations of completions, which wait until the ledger has them."""
+        self._taken: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        """(lease id, index) of completions to confirm once the ledger has them, by generator."""
         self._heard: set[tuple[str, str]] = set()
         """(endpoint, name) of peers that sent something."""
         self._refused = 0
@@ -138,8 +141,12 @@ class _Inbox:
             missing -= self._heard
 
     def pop_taken(self) -> list[Outgoing]:
-        """The confirmations since the last call."""
-        taken, self._taken = self._taken, []
+        """Confirmations of the completions since the last call."""
+        taken = [
+            Outgoing(PROMPTS.name, peer, RolloutsTaken(completions))
+            for peer, completions in self._taken.items()
+        ]
+        self._taken.clear()
         return taken
 
     def drain(self) -> bool:
@@ -171,7 +178,7 @@ class _Inbox:
         self._heard.add((endpoint, peer))
         if isinstance(message, RolloutDone):
             lease_id, index = message.rollout.lease_id, message.rollout.index
-            self._taken.append(Outgoing(endpoint, peer, RolloutTaken(lease_id, index)))
+            self._taken[peer].append((lease_id, index))
         try:
             self._coordinator.handle(endpoint, peer, message, self._clock.read())
         except WireError as error:

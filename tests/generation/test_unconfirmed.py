@@ -10,14 +10,13 @@ def test_only_what_is_not_confirmed_is_sent_again() -> None:
     done = [RolloutDone(make_rollout(index, lease_id=7)) for index in range(3)]
     for number, message in enumerate(done):
         kept.note_sent(message, 100.0 + number)
-    kept.confirm(7, 1)
-    kept.confirm(7, 1)
+    kept.confirm([(7, 1), (8, 0)])
+    kept.confirm([(7, 1)])
     assert kept.leases == {7}
     assert kept.pop_due(100.0 + AGAIN_S - 0.1) == []
     assert kept.pop_due(102.0 + AGAIN_S) == [done[0], done[2]]
     assert kept.pop_due(102.0 + 2 * AGAIN_S) == []
-    kept.confirm(7, 0)
-    kept.confirm(7, 2)
+    kept.confirm([(7, 0), (7, 2)])
     assert kept.leases == set() and kept.pop_due(1e9) == []
 
 

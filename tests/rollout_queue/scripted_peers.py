@@ -23,7 +23,7 @@ from megatron_rl.protocol.types import (
     Rollout,
     RolloutDone,
     RolloutFailed,
-    RolloutTaken,
+    RolloutsTaken,
     Score,
     ScoreDone,
     ScoreRequest,
@@ -220,9 +220,9 @@ class ScriptedPeers:
         self.on_step(self.step)
         self._sync(self.step)
 
-    def _on_generator(self, message: Lease | RolloutTaken | Stop) -> None:
-        if isinstance(message, RolloutTaken):
-            self.confirmed.append((message.lease_id, message.index))
+    def _on_generator(self, message: Lease | RolloutsTaken | Stop) -> None:
+        if isinstance(message, RolloutsTaken):
+            self.confirmed += message.completions
             return
         if isinstance(message, Stop):
             self.stopped.add("generator")
