@@ -1,8 +1,9 @@
 """Generator process: leases completions from the queue and returns each as it finishes.
 
 Entry: `python -m generation.worker --config RUN_DIR/config.toml [--index 0]`. DEALER to the queue's
-prompts endpoint (GeneratorReady, Lease, Cancel, Hold, RolloutDone, RolloutFailed, Stop) and to the
-trainer's weights endpoint (see `weight_client.py`). It never waits for the trainer.
+prompts endpoint (GeneratorReady, Lease, Cancel, Hold, RolloutDone, RolloutsTaken, RolloutFailed,
+Stop) and to the trainer's weights endpoint (see `weight_client.py`). It never waits for the
+trainer. It keeps each completion until the queue confirms it by RolloutsTaken.
 
 Concurrency, one event loop:
 
@@ -40,6 +41,7 @@ from generation.health import Activity, EngineHealth, watch_work
 from generation.meeting import call_path
 from generation.sglang_nodes import SpreadSGLangEngine
 from generation.tasks import end_with_first, interrupted
+from generation.unconfirmed import Unconfirmed
 from generation.weight_client import WeightClient, start_engine
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
@@ -64,6 +66,7 @@ from megatron_rl.protocol.types import (
     Rollout,
     RolloutDone,
     RolloutFailed,
+    RolloutsTaken,
     Stop,
 )
 from megatron_rl.protocol.wire import WireError
@@ -105,6 +108,7 @@ class GeneratorWorker:
         """(prompt, task, length limit) -> ids, in order of last use."""
         self._owed: dict[int, set[int]] = {}
         """Lease -> indices of completions that the queue awaits."""
+        self._unconfirmed = Unconfirmed()
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
@@ -127,14 +131,14 @@ class GeneratorWorker:
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
-        owed = [lease_id for lease_id, waiting in self._owed.items() if waiting]
+        owed = {lease_id for lease_id, waiting in self._owed.items() if waiting}
         self._queue.send(
             GeneratorReady(
                 self._capacity,
                 self._engine.version,
                 self._session,
                 is_held,
-                owed,
+                sorted(owed | self._unconfirmed.leases),
                 activity=self._activity.report(time.monotonic()),
             )
         )
@@ -175,6 +179,8 @@ class GeneratorWorker:
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)
+                    case RolloutsTaken(completions):
+                        self._unconfirmed.confirm(completions)
                     case Stop():
                         log.info("the queue said stop: %s", message.reason)
                         break
@@ -202,7 +208,9 @@ class GeneratorWorker:
                     self._health.note_progress()
                     self._activity.change(time.monotonic(), -1, len(completion.token_ids))
                     rollout = self._rollout(lease, prompt_ids, completion, began_at=began_at)
-                    self._queue.send(RolloutDone(rollout))
+                    done = RolloutDone(rollout)
+                    self._unconfirmed.note_sent(done, time.monotonic())
+                    self._queue.send(done)
         except EngineError as error:
             # A dying engine fails all requests at once: the watch of its end cancels this task.
             await asyncio.sleep(FAIL_PAUSE_S)
@@ -273,6 +281,8 @@ class GeneratorWorker:
 
     async def _report(self) -> None:
         while True:
+            for done in self._unconfirmed.pop_due(time.monotonic()):
+                self._queue.send(done)
             self.announce()
             await asyncio.sleep(READY_S)
 

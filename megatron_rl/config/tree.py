@@ -94,6 +94,12 @@ class QueueConfig(Section):
     breaker_min_prompts: PositiveInt = 16
     """Minimum number of distinct prompts with failed completions before failing grades may end
     the run."""
+    max_restarts: int = Field(default=10, ge=0)
+    """Restarts of the rollout queue within expert.queue.restart_window_s, if a signal killed it. It
+    continues from its ledger, after 1, 2, 4 ... at most 60 s. When no restart is left, or when the
+    queue itself fails, the run ends."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of the queue are counted."""
     record_tokens: bool = True
     """Write token ids and logprobs of every rollout to rollouts/, 8 bytes per token. A replay
     needs these files."""

@@ -34,6 +34,7 @@ from megatron_rl.protocol.node_messages import RoleRestart
 _RESTARTS_OF = {
     "generator": GENERATOR_RESTARTS,
     "follower": "launch/follower_restarts",
+    "queue": "launch/queue_restarts",
     "verifier": "launch/verifier_restarts",
     "scorer": "launch/scorer_restarts",
 }

@@ -13,8 +13,8 @@ others follow (`node_link.py`).
 
 A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
 remaining processes, and the next phase begins when all nodes have done so. A generator, verifier or
-scorer that dies is restarted by the rules of `restarts.py`; the death of any other role ends the
-run.
+scorer that dies, and a queue of the training that is killed, are restarted by the rules of
+`restarts.py`; the death of any other role ends the run.
 """
 
 import logging
@@ -250,8 +250,12 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     queue = f"{QUEUE}{suffix}"
     is_first = own.number == 0
     if is_first:
-        queue_arguments = [*only, *arguments]
-        own.start(queue, "megatron_rl.rollout_queue.server", queue_arguments, config_file=file)
+        # An evaluation alone has no ledger to continue; its command resumes it.
+        rule = None if label else restart_rule(own.config, "queue", queue, until=queue)
+        own.start(
+            queue, "megatron_rl.rollout_queue.server", [*only, *arguments],
+            config_file=file, restarts=rule,
+        )  # fmt: skip
     parts = own.roles.engine_nodes
     leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
     check_engine_ports(own.config, leads)

@@ -31,6 +31,8 @@ class RestartRule:
     """Replicas of this kind in the run, on all nodes."""
     min_replicas: int = 1
     """The run may continue without this replica while this number of others is left."""
+    only_killed: bool = False
+    """Restarted only when a signal ended it: it ends with an error only if the run must end."""
 
     @property
     def section(self) -> str:
@@ -43,12 +45,13 @@ def restart_rule(
 ) -> RestartRule:
     """The rule of a replica, as the configuration sets it.
 
-    kind: generator, verifier, scorer, or follower: another node's part of an engine, for which the
-    rule of the engine's generator decides. role: name of the role, by default the replica's.
-    replicas: of this kind in the run, except generators, which the configuration counts.
+    kind: queue, generator, verifier, scorer, or follower: another node's part of an engine, for
+    which the rule of the engine's generator decides. role: name of the role, by default the
+    replica's. replicas: of this kind in the run, except generators, which the configuration counts.
     """
     minimum = {"generator": config.generator.min_replicas, "follower": 0}.get(kind, 1)
-    limits = {"verifier": config.verifier, "scorer": config.scorer}.get(kind, config.generator)
+    sections = {"verifier": config.verifier, "scorer": config.scorer, "queue": config.queue}
+    limits = sections.get(kind, config.generator)
     return RestartRule(
         replica=replica,
         limit=limits.max_restarts,
@@ -58,6 +61,7 @@ def restart_rule(
         kind=kind,
         replicas=config.generator.replicas if kind == "generator" else replicas,
         min_replicas=minimum,
+        only_killed=kind == "queue",
     )
 
 
@@ -95,6 +99,8 @@ def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
     if death.is_too_late:
         reason = "it is too late for a restart: nobody would sync weights to it"
         return (Answer.CONTINUE if death.others else Answer.END_RUN), reason
+    if death.exit_code > 0 and rule.only_killed:
+        return Answer.END_RUN, ""
     if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts < rule.limit:

@@ -300,8 +300,11 @@ class Supervisor:
                 role.process.kill()
 
     def is_running(self, name: str) -> bool:
-        """Whether the role was started and has no noted end."""
-        return name in self.roles and self.roles[name].ended is None
+        """Whether the role was started and has no noted end, or is about to be restarted."""
+        role = self.roles.get(name)
+        if role is None:
+            return False
+        return role.ended is None or (role.restart_at is not None and not role.is_given_up)
 
     def stop(self) -> None:
         """End every descendant: SIGTERM to the roles, after term_grace_s SIGKILL to all.

@@ -196,6 +196,8 @@ WEIGHT_SYNC = (
     Entry("generator/unfinished_s_max", "seconds for which a generator, which "
           "generator/longest_unfinished names, has had work and finished nothing",
           "below the time of a long completion", "that generator's log and node"),
+    Entry("launch/queue_restarts", "restarts of the rollout queue after a kill", "0",
+          "logs/queue.log", "count"),
     Entry("launch/scorer_restarts", "restarts of a scorer that died", "0", "logs/scorer-0*.log",
           "count"),
     Entry("launch/generator_restarts", "restarts of a generator that died", "0",

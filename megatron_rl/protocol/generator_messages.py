@@ -54,6 +54,13 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
 
 
+class RolloutsTaken(msgspec.Struct, frozen=True, tag="RolloutsTaken"):
+    """The queue has these completions on its disk, or does not need them. Sent once a second."""
+
+    completions: list[tuple[int, int]]
+    """(lease id, index)."""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
     """Stop the remaining completions of a lease. No answer."""
 

@@ -14,6 +14,7 @@ from megatron_rl.protocol.generator_messages import (
     GeneratorReady,
     Hold,
     RolloutFailed,
+    RolloutsTaken,
 )
 from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.node_messages import NodeState, RunPhase
@@ -335,7 +336,7 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop"):
 
 
 FromGenerator = GeneratorReady | RolloutDone | RolloutFailed
-ToGenerator = Lease | Cancel | Hold | Stop
+ToGenerator = Lease | Cancel | Hold | RolloutsTaken | Stop
 FromVerifier = VerifierReady | ScoreDone | ScoreFailed | ClassDone
 ToVerifier = ScoreRequest | ClassRequest | Stop
 FromLeader = NextBatch | WeightsSynced | SaveState

@@ -5,7 +5,7 @@ Used by the rollout queue's server. Two threads:
 | thread           | does                          | waits for      | ends                       |
 |------------------|-------------------------------|----------------|----------------------------|
 | the queue's loop | puts one order at a time, and | nothing        | after `close`              |
-|                  | takes the dealt batch         |                |                            |
+|                  | looks for the dealt batch     |                |                            |
 | `batches`        | reads replayed groups, deals  | the next order | at `close`, or at an error |
 
 The loop never writes to the groups of an order. The threads share only SimpleQueues
@@ -34,24 +34,31 @@ class BatchMaker:
     def __init__(self, fill: Fill = fill_minibatch) -> None:
         """fill: computes the shares of a planned minibatch."""
         self._fill = fill
-        self._batch: list[RankBatch] | None = None
+        self.batch: list[RankBatch] = []
+        """Shares of the latest batch by data-parallel rank; empty while it is dealt."""
         self.is_busy = False
-        """`take` has not yet returned the batch of the last order."""
+        """`look` has not yet found the batch of the last order."""
+        self._dealt_now: list[RankBatch] | None = None
 
     def put(self, order: BatchOrder) -> None:
-        """Start to deal a batch."""
+        """Start to deal a batch, and forget the batch before it."""
         assert not self.is_busy
-        self.is_busy = True
+        self.is_busy, self.batch = True, []
         self._deal(order)
 
     def _deal(self, order: BatchOrder) -> None:
-        self._batch = deal_batch(order, self._fill)
+        self._dealt_now = deal_batch(order, self._fill)
 
-    def take(self) -> list[RankBatch] | None:
-        """The dealt batch, once; None before it is dealt. Raises the error of `deal_batch`."""
-        batch, self._batch = self._batch, None
-        self.is_busy = self.is_busy and batch is None
-        return batch
+    def _take_dealt(self) -> list[RankBatch] | None:
+        return self._dealt_now
+
+    def look(self) -> bool:
+        """Whether a batch has been dealt since the last look. Raises the error of `deal_batch`."""
+        dealt = self._take_dealt() if self.is_busy else None
+        if dealt is None:
+            return False
+        self.batch, self.is_busy = dealt, False
+        return True
 
 
 class BatchThread(BatchMaker, Closing):
@@ -76,18 +83,16 @@ class BatchThread(BatchMaker, Closing):
     def _deal(self, order: BatchOrder) -> None:
         self._orders.put(order)
 
-    def take(self) -> list[RankBatch] | None:
-        """As `BatchMaker.take`."""
+    def _take_dealt(self) -> list[RankBatch] | None:
         if self._dealt.empty():
             return None
         dealt = self._dealt.get()
         if isinstance(dealt, BaseException):
             raise dealt
-        self.is_busy = False
         return dealt
 
     def close(self) -> None:
-        """End the thread; a batch that was not taken is lost."""
+        """End the thread; a batch that was not found is lost."""
         self._orders.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

@@ -272,9 +272,8 @@ class Coordinator:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
             self._maker.put(order)
-        if (batch := self._maker.take()) is not None:
-            self._requests.put(batch)
-        for peer, answer in self._requests.answers():
+        self._maker.look()
+        for peer, answer in self._requests.answers(self._maker.batch):
             self.deadline.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if order is not None:
@@ -301,6 +300,17 @@ class Coordinator:
         return order
 
     @property
+    def peers(self) -> set[tuple[str, str]]:
+        """(endpoint, name) of all live generators and verifiers."""
+        generators, verifiers = self._leases.generators, self._scoring.verifiers
+        return {(PROMPTS, name) for name in generators} | {(VERIFY, name) for name in verifiers}
+
+    @property
+    def built_steps(self) -> int:
+        """Number of built batches."""
+        return self._requests.built_steps
+
+    @property
     def is_dealing(self) -> bool:
         """Whether a batch is being dealt."""
         return self._maker.is_busy
@@ -321,6 +331,14 @@ class Coordinator:
             now,
         )
         return Outgoing(PROMPTS, *issued) if issued else None
+
+    def write_counts(self, values: dict[str, float]) -> None:
+        """Write a row of the server's counts."""
+        self._metrics.write(0, values)
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training, if any, is over."""
+        self.deadline.expect_trainer(now)
 
     # --- deadlines and end ----------------------------------------------------------------------
 

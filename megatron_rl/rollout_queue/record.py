@@ -37,7 +37,7 @@ from megatron_rl.protocol.trained_tokens import trained_files
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles, RecordThread
+from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles, Writer
 
 
 class Recorder:
@@ -50,7 +50,7 @@ class Recorder:
         keeps_tokens: bool = True,
         keeps_evaluated: bool = False,
         to_unix_s: Callable[[float], float] = float,
-        writer: RecordFiles | RecordThread | None = None,
+        writer: Writer | None = None,
     ) -> None:
         """keeps_tokens: write arrays too. to_unix_s: converts the coordinator's time.
 
@@ -139,9 +139,7 @@ class Recorder:
         keeps_lines: remove only the records of dropped rollouts.
         """
         if label not in self._evaluations:
-            # Directly: no waiting job writes these files. Lines first, as in `resume_at`.
-            for suffix in (LINES, WORDS):
-                (self._dir / (_dropped_stem(label) + suffix)).unlink(missing_ok=True)
+            self.writer.write(Job(_dropped_stem(label), [], is_first=True, is_removal=True))
         self._begun.add(label)
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
 

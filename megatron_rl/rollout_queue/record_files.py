@@ -21,11 +21,12 @@ a wake-up, or make a running thread look ended.
 import logging
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -131,8 +132,31 @@ class Job(NamedTuple):
     entries: Sequence[Entry]
     is_first: bool
     """Replace the files."""
+    is_removal: bool = False
+    """Only remove the files."""
     formed_step: int | None = None
     """The batch of this step is formed: tokens of old steps may be removed."""
+
+
+class Writer(Protocol):
+    """Writes jobs, now or later."""
+
+    put: int
+    """Number of jobs so far."""
+
+    @property
+    def written(self) -> int:
+        """Number of jobs on the disk."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether too many jobs wait."""
+
+    def write(self, job: Job) -> None:
+        """Write a job, or queue it."""
+
+    def check(self) -> None:
+        """Raise the error of an earlier job."""
 
 
 class RecordFiles:
@@ -146,6 +170,8 @@ class RecordFiles:
         self.put = 0
         """Number of jobs so far."""
         self.is_full = False
+        self.jobs = sys.maxsize
+        """Maximum number that waits."""
 
     def write(self, job: Job) -> None:
         """Append to the files of a job. Raises OSError."""
@@ -155,6 +181,8 @@ class RecordFiles:
             # Lines first: no reader looks for words without lines.
             lines.unlink(missing_ok=True)
             words.unlink(missing_ok=True)
+        if job.is_removal:
+            return
         records = [entry.record for entry in job.entries]
         if self._keeps_tokens:
             records = list(_append_words(words, job.entries))
@@ -192,7 +220,7 @@ class RecordThread(Closing):
     def __init__(self, files: RecordFiles, *, jobs: int, limit_s: float) -> None:
         """jobs: maximum number that waits. limit_s: for one job, and for all at the end."""
         self._files = files
-        self._jobs, self._limit_s = jobs, limit_s
+        self.jobs, self._limit_s = jobs, limit_s
         self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         """None ends the thread."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -239,7 +267,7 @@ class RecordThread(Closing):
     def is_full(self) -> bool:
         """Whether too many jobs wait."""
         # One job is being written, the others wait.
-        return self.put - self.written > self._jobs
+        return self.put - self.written > self.jobs
 
     def check(self) -> None:
         """Raise InputError after a failed write, DeadlineExceeded if the disk is too slow."""

@@ -3,13 +3,16 @@
 One process without torch. Its one loop binds the endpoints "prompts" (generators), "verify"
 (verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
 Threads keep it awake: they write records (`record_files.py`), metrics and logs
-(`protocol/background.py`), and deal batches to ranks (`batch_thread.py`).
+(`protocol/background.py`), and deal batches to ranks (`batch_thread.py`). The loop itself writes
+the ledger (`ledger.py`) with one call in each pass, and then sends what depends on it. A process
+that finds the ledger of a killed one continues it.
 """
 
 import argparse
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -25,18 +28,20 @@ from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY, Endpoint
+from megatron_rl.protocol.generator_messages import RolloutsTaken
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
+from megatron_rl.protocol.process import note_ready, raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.stop_request import is_stop_requested
-from megatron_rl.protocol.types import AnyMessage
+from megatron_rl.protocol.types import AnyMessage, RolloutDone
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
-from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.ledger import Ledger
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread, Thinner
 from megatron_rl.rollout_queue.stall import LoopClock
+from megatron_rl.rollout_queue.start import Start
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ BURST_S = 0.005
 """Time to read from one endpoint before the next: generators wait while long rollouts are read."""
 DRAIN_S = 0.5
 """Limit for reading waiting messages before a peer is judged to be silent."""
+RECONNECT_S = 5.0
+"""Limit for the peers of a killed queue to connect again, which they try every 2 s."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
 FILES = 512
@@ -61,11 +68,10 @@ _RECORDED_BATCHES = 2
 
 
 def serve(
-    coordinator: Coordinator,
+    coordinator: Coordinator | Ledger,
     routers: dict[str, Router],
     clock: LoopClock,
     *,
-    metrics: JsonlWriter,
     cold_start: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -77,19 +83,20 @@ def serve(
     poller = zmq.Poller()
     for router in routers.values():
         poller.register(router.socket, zmq.POLLIN)
-    note_started()
+    note_ready()
     clock.start()
+    inbox = _Inbox(coordinator, routers, clock)
+    inbox.await_peers(poller)
     tick_at = clock.read()
-    inbox = _Inbox(coordinator, routers, clock, metrics)
     while not coordinator.is_over:
         sleep_s = max(0.0, tick_at - clock.read())
         # The thread that deals a batch does not wake the poller.
         poller.poll(1000 * (min(sleep_s, LOOK_S) if coordinator.is_dealing else sleep_s))
         inbox.receive_bursts()
         now = clock.read()
-        if now >= tick_at:
+        if confirms := now >= tick_at:
             if cold_start is not None and cold_start.exists():
-                coordinator.deadline.expect_trainer(now)
+                coordinator.expect_trainer(now)
                 cold_start = None
             if should_stop():
                 coordinator.stop_training()
@@ -99,6 +106,8 @@ def serve(
             inbox.write_counts()
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
+        if confirms:
+            _send(coordinator, routers, inbox.pop_taken())
     inbox.write_counts()
     _send(coordinator, routers, coordinator.farewell(clock.read()))
 
@@ -107,16 +116,38 @@ class _Inbox:
     """Reads the messages of peers, and counts the refused ones."""
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        routers: dict[str, Router],
-        clock: LoopClock,
-        metrics: JsonlWriter,
+        self, coordinator: Coordinator | Ledger, routers: dict[str, Router], clock: LoopClock
     ) -> None:
         self._coordinator, self._routers = coordinator, routers
-        self._clock, self._metrics = clock, metrics
+        self._clock = clock
+        self._taken: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        """(lease id, index) of completions to confirm once the ledger has them, by generator."""
+        self._heard: set[tuple[str, str]] = set()
+        """(endpoint, name) of peers that sent something."""
         self._refused = 0
         self._told: dict[str, float] = {}
+
+    def await_peers(self, poller: zmq.Poller) -> None:
+        """Wait until the peers of a killed queue are connected again, at most RECONNECT_S.
+
+        A message to a peer that is not connected would count as its loss.
+        """
+        missing, until = self._coordinator.peers, time.monotonic() + RECONNECT_S
+        while missing and time.monotonic() < until:
+            poller.poll(int(1000 * LOOK_S))
+            self._clock.read()
+            self._heard.clear()
+            self.receive_bursts()
+            missing -= self._heard
+
+    def pop_taken(self) -> list[Outgoing]:
+        """Confirmations of the completions since the last call."""
+        taken = [
+            Outgoing(PROMPTS.name, peer, RolloutsTaken(completions))
+            for peer, completions in self._taken.items()
+        ]
+        self._taken.clear()
+        return taken
 
     def drain(self) -> bool:
         """Read waiting messages; returns whether none waits any more. Raises WireError."""
@@ -144,6 +175,10 @@ class _Inbox:
         return True
 
     def _hand_on(self, endpoint: str, peer: str, message: AnyMessage) -> None:
+        self._heard.add((endpoint, peer))
+        if isinstance(message, RolloutDone):
+            lease_id, index = message.rollout.lease_id, message.rollout.index
+            self._taken[peer].append((lease_id, index))
         try:
             self._coordinator.handle(endpoint, peer, message, self._clock.read())
         except WireError as error:
@@ -177,11 +212,11 @@ class _Inbox:
         }
         self._told = counts
         if grown:
-            self._metrics.write(0, grown)
+            self._coordinator.write_counts(grown)
 
 
 def _send(
-    coordinator: Coordinator, routers: dict[str, Router], messages: Iterable[Outgoing]
+    coordinator: Coordinator | Ledger, routers: dict[str, Router], messages: Iterable[Outgoing]
 ) -> None:
     for endpoint, peer, message in messages:
         if not routers[endpoint].send(peer, message):
@@ -194,39 +229,34 @@ def main(
     """Load the prompts, open the endpoints, serve."""
     dropped = read_dropped(config.run.dir)
     resumed = find_resume(config.checkpoint, config.run.dir)
-    state = None
-    if resumed is not None and config.train.steps and not evaluate_only:
-        state = read_queue_state(resumed)
+    trains = config.train.steps > 0 and not evaluate_only
+    state = read_queue_state(resumed) if resumed is not None and trains else None
     prompts = prompts_of_run(config, dropped, cursor=state.cursor if state else None)
     log.info("%s", prompts.describe())
-    clock = LoopClock()
     with ExitStack() as stack:
         metrics = BackgroundJsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         stack.enter_context(closing(metrics))
-        coordinator = Coordinator(
-            config,
-            prompts,
-            recorder=_open_recorder(
-                config, stack, clock, metrics=metrics, keeps_evaluated=keeps_evaluated
-            ),
-            metrics=metrics,
-            evaluate_only=evaluate_only,
-            maker=stack.enter_context(BatchThread()),
-            now=clock.read(),
-        )
-        if state is not None:
-            coordinator.resume(state)
-        if cold_start is not None:
-            coordinator.deadline.await_cold_start()
+        start = Start(
+            config, prompts, state,
+            metrics=metrics, writer=stack.enter_context(_open_writer(config, metrics)),
+            maker=stack.enter_context(BatchThread()), awaits_cold_start=cold_start is not None,
+        )  # fmt: skip
+        served: Coordinator | Ledger
+        if trains:
+            served, clock = start.with_ledger()
+            stack.enter_context(served)
+        else:
+            served, clock = start.without_ledger(
+                evaluate_only=evaluate_only, keeps_evaluated=keeps_evaluated
+            )
         routers = {
             endpoint.name: stack.enter_context(_open_router(config.ports, endpoint))
             for endpoint in (PROMPTS, VERIFY, BATCHES)
         }
-        serve(
-            coordinator, routers, clock,
-            metrics=metrics, cold_start=cold_start,
-            should_stop=partial(is_stop_requested, config.run.dir),
-        )  # fmt: skip
+        should_stop = partial(is_stop_requested, config.run.dir)
+        serve(served, routers, clock, cold_start=cold_start, should_stop=should_stop)
+        if isinstance(served, Ledger):
+            served.remove()
         log.info("the run is over")
 
 
@@ -236,28 +266,14 @@ def _open_router(ports: PortsConfig, endpoint: Endpoint) -> Router:
     return Router(ports.host, port, keys, endpoint=endpoint, label=ports.label)
 
 
-def _open_recorder(
-    config: Config,
-    stack: ExitStack,
-    clock: LoopClock,
-    *,
-    metrics: JsonlWriter,
-    keeps_evaluated: bool,
-) -> Recorder:
+def _open_writer(config: Config, metrics: JsonlWriter) -> RecordThread:
     folder = config.run.dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    writer = RecordThread(
-        RecordFiles(
-            folder, keeps_tokens=config.queue.record_tokens, thinner=Thinner(config, metrics)
-        ),
+    thinner = Thinner(config, metrics)
+    return RecordThread(
+        RecordFiles(folder, keeps_tokens=config.queue.record_tokens, thinner=thinner),
         jobs=_RECORDED_BATCHES * max(stage.sampled_groups for stage in resolve_stages(config)),
         limit_s=config.checkpoint.write_timeout_s,
-    )
-    return Recorder(
-        config.run.dir,
-        keeps_evaluated=keeps_evaluated,
-        to_unix_s=clock.unix_s,
-        writer=stack.enter_context(writer),
     )
 
 

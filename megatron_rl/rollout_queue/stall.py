@@ -20,9 +20,13 @@ STALL_S = 2.0
 class LoopClock:
     """A monotonic clock without stalls of the loop; call `read` in every pass."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._read_at = monotonic()
+    def __init__(
+        self, monotonic: Callable[[], float] = time.monotonic, *, begin: float | None = None
+    ) -> None:
+        """begin: the first reading; None: that of `monotonic`."""
+        offset_s = 0.0 if begin is None else begin - monotonic()
+        self._monotonic = lambda: monotonic() + offset_s
+        self._read_at = self._monotonic()
         self._unix_offset_s = time.time() - self._read_at
         self.stalled_s = 0.0
         """Seconds of all stalls so far."""
@@ -44,6 +48,19 @@ class LoopClock:
     def unix_s(self, at: float) -> float:
         """Unix seconds of a reading. A reading from before a stall is late by that stall."""
         return at + self.stalled_s + self._unix_offset_s
+
+
+class UnixTime:
+    """Converts times of a `LoopClock` to unix seconds, also those of a process that was killed."""
+
+    def __init__(self, clock: LoopClock | None = None) -> None:
+        self.clock = clock
+        self.offset_s = 0.0
+        """Without a clock: unix seconds at time 0."""
+
+    def __call__(self, at: float) -> float:
+        """Unix seconds of a time."""
+        return at + self.offset_s if self.clock is None else self.clock.unix_s(at)
 
 
 _DISMISS_S = 5.0

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchRequests:
-    """Open requests by data-parallel rank, and the latest batch."""
+    """Open requests by data-parallel rank."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -36,7 +36,6 @@ class BatchRequests:
         """Number of built batches, including one that is still dealt to ranks."""
         self._requests: dict[int, tuple[str, NextBatch]] = {}
         """Rank -> (peer, request)."""
-        self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
         self._dp_size = 0
         self._answered: dict[int, int] = {}
@@ -91,16 +90,14 @@ class BatchRequests:
         return None
 
     def begin(self, step: int) -> None:
-        """The batch of a step is built and will be dealt; forget the previous batch."""
-        self.built_steps, self._batch = step + 1, []
+        """The batch of a step is built and will be dealt."""
+        self.built_steps = step + 1
 
-    def put(self, batch: list[RankBatch]) -> None:
-        """Keep the dealt batch for the requests of all ranks."""
-        self.begin(batch[0].step)
-        self._batch = batch
+    def answers(self, batch: Sequence[RankBatch]) -> list[tuple[str, RankBatch | Stop]]:
+        """(peer, share) of each request that can be answered; Stop beyond the last step.
 
-    def answers(self) -> list[tuple[str, RankBatch | Stop]]:
-        """(peer, share) of each request that can be answered; Stop beyond the last step."""
+        batch: shares of the latest batch by rank; empty before it is dealt.
+        """
         answers: list[tuple[str, RankBatch | Stop]] = []
         for rank, (peer, request) in list(self._requests.items()):
             if request.step >= self._steps:
@@ -109,8 +106,8 @@ class BatchRequests:
                     why = "the run is asked to stop"
                 answers.append((peer, Stop(why)))
                 self._stopped.add(rank)
-            elif self._batch and request.step == self.built_steps - 1:
-                answers.append((peer, self._batch[rank]))
+            elif batch and request.step == self.built_steps - 1:
+                answers.append((peer, batch[rank]))
             else:
                 continue
             self._answered[rank] = request.step

@@ -157,6 +157,7 @@ def check_trained(run_dir: Path, steps: int) -> None:
     assert len({(record["group"], record["index"]) for record in records}) == len(records)
 
 
+QUEUE_KILLS, QUEUE_STEPS = 4, 60
 KILLS = 10
 MANY_STEPS = 150
 """They last longer than the kills."""
@@ -184,6 +185,36 @@ def test_training_survives_ten_deaths_of_its_verifier_and_ten_of_its_generators(
     assert run.returncode == 0, output
     assert len(restarts(run_dir)) == len(restarts(run_dir, "verifier")) == KILLS
     check_trained(run_dir, MANY_STEPS)
+    with commands.launched("audit", run_dir) as audit:
+        found, _ = audit.communicate(timeout=100)
+    assert audit.returncode == 0, found
+
+
+def test_training_survives_deaths_of_its_queue_without_generating_anything_twice(
+    folder: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    given = [f"train.steps={QUEUE_STEPS}", "eval.prompts=20", "eval.every_steps=20",
+             "expert.queue.restart_window_s=5"]  # fmt: skip
+    with launched(folder, "run", run_dir, *given) as run:
+        wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
+        for number in range(QUEUE_KILLS):
+            wait_until(lambda: contains(run_dir / "logs/queue.ready", ""), run)
+            time.sleep(0.3 * number)
+            [queue] = children_of(run, "megatron_rl.rollout_queue.server")
+            os.kill(queue.pid, signal.SIGKILL)
+            wait_until(lambda: len(restarts(run_dir, "queue")) > number, run)  # noqa: B023
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert len(restarts(run_dir, "queue")) == QUEUE_KILLS
+    check_trained(run_dir, QUEUE_STEPS)
+    log = (run_dir / "logs/queue.log").read_text()
+    assert log.count("the queue continues after its death") == QUEUE_KILLS
+    # No completion was leased a second time: those in flight were kept and confirmed later.
+    assert "again: " not in log
+    labels = [row["label"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval/n" in row]
+    assert labels == ["before", "step_20", "step_40", "after"]
+    assert not list((run_dir / "ledger").iterdir())
     with commands.launched("audit", run_dir) as audit:
         found, _ = audit.communicate(timeout=100)
     assert audit.returncode == 0, found

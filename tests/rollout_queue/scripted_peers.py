@@ -23,6 +23,7 @@ from megatron_rl.protocol.types import (
     Rollout,
     RolloutDone,
     RolloutFailed,
+    RolloutsTaken,
     Score,
     ScoreDone,
     ScoreRequest,
@@ -123,6 +124,8 @@ class ScriptedPeers:
         """A dead generator starts at alive_at, and holds the synced weights from joined_at."""
         self.lost: list[tuple[int, int]] = []
         """(lease id, index) of the completions that dead generators held."""
+        self.confirmed: list[tuple[int, int]] = []
+        """(lease id, index) of the completions that the queue confirmed."""
         self.death: tuple[float, float] | None = None
         self.poller = zmq.Poller()
 
@@ -217,7 +220,10 @@ class ScriptedPeers:
         self.on_step(self.step)
         self._sync(self.step)
 
-    def _on_generator(self, message: Lease | Stop) -> None:
+    def _on_generator(self, message: Lease | RolloutsTaken | Stop) -> None:
+        if isinstance(message, RolloutsTaken):
+            self.confirmed += message.completions
+            return
         if isinstance(message, Stop):
             self.stopped.add("generator")
             return

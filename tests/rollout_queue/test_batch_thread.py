@@ -54,10 +54,10 @@ def order_of(groups: int, members: int, step: int = 0) -> BatchOrder:
 
 def await_batch(maker: BatchMaker) -> list[RankBatch]:
     until = time.monotonic() + DEADLINE_S
-    while (batch := maker.take()) is None:
+    while not maker.look():
         assert time.monotonic() < until
         time.sleep(0.001)
-    return batch
+    return maker.batch
 
 
 def as_bytes(batch: list[RankBatch]) -> list[list[bytes]]:
@@ -98,7 +98,7 @@ def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
             expected, found = await_batch(at_once), await_batch(thread)
             assert as_bytes(found) == as_bytes(expected)
             assert len(expected) == 4 and expected[0].step == order.step
-            assert not at_once.is_busy and not thread.is_busy and thread.take() is None
+            assert not at_once.is_busy and not thread.is_busy and not thread.look()
     assert format_check.threads and threading.get_ident() not in format_check.threads
 
 
@@ -113,7 +113,7 @@ def test_the_loop_stays_awake_while_a_large_batch_is_dealt() -> None:
         passes = [time.monotonic()]
         with BatchThread() as thread:
             thread.put(order)
-            while thread.take() is None:
+            while not thread.look():
                 time.sleep(0.001)
                 passes.append(time.monotonic())
                 assert passes[-1] < began + DEADLINE_S

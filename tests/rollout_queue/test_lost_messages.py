@@ -261,7 +261,7 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
                 stack.callback(one.close)
         deadline = threading.Timer(40.0, setattr, (coordinator, "is_over", True))
         deadline.start()
-        server.serve(coordinator, routers, clock, metrics=coordinator._metrics)
+        server.serve(coordinator, routers, clock)
         deadline.cancel()
         trainer.owed = {lease_id for worker in generators.workers for lease_id in worker._owed}
         trainer.thread.join(30)

@@ -81,9 +81,9 @@ def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
 
 def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> None:
     files = GatedFiles(rollouts_dir(tmp_path))
-    with RecordThread(files, jobs=2, limit_s=20) as thread:
+    with RecordThread(files, jobs=3, limit_s=20) as thread:
         recorder = Recorder(tmp_path, writer=thread)
-        # One is at the format check, two may wait.
+        # One is at the format check, three may wait; the first write is two jobs.
         fullness = []
         started = time.monotonic()
         for number in range(5):
@@ -91,7 +91,7 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
             fullness.append(recorder.writer.is_full)
         assert fullness == [False, False, True, True, True]
         assert time.monotonic() - started < 0.5
-        assert (recorder.writer.put, recorder.writer.written) == (5, 0)
+        assert (recorder.writer.put, recorder.writer.written) == (6, 0)
         files.format_check.set()
         ends_at = time.monotonic() + 10
         while recorder.writer.written < recorder.writer.put:

@@ -151,7 +151,7 @@ def test_a_stall_of_the_queue_costs_no_generator(
         live = stall_once(coordinator, generators, stall_s=stall_s, end_s=end_s)
         try:
             routers = {PROMPTS: prompts, BATCHES: trainers}
-            serve(coordinator, routers, clock, metrics=coordinator._metrics)
+            serve(coordinator, routers, clock)
         finally:
             generators.close()
     assert len(live) > 2 and set(live) == {GENERATORS}, live

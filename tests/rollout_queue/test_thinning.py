@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import NOT_REMOVED, RecordFiles, Thinner
 from megatron_rl.rollout_queue.replay import StoredGroups, open_replay
-from megatron_rl.rollout_queue.server import _open_recorder
-from megatron_rl.rollout_queue.stall import LoopClock
+from megatron_rl.rollout_queue.server import _open_writer
 from tests.rollout_queue.makers import make_group
 
 MIXED = [1.0, 0.0]
@@ -100,13 +98,8 @@ def test_the_queue_removes_files_in_the_thread_that_records(
 
     monkeypatch.setattr(Thinner, "thin", noted)
     metrics = JsonlWriter(tmp_path / "metrics.jsonl", "queue")
-    with ExitStack() as stack:
-        clock = LoopClock()
-        clock.start()
-        recorder = _open_recorder(
-            config_of(tmp_path, 1), stack, clock, metrics=metrics, keeps_evaluated=False
-        )
-        record(recorder, range(4))
+    with _open_writer(config_of(tmp_path, 1), metrics) as writer:
+        record(Recorder(tmp_path, writer=writer), range(4))
     assert steps_with_tokens(tmp_path)["step"] == [2, 3]
     assert threads and threading.get_ident() not in threads
 

@@ -185,7 +185,7 @@ class WeightSyncLog:
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
     """The queue on the trainer's socket: one batch of one minibatch a step."""
-    requests = BatchRequests(len(advantages))
+    requests, batch = BatchRequests(len(advantages)), list[RankBatch]()
     while not requests.is_dismissed:
         received = router.receive(20)
         assert received is not None
@@ -195,8 +195,9 @@ def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
             requests.ask(peer, message)
             if (due := requests.next_to_build()) is not None:
                 share = make_share(due[0], advantages[due[0]])
-                requests.put([RankBatch(due[0], 0, [share], {})])
-            for to, answer in requests.answers():
+                requests.begin(due[0])
+                batch = [RankBatch(due[0], 0, [share], {})]
+            for to, answer in requests.answers(batch):
                 router.send(to, answer)
 
 

@@ -1,0 +1,283 @@
+"""Format of RUN/ledger: all that reached the rollout queue, in order.
+
+Written by the queue (`rollout_queue/ledger.py`), which a new process continues after a kill
+(`rollout_queue/recovery.py`). A segment is two files:
+
+- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment;
+- NNNNNN.log: a record for each input of the coordinator, and for each time that it sent messages.
+
+A record on the disk: its size and CRC-32 (two little-endian uint32), then its frames: their number
+and sizes (uint32), then their bytes. The first frame is a struct below in msgpack; the others are
+the frames of a received message. A kill can tear only the end of a log, which the sizes tell; so
+the CRC leaves out frames of `APART_BYTES` and more, the token arrays.
+"""
+
+import errno
+import logging
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.frames import APART_BYTES, Frame
+from megatron_rl.protocol.whole_file import PRIVATE_FILE
+
+log = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+STATE, LOG = ".state", ".log"
+_NAME = re.compile(r"(\d{6,})\.state")
+_HEAD = struct.Struct("<II")
+_SIZE = struct.Struct("<I")
+_MOST_BUFFERS = 1_000
+"""Buffers of one write call; Linux takes 1024."""
+_MOST_BEGAN_BYTES = 4096
+_RETRY_S = 0.2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
+    """A segment begins."""
+
+    start: str
+    """Digest of the label of this start of the run: no other start continues the segment."""
+    saved_step: int
+    """The trainer saves its state after this step with it; -1: it does not."""
+    metrics_begin: int
+    """Bytes of metrics.jsonl when the ledger began."""
+    offset_s: float
+    """Unix seconds at time 0 of the queue's clock."""
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
+    """A message; the other frames are those of the message. Times are the queue's clock."""
+
+    endpoint: str
+    peer: str
+    now: float
+
+
+class Unreachable(msgspec.Struct, frozen=True, array_like=True, tag="unreachable"):
+    """A peer could not be reached, or sent nonsense."""
+
+    endpoint: str
+    peer: str
+
+
+class Ticked(msgspec.Struct, frozen=True, array_like=True, tag="ticked"):
+    """The deadlines were checked."""
+
+    now: float
+    has_heard_all: bool
+    offset_s: float
+    """As in `Began`; grows when the clock stands still."""
+
+
+class StopAsked(msgspec.Struct, frozen=True, array_like=True, tag="stop_asked"):
+    """The run is asked to stop before its last step."""
+
+
+class TrainerExpected(msgspec.Struct, frozen=True, array_like=True, tag="trainer_expected"):
+    """Supervised training is over."""
+
+    now: float
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
+    """The server wrote a row of counts."""
+
+    values: dict[str, float]
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
+    """The coordinator was asked for messages."""
+
+    now: float
+    written: int
+    """Record jobs on the disk."""
+    has_dealt: bool
+    """A batch had been dealt to ranks since the last time."""
+    messages: int
+    check: int
+    """Checksum of what the messages were, to notice a replay that differs."""
+
+
+AnyRecord = Began | Received | Unreachable | Ticked | StopAsked | TrainerExpected | Counted | Sent
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+class Entry(NamedTuple):
+    """A record that was read."""
+
+    record: AnyRecord
+    frames: list[memoryview]
+    """Further frames."""
+    end: int
+    """Its end in the file, in bytes."""
+
+
+def encode_record(record: AnyRecord, frames: Sequence[Frame] = ()) -> list[Frame]:
+    """The buffers of a record on the disk. Frames are not copied."""
+    body: list[Frame] = [_encoder.encode(record), *frames]
+    sizes = struct.pack(f"<{1 + len(body)}I", len(body), *map(len, body))
+    size = len(sizes) + sum(map(len, body))
+    return [_HEAD.pack(size, _check(sizes, body)), sizes, *body]
+
+
+def _check(sizes: Frame, body: Sequence[Frame]) -> int:
+    check = zlib.crc32(sizes)
+    for frame in body:
+        if len(frame) < APART_BYTES:
+            check = zlib.crc32(frame, check)
+    return check
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """The records of a file; ends before a torn one."""
+    # Not a memory map: reading a map of a truncated file kills the process.
+    content = memoryview(path.read_bytes())
+    begin = 0
+    while (entry := _read_entry(content, begin)) is not None:
+        yield entry
+        begin = entry.end
+    if begin < len(content):
+        log.warning("%s: what follows byte %d was cut short, and is left out", path, begin)
+
+
+def _read_entry(content: memoryview, begin: int) -> Entry | None:
+    """The record at a place; None at the end, and for a torn one."""
+    at = begin + _HEAD.size
+    if at > len(content):
+        return None
+    size, check = _HEAD.unpack_from(content, begin)
+    body = content[at : at + size]
+    if len(body) < size or size < _SIZE.size:
+        return None
+    (count,) = _SIZE.unpack_from(body)
+    at = _SIZE.size * (1 + count)
+    if at > size:
+        return None
+    sizes, frames = body[:at], []
+    for length in struct.unpack_from(f"<{count}I", sizes, _SIZE.size):
+        frames.append(body[at : at + length])
+        at += length
+    if at != size or _check(sizes, frames) != check:
+        return None
+    return Entry(_decoder.decode(frames[0]), frames[1:], begin + _HEAD.size + size)
+
+
+class LogFile(Closing):
+    """Appends records to a file, several with one write call.
+
+    A written record survives the death of the process, but not that of its node.
+    """
+
+    def __init__(self, path: Path, *, end: int = 0, limit_s: float) -> None:
+        """end: bytes to keep of an existing file. limit_s: how long a full disk is waited for."""
+        self._path, self._limit_s = path, limit_s
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE)
+        self._waiting: list[Frame] = []
+        self.bytes = end
+        """Bytes of all written records."""
+        self._cut()
+
+    def _cut(self) -> None:
+        os.ftruncate(self._file, self.bytes)
+        os.lseek(self._file, self.bytes, os.SEEK_SET)
+
+    def append(self, record: AnyRecord, frames: Sequence[Frame] = ()) -> None:
+        """Add a record to those that `flush` writes."""
+        self._waiting += encode_record(record, frames)
+
+    def flush(self) -> None:
+        """Write all waiting records. Raises InputError when the disk stays full, and OSError."""
+        until = time.monotonic() + self._limit_s
+        while self._waiting:
+            try:
+                self._write()
+            except OSError as error:
+                # A half-written record would hide all later ones.
+                self._cut()
+                if error.errno not in _NO_ROOM:
+                    raise
+                if time.monotonic() > until:
+                    raise InputError(
+                        f"the ledger {self._path} could not be written for {self._limit_s:.0f} s: "
+                        f"{error}. Make room, then start the run again: it resumes from its newest "
+                        "checkpoint"
+                    ) from error
+                log.warning("the queue waits for room on the disk of %s: %s", self._path, error)
+                time.sleep(_RETRY_S)
+
+    def _write(self) -> None:
+        parts = self._waiting
+        while parts:
+            some, parts = parts[:_MOST_BUFFERS], parts[_MOST_BUFFERS:]
+            done = os.writev(self._file, some)
+            if done < sum(map(len, some)):
+                parts = [b"".join(some)[done:], *parts]
+        self.bytes += sum(map(len, self._waiting))
+        self._waiting = []
+
+    def close(self) -> None:
+        """Close the file without writing the waiting records."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the segments of a ledger, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in folder.glob(f"*{STATE}"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def segment_path(folder: Path, number: int, suffix: str) -> Path:
+    """Path of a file of a segment; suffix: STATE or LOG."""
+    return folder / f"{number:06d}{suffix}"
+
+
+def write_state(folder: Path, number: int, began: Began, dump: Callable[[BinaryIO], None]) -> int:
+    """Write the state of a new segment, whole or not at all; returns its bytes. Raises OSError.
+
+    dump: writes the state into a file.
+    """
+    path = segment_path(folder, number, STATE)
+    partial = path.with_suffix(".partial")
+    partial.touch(PRIVATE_FILE)
+    with partial.open("wb") as file:
+        file.writelines(encode_record(began))
+        dump(file)
+    partial.replace(path)
+    return path.stat().st_size
+
+
+def read_began(folder: Path, number: int) -> Began | None:
+    """How a segment began, without its state; None if its file is damaged."""
+    with segment_path(folder, number, STATE).open("rb") as file:
+        entry = _read_entry(memoryview(file.read(_MOST_BEGAN_BYTES)), 0)
+    return entry.record if entry is not None and isinstance(entry.record, Began) else None
+
+
+def read_state(folder: Path, number: int) -> memoryview:
+    """The state at the beginning of a segment whose `read_began` is not None."""
+    content = memoryview(segment_path(folder, number, STATE).read_bytes())
+    entry = _read_entry(content, 0)
+    assert entry is not None
+    return content[entry.end :]
+
+
+def remove_segments(folder: Path, numbers: Sequence[int]) -> None:
+    """Remove segments; the state first, without which nobody reads the log. Raises OSError."""
+    for number in numbers:
+        for suffix in (STATE, LOG):
+            segment_path(folder, number, suffix).unlink(missing_ok=True)

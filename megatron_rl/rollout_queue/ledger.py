@@ -1,0 +1,231 @@
+"""Writes down all that reaches the coordinator before anything that depends on it is sent.
+
+Used by the rollout queue's server. The coordinator has neither sockets nor a clock, so the same
+inputs lead to the same state: `recovery.py` continues a ledger after the queue was killed. What a
+killed queue had sent is known, and what it had read from a socket without writing it down is sent
+again: by generators (completions that were not confirmed), by the trainer (requests), and after a
+heartbeat that does not name a lease or request.
+
+A segment begins with the whole state. A new one begins when the trainer saves a checkpoint, and
+when the log has grown so that a replay would take long.
+"""
+
+import hashlib
+import logging
+import zlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.frames import encode_frames
+from megatron_rl.protocol.ledger import (
+    LOG,
+    AnyRecord,
+    Began,
+    Counted,
+    LogFile,
+    Received,
+    Sent,
+    StopAsked,
+    Ticked,
+    TrainerExpected,
+    Unreachable,
+    read_began,
+    remove_segments,
+    segment_path,
+    segments,
+    write_state,
+)
+from megatron_rl.protocol.types import AnyMessage, SaveState
+from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
+from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
+from megatron_rl.rollout_queue.stall import UnixTime
+from megatron_rl.rollout_queue.states import References, dump
+
+log = logging.getLogger(__name__)
+
+LEAST_LOG_BYTES = 64 << 20
+"""A log of this size is read back in about a second."""
+LOG_PER_STATE = 4
+"""A log may have this many times the bytes of the state before it, so that states cost little."""
+NO_STEP = -1
+
+
+class Parts(NamedTuple):
+    """A coordinator and its effects: what a state contains."""
+
+    coordinator: Coordinator
+    maker: LedgerMaker
+    writer: LedgerWriter
+    metrics: LedgerMetrics
+
+
+class Ledger(Closing):
+    """A coordinator whose inputs are written down. The methods are those of the coordinator."""
+
+    def __init__(
+        self,
+        folder: Path,
+        parts: Parts,
+        references: References,
+        unix_s: UnixTime,
+        *,
+        label: str,
+        metrics_begin: int,
+        limit_s: float,
+        number: int = -1,
+        log_file: LogFile | None = None,
+    ) -> None:
+        """Begin a ledger, or continue segment `number` of one. Raises OSError.
+
+        label: of this start of the run. metrics_begin: bytes of metrics.jsonl at the beginning.
+        limit_s: how long a full disk is waited for.
+        """
+        self._folder, self._parts, self._references = folder, parts, references
+        self._coordinator, self._unix_s = parts.coordinator, unix_s
+        self._start, self._metrics_begin = start_of(label), metrics_begin
+        self._limit_s = limit_s
+        self._number = number
+        self._state_bytes = 0
+        self._saved_step = NO_STEP
+        if log_file is None:
+            self._cut(NO_STEP)
+        else:
+            self._file = log_file
+
+    def _add(self, record: AnyRecord, message: AnyMessage | None = None) -> None:
+        self._file.append(record, [] if message is None else encode_frames(message))
+
+    # --- what reaches the coordinator -----------------------------------------------------------
+
+    def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
+        """As `Coordinator.handle`."""
+        self._add(Received(endpoint, peer, now), message)
+        self._coordinator.handle(endpoint, peer, message, now)
+        if isinstance(message, SaveState) and message.step != self._saved_step:
+            # Before the batch of this step: a trainer that goes back is served from here.
+            self._saved_step = message.step
+            self._parts.maker.forget()
+            self._cut(message.step)
+
+    def lose(self, endpoint: str, peer: str) -> None:
+        """As `Coordinator.lose`."""
+        self._add(Unreachable(endpoint, peer))
+        self._coordinator.lose(endpoint, peer)
+
+    def tick(self, now: float, *, has_heard_all: bool = True) -> None:
+        """As `Coordinator.tick`."""
+        self._add(Ticked(now, has_heard_all, self._unix_s(0.0)))
+        self._coordinator.tick(now, has_heard_all=has_heard_all)
+
+    def stop_training(self) -> None:
+        """As `Coordinator.stop_training`."""
+        self._add(StopAsked())
+        self._coordinator.stop_training()
+
+    def expect_trainer(self, now: float) -> None:
+        """As `Coordinator.expect_trainer`."""
+        self._add(TrainerExpected(now))
+        self._coordinator.expect_trainer(now)
+
+    def write_counts(self, values: dict[str, float]) -> None:
+        """Write a row of the server's counts."""
+        self._add(Counted(values))
+        self._parts.metrics.write(0, values)
+
+    # --- what it sends --------------------------------------------------------------------------
+
+    def outgoing(self, now: float) -> Sequence[Outgoing]:
+        """As `Coordinator.outgoing`, once all that led to these messages is written.
+
+        Raises InputError when the disk stays full, and OSError.
+        """
+        writer, maker = self._parts.writer, self._parts.maker
+        writer.look()
+        written = writer.written
+        messages = list(self._coordinator.outgoing(now))
+        self._add(Sent(now, written, maker.has_dealt, len(messages), check_of(messages)))
+        self._flush()
+        if self._file.bytes > max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes):
+            self._cut(NO_STEP)
+        return messages
+
+    def _flush(self) -> None:
+        """Write the ledger, then what follows from it."""
+        self._file.flush()
+        self._parts.writer.release()
+        self._parts.metrics.release()
+
+    def farewell(self, now: float) -> Iterable[Outgoing]:
+        """As `Coordinator.farewell`. The ledger ends here."""
+        messages = list(self._coordinator.farewell(now))
+        self._flush()
+        return messages
+
+    @property
+    def is_over(self) -> bool:
+        """As `Coordinator.is_over`."""
+        return self._coordinator.is_over
+
+    @property
+    def is_dealing(self) -> bool:
+        """As `Coordinator.is_dealing`."""
+        return self._coordinator.is_dealing
+
+    @property
+    def peers(self) -> set[tuple[str, str]]:
+        """As `Coordinator.peers`."""
+        return self._coordinator.peers
+
+    # --- segments -------------------------------------------------------------------------------
+
+    def _cut(self, saved_step: int) -> None:
+        """Begin a segment, and remove those that nobody needs any more."""
+        if self._number >= 0:
+            self._flush()
+            self._file.close()
+        self._number += 1
+        began = Began(self._start, saved_step, self._metrics_begin, self._unix_s(0.0))
+        write = partial(dump, self._parts, self._references)
+        self._state_bytes = write_state(self._folder, self._number, began, write)
+        self._file = LogFile(segment_path(self._folder, self._number, LOG), limit_s=self._limit_s)
+        log.info("segment %d of the ledger begins with %d bytes", self._number, self._state_bytes)
+        self._thin()
+
+    def _thin(self) -> None:
+        """Keep what the trainer needs to go back to its newest checkpoint."""
+        steps = complete_checkpoints(self._folder.parent / CHECKPOINTS)
+        kept = self._number
+        for number in reversed(segments(self._folder)):
+            began = read_began(self._folder, number)
+            if began is not None and began.saved_step in steps:
+                kept = number
+                break
+        remove_segments(self._folder, [n for n in segments(self._folder) if n < kept])
+
+    def remove(self) -> None:
+        """The run has ended well: nobody continues the ledger."""
+        self.close()
+        remove_segments(self._folder, segments(self._folder))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def start_of(label: str) -> str:
+    """Digest of the label of a start of the run; the label is secret."""
+    return hashlib.sha256(label.encode()).hexdigest()
+
+
+def check_of(messages: Iterable[Outgoing]) -> int:
+    """Checksum of the kinds, receivers and numbers of messages."""
+    check = 0
+    for endpoint, peer, message in messages:
+        number = getattr(message, "lease_id", getattr(message, "request_id", None))
+        number = getattr(message, "step", "") if number is None else number
+        check = zlib.crc32(f"{endpoint} {peer} {type(message).__name__} {number}".encode(), check)
+    return check

@@ -1,0 +1,193 @@
+"""Continues the ledger of a queue that was killed: the newest state, then each record after it.
+
+Used by the rollout queue's server at its start. The messages of the replayed coordinator are not
+sent; their checksums are compared with those of the killed process, so a replay that differs ends
+the run instead of losing prompts silently.
+"""
+
+import logging
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.endpoints import BATCHES, PROMPTS, VERIFY
+from megatron_rl.protocol.frames import Frame, decode_frames
+from megatron_rl.protocol.ledger import (
+    LOG,
+    STATE,
+    AnyRecord,
+    Began,
+    Counted,
+    LogFile,
+    Received,
+    Sent,
+    StopAsked,
+    Ticked,
+    TrainerExpected,
+    Unreachable,
+    read_began,
+    read_entries,
+    read_state,
+    segment_path,
+    segments,
+)
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.wire import WireError
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
+from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
+from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
+from megatron_rl.rollout_queue.states import References, load
+
+log = logging.getLogger(__name__)
+
+_HEARS = {endpoint.name: endpoint.router_hears for endpoint in (PROMPTS, VERIFY, BATCHES)}
+
+
+class Live(NamedTuple):
+    """What a new process does the coordinator's work with."""
+
+    maker: BatchMaker
+    writer: RecordFiles | RecordThread
+    records: Path
+    """Folder of the writer."""
+    metrics: JsonlWriter
+    metrics_path: Path
+
+
+@dataclass
+class _Replay:
+    """A coordinator that gets the records of a log."""
+
+    parts: Parts
+    unix_s: UnixTime
+    path: Path
+    now: float = 0.0
+    """Latest time in the log."""
+    records: int = 0
+
+    def run(self) -> int:
+        """Apply the whole log; returns the end of its last record, in bytes."""
+        end, room = 0, logging.getLogger(__package__)
+        # All of it is in the log of the killed process.
+        room.setLevel(logging.ERROR)
+        try:
+            for entry in read_entries(self.path):
+                self.apply(entry.record, [*entry.frames])
+                end = entry.end
+        finally:
+            room.setLevel(logging.NOTSET)
+        return end
+
+    def apply(self, record: AnyRecord, frames: list[Frame]) -> None:
+        """Do again what a record says. Raises InputError if the outcome differs."""
+        self.records += 1
+        coordinator = self.parts.coordinator
+        match record:
+            case Received(endpoint, peer, now):
+                self.now = now
+                try:
+                    message = decode_frames(frames, _HEARS[endpoint])
+                    coordinator.handle(endpoint, peer, message, now)
+                except WireError as error:
+                    # It was refused then, too; the next record says so.
+                    log.debug("a message of %s was refused: %s", peer, error)
+            case Sent():
+                self._send(record)
+            case Ticked(now, has_heard_all, offset_s):
+                self.now, self.unix_s.offset_s = now, offset_s
+                coordinator.tick(now, has_heard_all=has_heard_all)
+            case Unreachable(endpoint, peer):
+                coordinator.lose(endpoint, peer)
+            case Counted(values):
+                self.parts.metrics.write(0, values)
+            case StopAsked():
+                coordinator.stop_training()
+            case TrainerExpected(now):
+                coordinator.expect_trainer(now)
+            case Began():
+                raise InputError(f"{self.path} has the record of a state")
+
+    def _send(self, sent: Sent) -> None:
+        self.now = sent.now
+        self.parts.writer.note_written(sent.written)
+        self.parts.maker.has_dealt = sent.has_dealt
+        messages = list(self.parts.coordinator.outgoing(sent.now))
+        found = len(messages), check_of(messages)
+        if found != (sent.messages, sent.check):
+            raise InputError(
+                f"the ledger {self.path} cannot be continued: after {self.records} records the "
+                f"queue sends {found[0]} messages (checksum {found[1]:08x}), but the killed one "
+                f"sent {sent.messages} ({sent.check:08x}). Start the run again: it resumes from "
+                "its newest checkpoint"
+            )
+
+
+class Recovered(NamedTuple):
+    """A queue that continues."""
+
+    ledger: Ledger
+    clock: LoopClock
+    """Goes on where that of the killed queue stopped."""
+
+
+def recover(
+    folder: Path,
+    references: References,
+    unix_s: UnixTime,
+    live: Live,
+    *,
+    label: str,
+    limit_s: float,
+) -> Recovered | None:
+    """Continue the newest segment of this start of the run; None if there is none.
+
+    unix_s: gets a clock. Raises InputError when the ledger cannot be continued, and OSError.
+    """
+    found = _newest(folder, label)
+    if found is None:
+        return None
+    number, began = found
+    began_at = time.monotonic()
+    try:
+        parts = Parts(*load(read_state(folder, number), references))
+    except (pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise _damaged(folder, number) from error
+    parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
+    path = segment_path(folder, number, LOG)
+    unix_s.offset_s = began.offset_s
+    replay = _Replay(parts, unix_s, path)
+    end = replay.run() if path.exists() else 0
+    parts.writer.end_replay(live.writer, live.records)
+    parts.maker.end_replay(live.maker)
+    ledger = Ledger(
+        folder, parts, references, unix_s, label=label, metrics_begin=began.metrics_begin,
+        limit_s=limit_s, number=number, log_file=LogFile(path, end=end, limit_s=limit_s),
+    )  # fmt: skip
+    log.warning(
+        "the queue continues after its death: %d records of segment %d, %.1f s",
+        replay.records, number, time.monotonic() - began_at,
+    )  # fmt: skip
+    unix_s.clock = LoopClock(begin=replay.now)
+    return Recovered(ledger, unix_s.clock)
+
+
+def _newest(folder: Path, label: str) -> tuple[int, Began] | None:
+    """(number, beginning) of the newest segment, if it is of this start of the run."""
+    for number in reversed(segments(folder)):
+        began = read_began(folder, number)
+        if began is None:
+            raise _damaged(folder, number)
+        if began.start == start_of(label):
+            return number, began
+    return None
+
+
+def _damaged(folder: Path, number: int) -> InputError:
+    return InputError(
+        f"the ledger's state {segment_path(folder, number, STATE)} is damaged. Start the run "
+        "again: it resumes from its newest checkpoint"
+    )

@@ -1,0 +1,160 @@
+"""The ledger's files: torn ends, full disks, and states that load nothing foreign."""
+
+import io
+import pickle
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
+from megatron_rl.protocol.ledger import (
+    Began,
+    LogFile,
+    Received,
+    Ticked,
+    read_began,
+    read_entries,
+    read_state,
+    remove_segments,
+    segments,
+    write_state,
+)
+from megatron_rl.rollout_queue.states import References, dump, load
+
+FRAMES = [b"head", b"", bytes(range(256)) * 300]
+
+
+def write_some(path: Path) -> list[int]:
+    """Five records; the end of each."""
+    ends = []
+    with LogFile(path, limit_s=0.0) as file:
+        for number in range(5):
+            file.append(Received("prompts", f"generator-{number}", float(number)), FRAMES[:number])
+            file.flush()
+            ends.append(file.bytes)
+    return ends
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    ends = write_some(tmp_path / "log")
+    entries = list(read_entries(tmp_path / "log"))
+    assert [entry.end for entry in entries] == ends
+    assert [bytes(frame) for frame in entries[3].frames] == FRAMES
+    assert entries[2].record == Received("prompts", "generator-2", 2.0)
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_that_was_cut_anywhere_ends_before_the_torn_record(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    ends = write_some(path)
+    whole = path.read_bytes()
+    places = {*range(0, ends[2] + 20), ends[3] - 1, ends[4] - 1, ends[4] - 70_000}
+    for place in places:
+        path.write_bytes(whole[:place])
+        assert [entry.end for entry in read_entries(path)] == [e for e in ends if e <= place]
+    # A new process writes over the torn end.
+    path.write_bytes(whole[: ends[2] + 7])
+    with LogFile(path, end=ends[2], limit_s=0.0) as file:
+        file.append(Ticked(5.0, True, 0.5))
+        file.flush()
+    assert [entry.record for entry in read_entries(path)][3:] == [Ticked(5.0, True, 0.5)]
+
+
+def test_a_flipped_bit_hides_what_follows_and_nothing_before(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    ends = write_some(path)
+    whole = bytearray(path.read_bytes())
+    for place in range(ends[1], ends[2]):
+        whole[place] ^= 4
+        path.write_bytes(whole)
+        assert [entry.end for entry in read_entries(path)] == ends[:2]
+        whole[place] ^= 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_waited_for_and_leaves_no_half_record(small_disk: Path) -> None:
+    (small_disk / "other").write_bytes(bytes(800_000))
+    frames = [bytes(100_000)] * 5
+
+    def make_room() -> None:
+        time.sleep(1.0)
+        (small_disk / "other").unlink()
+
+    with LogFile(small_disk / "log", limit_s=30.0) as file:
+        file.append(Ticked(1.0, True, 0.0))
+        file.flush()
+        file.append(Ticked(2.0, True, 0.0), frames)
+        thread = threading.Thread(target=make_room)
+        thread.start()
+        began = time.monotonic()
+        file.flush()
+        thread.join()
+        assert time.monotonic() - began > 0.9
+    assert [len(entry.frames) for entry in read_entries(small_disk / "log")] == [0, 5]
+
+
+def test_a_disk_that_stays_full_is_refused_and_the_log_is_whole(small_disk: Path) -> None:
+    with LogFile(small_disk / "log", limit_s=0.5) as file:
+        file.append(Ticked(1.0, True, 0.0))
+        file.flush()
+        file.append(Ticked(2.0, True, 0.0), [bytes(2_000_000)])
+        with pytest.raises(InputError, match=r"could not be written for 0 s.*No space left"):
+            file.flush()
+    assert [entry.record for entry in read_entries(small_disk / "log")] == [Ticked(1.0, True, 0.0)]
+
+
+def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
+    for number in (0, 1, 2):
+        write = partial(write_ten_thousand, bytes([number]))
+        write_state(tmp_path, number, Began("start", number, 7, 0.5), write)
+    assert segments(tmp_path) == [0, 1, 2]
+    assert read_began(tmp_path, 1) == Began("start", 1, 7, 0.5)
+    assert bytes(read_state(tmp_path, 1)) == b"\1" * 10_000
+    damaged = tmp_path / "000002.state"
+    damaged.write_bytes(damaged.read_bytes()[:10])
+    assert read_began(tmp_path, 2) is None
+    remove_segments(tmp_path, [0, 2])
+    assert segments(tmp_path) == [1]
+
+
+def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
+    file.write(byte * 10_000)
+
+
+def dumped(one: object, references: References) -> bytes:
+    file = io.BytesIO()
+    dump(one, references, file)
+    return file.getvalue()
+
+
+class Foreign:
+    def __reduce__(self) -> tuple:
+        return subprocess.check_output, (["touch", "/tmp/never"],)
+
+
+def test_a_state_calls_nothing_foreign() -> None:
+    references = References(Config(), PromptSets([], [], [], 0))
+    for one in (Foreign(), print, subprocess.Popen, getattr):
+        with pytest.raises(pickle.UnpicklingError, match="a state of the queue has no"):
+            load(dumped(one, references), references)
+    config = references.find("config")
+    assert load(dumped([config, {"a"}], references), references)[0] is config

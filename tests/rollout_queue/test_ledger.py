@@ -1,0 +1,148 @@
+"""A queue that is killed at any moment continues as if nothing had happened."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.protocol.frames import encode_frames
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.types import Score
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.coordinator import Outgoing
+from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
+from megatron_rl.rollout_queue.ledger import Ledger, Parts
+from megatron_rl.rollout_queue.record_files import RecordFiles
+from megatron_rl.rollout_queue.recovery import Live, recover
+from megatron_rl.rollout_queue.stall import UnixTime
+from megatron_rl.rollout_queue.states import References
+from tests.rollout_queue.played_queue import PlayedQueue
+
+LABEL = "secret.train"
+NEVER = 1 << 60
+
+
+class Mortal:
+    """A ledger that dies after every `every`-th call, and is recovered from its files.
+
+    What it had read without writing it down is sent again, as generators and trainer do.
+    """
+
+    def __init__(self, queue: PlayedQueue, every: int) -> None:
+        self._every, self._calls, self.deaths = every, 0, 0
+        self._folder = queue.config.run.dir / "ledger"
+        self._folder.mkdir()
+        made = queue.coordinator
+        prompts = made._training._prompts
+        self._unix_s = made._recorder._to_unix_s = UnixTime()
+        self._references = References(queue.config, prompts, unix_s=self._unix_s)
+        records = queue.config.run.dir / "rollouts"
+        self._live = lambda: Live(
+            BatchMaker(),
+            RecordFiles(records, keeps_tokens=True),
+            records,
+            JsonlWriter(queue.config.run.dir / "metrics.jsonl", "queue"),
+            queue.config.run.dir / "metrics.jsonl",
+        )
+        live = self._live()
+        parts = Parts(
+            made, LedgerMaker(live.maker), LedgerWriter(live.writer), LedgerMetrics(live.metrics)
+        )
+        made._maker, made._recorder.writer = parts.maker, parts.writer
+        made._metrics = made._evaluations._metrics = parts.metrics
+        self.ledger = Ledger(
+            self._folder,
+            parts,
+            self._references,
+            self._unix_s,
+            label=LABEL,
+            metrics_begin=0,
+            limit_s=1.0,
+        )
+        self._unwritten: list[Callable[[], Any]] = []
+
+    def _count(self) -> None:
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self._die()
+
+    def _die(self) -> None:
+        self.deaths += 1
+        self.ledger.close()
+        self._unix_s.clock = None
+        found = recover(
+            self._folder, self._references, self._unix_s, self._live(), label=LABEL, limit_s=1.0
+        )
+        assert found is not None
+        self._unix_s.clock = None  # the test moves the time
+        self.ledger = found.ledger
+        lost, self._unwritten = self._unwritten, []
+        for call in lost:
+            self._do(*call)
+
+    def _do(self, name: str, *given: Any) -> None:
+        self._unwritten.append((name, *given))
+        getattr(self.ledger, name)(*given)
+
+    def handle(self, *given: Any) -> None:
+        self._do("handle", *given)
+        self._count()
+
+    def tick(self, now: float) -> None:
+        self._do("tick", now)
+        self._count()
+
+    def outgoing(self, now: float) -> Sequence[Outgoing]:
+        messages = self.ledger.outgoing(now)
+        self._unwritten.clear()
+        self._count()
+        return messages
+
+
+def judge(prompt: str, index: int) -> Score | str | None:
+    """Every fifth prompt is solved by all completions; the others by some."""
+    number = int(prompt[1:])
+    right = number % 5 == 0 or (number + index) % 3 == 0
+    return Score(float(right), {"correct": float(right)}, "right" if right else "wrong")
+
+
+def play(folder: Path, every: int) -> tuple[PlayedQueue, Mortal]:
+    folder.mkdir()
+    queue = PlayedQueue(folder, judge, held_out=6, eval={"every_steps": 2}, train={"steps": 6})
+    mortal = queue.coordinator = Mortal(queue, every)
+    queue.start()
+    for version in range(1, 7):
+        for _ in range(60):
+            if len(queue.batches) == version:
+                break
+            queue.play(1)
+        queue.sync(version)
+    queue.play(3)
+    return queue, mortal
+
+
+def as_bytes(batches: Sequence[Any]) -> list[list[bytes]]:
+    return [[bytes(frame) for frame in encode_frames(batch)] for batch in batches]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "rollouts").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory: pytest.TempPathFactory) -> PlayedQueue:
+    return play(tmp_path_factory.mktemp("runs") / "unkilled", NEVER)[0]
+
+
+@pytest.mark.parametrize("every", [1, 3, 11, 40])
+def test_a_queue_killed_after_every_nth_event_deals_the_same_batches(
+    tmp_path: Path, unkilled: PlayedQueue, every: int
+) -> None:
+    queue, mortal = play(tmp_path / "killed", every)
+    assert mortal.deaths >= 5
+    assert len(queue.batches) == 6
+    assert as_bytes(queue.batches) == as_bytes(unkilled.batches)
+    assert queue.leased == unkilled.leased
+    assert queue.graded == unkilled.graded
+    assert files_of(queue.config.run.dir) == files_of(unkilled.config.run.dir)
