@@ -371,7 +371,8 @@ class HFEngine:
             manager, self._manager = self._manager, None
             await self._in_thread(
                 # Its thread ends after the pass in flight; then the garbage is collected.
-                lambda: manager.stop(timeout=CLOSE_S / 2, hard_stop=True), CLOSE_S
+                lambda: manager.stop(timeout=CLOSE_S / 2, hard_stop=True),
+                CLOSE_S,
             )
         self._thread.shutdown(wait=False)
 
