@@ -5,7 +5,6 @@ without vLLM's front end. Between two steps nothing is in flight: during a pause
 and every token sampled before it is known.
 """
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from generation.vllm_messages import Job
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.engine_requests import Ended, Generate
+from megatron_rl.protocol.render import stop_ids
 from megatron_rl.weights.layout.shape import read_shape
 
 if TYPE_CHECKING:
@@ -68,16 +68,6 @@ def _kv_bytes(job: Job) -> int:
     return blocks * BLOCK_TOKENS * of_token
 
 
-def folder_stop_ids(folder: Path) -> set[int]:
-    """Ids that end a sequence by the folder's own config.json and generation_config.json."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    return found
-
-
 @dataclass(slots=True)
 class _Completion:
     """A completion that has not ended."""
@@ -98,7 +88,7 @@ class CompletionRequests:
 
     def __init__(self, core: "EngineCore", job: Job) -> None:
         self._core, self._job = core, job
-        self._stop_ids = folder_stop_ids(Path(job.model))
+        self._stop_ids = stop_ids(Path(job.model), None)
         self._version = job.version
         self._by_name: dict[str, _Completion] = {}
         self._by_core_name: dict[str, _Completion] = {}

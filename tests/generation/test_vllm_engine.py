@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 
 from generation import vllm_command
 from generation.engine import EngineError, load_engine
-from generation.vllm_requests import folder_stop_ids
 from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.tiny_model import EOS_ID, make_model
@@ -64,16 +63,6 @@ def test_without_vllm_the_fix_is_named(
     monkeypatch.setenv(vllm_command.PYTHON_VARIABLE, str(tmp_path / "bin" / "python"))
     with pytest.raises(EngineError, match="install.sh cpu --with vllm"):
         load_engine("vllm")(make_setup(models_dir, tmp_path / "vllm.log"))
-
-
-def test_ends_of_sequence_are_those_of_both_files(tmp_path: Path) -> None:
-    assert folder_stop_ids(tmp_path) == set()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert folder_stop_ids(tmp_path) == {7}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert folder_stop_ids(tmp_path) == {7, 9}
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    assert folder_stop_ids(tmp_path) == {7, 9}
 
 
 @NEEDS_VLLM

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.render import Conversation
+from megatron_rl.protocol.render import Conversation, stop_ids
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.types import ChatMessage
 from tests.protocol.template_families import (
@@ -159,3 +159,15 @@ def test_an_end_that_is_no_token_is_said(folders: Path) -> None:
     (note,) = [note for note in probe_renderer(renderer) if "after an answer" in note]
     assert "writes '<|im_end|>' after an answer" in note and "end only with '</s>'" in note
     assert renderer.stop_ids == (renderer.tokenizer.eos_token_id,) == (renderer.end_id,)
+
+
+def test_ends_of_sequence_are_those_of_both_files(tmp_path: Path) -> None:
+    assert stop_ids(tmp_path, None) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert stop_ids(tmp_path, None) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert stop_ids(tmp_path, None) == (7, 9)
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    assert stop_ids(tmp_path, 3) == (3, 7, 9)
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 5}}')
+    assert stop_ids(tmp_path, None) == (5, 7, 9)

@@ -1,5 +1,6 @@
 """What the trainer's entry decides from the configuration, and what it leaves at its end."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_rl.protocol.process import run_rank
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.train import chosen_method
 from tests.distributed import run_ranks
+from tests.protocol.template_families import write_family
 from tests.tiny_models import write_model
 
 
@@ -63,7 +65,12 @@ def export_twice(cfg: Config, names: list[str]) -> None:
 
 
 def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
+    model = tmp_path / "model"
+    write_model(model)
+    values = json.loads((model / "config.json").read_text())
+    ids = write_family(model, "qwen2.5-base", **(values | {"eos_token_id": None}))
+    ends = {"eos_token_id": ids["<|endoftext|>"], "temperature": 0.5}
+    (model / "generation_config.json").write_text(json.dumps(ends))
     cfg = Config.model_validate(
         {
             "run": {"dir": tmp_path / "run"},
@@ -77,6 +84,12 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
         found = load_file(tmp_path / "run" / "hf" / name / "model.safetensors")
         assert found.keys() == given.keys()
         assert all(torch.equal(found[key], factor * given[key]) for key in given)
+        # The template ends an answer with another token than the base model.
+        written = json.loads(
+            (tmp_path / "run" / "hf" / name / "generation_config.json").read_text()
+        )
+        both = sorted([ids["<|im_end|>"], ids["<|endoftext|>"]])
+        assert written == {"eos_token_id": both, "temperature": 0.5}
     assert {path.name for path in (tmp_path / "run" / "hf").iterdir()} == {"final", "control"}
 
 

@@ -19,6 +19,7 @@ from megatron_rl.backend.cpu.loops import library
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted, raise_file_limit
+from megatron_rl.protocol.render import open_renderer
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
@@ -128,6 +129,8 @@ class Policy:
             source=cfg.model.path,
             replaces=True,
             chat_template=cfg.render.chat_template,
+            # Engines that load the export end where the run's completions did.
+            end_ids=open_renderer(cfg).stop_ids,
             patience_s=cfg.checkpoint.write_timeout_s,
         )
 

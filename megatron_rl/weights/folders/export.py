@@ -35,6 +35,7 @@ from megatron_rl.weights.folders.hf_folder import (
     carried_files,
     copy_files,
     write_config,
+    write_ends,
     write_tensors,
 )
 from megatron_rl.weights.folders.staging import staged
@@ -186,14 +187,16 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
     replaces: bool = False,
     chat_template: str = "",
+    end_ids: Sequence[int] = (),
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
     Configuration and tokenizer files are copied from `source`; chat_template: in place of the
-    tokenizer's. The folder appears at once, when complete; replaces: in place of an older one,
-    which is a FileExistsError without it. Ranks other than 0 return when it is there, or raise
-    DeadlineExceeded after patience_s without news.
+    tokenizer's; end_ids: all tokens that end a completion, in place of those that
+    generation_config.json names, (): as they are. The folder appears at once, when complete;
+    replaces: in place of an older one, which is a FileExistsError without it. Ranks other than 0
+    return when it is there, or raise DeadlineExceeded after patience_s without news.
     """
     calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
@@ -206,6 +209,8 @@ def save_hf(
             if chat_template:
                 # transformers prefers this file to the template in tokenizer_config.json.
                 (staging / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+            if end_ids:
+                write_ends(end_ids, staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
     calls.end()

@@ -134,6 +134,14 @@ def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) ->
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
 
 
+def write_ends(end_ids: Iterable[int], folder: Path) -> None:
+    """Name the tokens that end a completion in generation_config.json; its other values stay."""
+    path = folder / "generation_config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    values["eos_token_id"] = sorted(end_ids)
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
 def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
     """Group tensors in order; a bucket exceeds `bucket_bytes` only when one tensor alone does."""
     bucket: list[NamedTensor] = []
