@@ -23,6 +23,7 @@ from megatron_rl.protocol.render import open_renderer
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
+from megatron_rl.weights.folders.sources import TOKENIZERS
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice
@@ -129,10 +130,18 @@ class Policy:
             source=cfg.model.path,
             replaces=True,
             chat_template=cfg.render.chat_template,
-            # Engines that load the export end where the run's completions did.
-            end_ids=open_renderer(cfg).stop_ids,
+            end_ids=partial(_end_ids, cfg),
             patience_s=cfg.checkpoint.write_timeout_s,
         )
+
+
+def _end_ids(cfg: Config) -> tuple[int, ...]:
+    """The tokens that ended the run's completions: engines that load the export end there too.
+
+    (): the model's folder has no tokenizer.
+    """
+    has_tokenizer = any((cfg.model.path / name).exists() for name in TOKENIZERS)
+    return open_renderer(cfg).stop_ids if has_tokenizer else ()
 
 
 @contextmanager

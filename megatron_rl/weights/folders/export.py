@@ -187,14 +187,14 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
     replaces: bool = False,
     chat_template: str = "",
-    end_ids: Sequence[int] = (),
+    end_ids: Callable[[], Sequence[int]] = tuple,
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
     Configuration and tokenizer files are copied from `source`; chat_template: in place of the
-    tokenizer's; end_ids: all tokens that end a completion, in place of those that
-    generation_config.json names, (): as they are. The folder appears at once, when complete;
+    tokenizer's; end_ids: gives all tokens that end a completion, in place of those that
+    generation_config.json names, called on rank 0; (): as they are. The folder appears at once, when complete;
     replaces: in place of an older one, which is a FileExistsError without it. Ranks other than 0
     return when it is there, or raise DeadlineExceeded after patience_s without news.
     """
@@ -209,8 +209,8 @@ def save_hf(
             if chat_template:
                 # transformers prefers this file to the template in tokenizer_config.json.
                 (staging / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-            if end_ids:
-                write_ends(end_ids, staging)
+            if ends := end_ids():
+                write_ends(ends, staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
     calls.end()

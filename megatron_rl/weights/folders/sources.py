@@ -33,7 +33,7 @@ from megatron_rl.weights.layout.trainer_layout import hf_shapes
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_CHECKPOINT = ("metadata.json", "COMPLETE", "queue.json", "sft.json")
 """Files of a Megatron checkpoint that are not tensors."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 class Source(Protocol):
@@ -87,10 +87,10 @@ def files_to_carry(folder: Path, files_from: Path | None) -> list[Path]:
     is_mistral = not is_megatron_folder(folder) and mistral_format.is_mistral_folder(folder)
     if is_mistral:
         found.pop(mistral_format.PARAMS, None)
-    if is_mistral and not any(name in found for name in _TOKENIZERS):
+    if is_mistral and not any(name in found for name in TOKENIZERS):
         raise InputError(
             f"{folder} is in mistral format and has no tokenizer that transformers reads (one of "
-            f"{', '.join(_TOKENIZERS)}): name a folder that has it with --files-from"
+            f"{', '.join(TOKENIZERS)}): name a folder that has it with --files-from"
         )
     return list(found.values())
 
