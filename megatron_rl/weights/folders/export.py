@@ -194,9 +194,9 @@ def save_hf(
 
     Configuration and tokenizer files are copied from `source`; chat_template: in place of the
     tokenizer's; end_ids: gives all tokens that end a completion, in place of those that
-    generation_config.json names, called on rank 0; (): as they are. The folder appears at once, when complete;
-    replaces: in place of an older one, which is a FileExistsError without it. Ranks other than 0
-    return when it is there, or raise DeadlineExceeded after patience_s without news.
+    generation_config.json names, called on rank 0; (): as they are. The folder appears at once,
+    when complete; replaces: in place of an older one, which is a FileExistsError without it. Ranks
+    other than 0 return when it is there, or raise DeadlineExceeded after patience_s without news.
     """
     calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
