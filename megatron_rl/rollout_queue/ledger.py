@@ -48,9 +48,10 @@ from megatron_rl.rollout_queue.states import References, dump
 log = logging.getLogger(__name__)
 
 LEAST_LOG_BYTES = 64 << 20
-"""A log of this size is read back in about a second."""
 LOG_PER_STATE = 4
 """A log may have this many times the bytes of the state before it, so that states cost little."""
+MOST_RECORDS = 50_000
+"""Records of a log: their replay takes about two seconds."""
 NO_STEP = -1
 
 
@@ -89,7 +90,7 @@ class Ledger(Closing):
         self._start, self._metrics_begin = start_of(label), metrics_begin
         self._limit_s = limit_s
         self._number = number
-        self._state_bytes = 0
+        self._state_bytes = self._records = 0
         self._saved_step = NO_STEP
         if log_file is None:
             self._cut(NO_STEP)
@@ -97,6 +98,7 @@ class Ledger(Closing):
             self._file = log_file
 
     def _add(self, record: AnyRecord, message: AnyMessage | None = None) -> None:
+        self._records += 1
         self._file.append(record, [] if message is None else encode_frames(message))
 
     # --- what reaches the coordinator -----------------------------------------------------------
@@ -149,7 +151,8 @@ class Ledger(Closing):
         messages = list(self._coordinator.outgoing(now))
         self._add(Sent(now, written, maker.has_dealt, len(messages), check_of(messages)))
         self._flush()
-        if self._file.bytes > max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes):
+        most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes)
+        if self._records > MOST_RECORDS or self._file.bytes > most_bytes:
             self._cut(NO_STEP)
         return messages
 
@@ -188,6 +191,7 @@ class Ledger(Closing):
             self._flush()
             self._file.close()
         self._number += 1
+        self._records = 0
         began = Began(self._start, saved_step, self._metrics_begin, self._unix_s(0.0))
         write = partial(dump, self._parts, self._references)
         self._state_bytes = write_state(self._folder, self._number, began, write)

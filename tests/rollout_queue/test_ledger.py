@@ -8,9 +8,10 @@ import pytest
 
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.types import Score
+from megatron_rl.protocol.types import SaveState, Score
+from megatron_rl.rollout_queue import ledger
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
-from megatron_rl.rollout_queue.coordinator import Outgoing
+from megatron_rl.rollout_queue.coordinator import BATCHES, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.ledger import Ledger, Parts
 from megatron_rl.rollout_queue.record_files import RecordFiles
@@ -84,6 +85,9 @@ class Mortal:
     def _do(self, name: str, *given: Any) -> None:
         self._unwritten.append((name, *given))
         getattr(self.ledger, name)(*given)
+        if not self.ledger._file._waiting:
+            # A new segment began, after all of these.
+            self._unwritten.clear()
 
     def handle(self, *given: Any) -> None:
         self._do("handle", *given)
@@ -117,6 +121,8 @@ def play(folder: Path, every: int) -> tuple[PlayedQueue, Mortal]:
             if len(queue.batches) == version:
                 break
             queue.play(1)
+        if version in (2, 4):
+            mortal.handle(BATCHES, "t", SaveState(version), queue.now)
         queue.sync(version)
     queue.play(3)
     return queue, mortal
@@ -135,10 +141,17 @@ def unkilled(tmp_path_factory: pytest.TempPathFactory) -> PlayedQueue:
     return play(tmp_path_factory.mktemp("runs") / "unkilled", NEVER)[0]
 
 
+@pytest.mark.parametrize("most_records", [7, 10_000])
 @pytest.mark.parametrize("every", [1, 3, 11, 40])
 def test_a_queue_killed_after_every_nth_event_deals_the_same_batches(
-    tmp_path: Path, unkilled: PlayedQueue, every: int
+    tmp_path: Path,
+    unkilled: PlayedQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+    most_records: int,
 ) -> None:
+    """From states in the middle of everything, and from those of checkpoints alone."""
+    monkeypatch.setattr(ledger, "MOST_RECORDS", most_records)
     queue, mortal = play(tmp_path / "killed", every)
     assert mortal.deaths >= 5
     assert len(queue.batches) == 6
