@@ -160,7 +160,7 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_run_outlives_its_verifier_and_when_stopped_saves_its_step_and_leaves_no_process(
+def test_run_outlives_verifier_and_queue_and_when_stopped_saves_its_step_and_leaves_no_process(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "stopped"
@@ -171,7 +171,8 @@ def test_run_outlives_its_verifier_and_when_stopped_saves_its_step_and_leaves_no
     )  # fmt: skip
     try:
         wait_for_a_step(run_dir, run)
-        kill_the_verifier(run_dir, run)
+        kill_a_role("verifier", "verification.worker", run_dir, run)
+        kill_a_role("queue", "megatron_rl.rollout_queue.server", run_dir, run)
         assert_closed_doors(run_dir, run)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
@@ -185,6 +186,14 @@ def test_run_outlives_its_verifier_and_when_stopped_saves_its_step_and_leaves_no
         if run.poll() is None:
             run.kill()
             run.wait(30)
+    # The restarted queue went on with what it knew: each group was trained on once.
+    trained = [
+        (record["group"], record["index"])
+        for path in (run_dir / "rollouts").glob("step_*.jsonl")
+        for record in read_jsonl(path)
+    ]
+    assert len(set(trained)) == len(trained) > 0
+    assert "the queue continues after its death" in (run_dir / "logs/queue.log").read_text()
     # No step is lost, though the configuration asks for no checkpoint so early.
     steps = [row["step"] for row in training_rows(run_dir) if "train/loss" in row]
     [checkpoint] = (run_dir / "checkpoints").iterdir()
@@ -244,18 +253,14 @@ def wait_for_a_step(run_dir: Path, run: subprocess.Popen) -> None:
         time.sleep(0.5)
 
 
-def kill_the_verifier(run_dir: Path, run: subprocess.Popen) -> None:
+def kill_a_role(kind: str, module: str, run_dir: Path, run: subprocess.Popen) -> None:
     """Returns when another one was started and steps have followed."""
-    [verifier] = [
-        child
-        for child in psutil.Process(run.pid).children()
-        if "verification.worker" in child.cmdline()
-    ]
-    verifier.kill()
+    [role] = [child for child in psutil.Process(run.pid).children() if module in child.cmdline()]
+    role.kill()
     deadline = time.monotonic() + 100
     while True:
         rows = read_jsonl(run_dir / "metrics.jsonl")
-        restarted = [n for n, row in enumerate(rows) if "launch/verifier_restarts" in row]
+        restarted = [n for n, row in enumerate(rows) if f"launch/{kind}_restarts" in row]
         if restarted and sum("train/loss" in row for row in rows[restarted[0] :]) > 2:
             break
         assert run.poll() is None and time.monotonic() < deadline
