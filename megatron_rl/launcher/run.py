@@ -36,6 +36,8 @@ from megatron_rl.launcher.run_folder import (
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
+from megatron_rl.protocol.ledger import FOLDER as LEDGER
+from megatron_rl.protocol.ledger import remove_segments
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.whole_file import write_whole
@@ -70,6 +72,8 @@ def begin(
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
     clear_stop(config.run.dir)
+    # This start begins where its trainer does: at a checkpoint.
+    remove_segments(config.run.dir / LEDGER)
     passed_over = checkpoints_passed_over(config, resumed)
     if beginning.is_again and resumed is None:
         say(console, begin_anew(config))

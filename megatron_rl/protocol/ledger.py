@@ -276,8 +276,13 @@ def read_state(folder: Path, number: int) -> memoryview:
     return content[entry.end :]
 
 
-def remove_segments(folder: Path, numbers: Sequence[int]) -> None:
-    """Remove segments; the state first, without which nobody reads the log. Raises OSError."""
-    for number in numbers:
+def remove_segments(folder: Path, *, before: int | None = None) -> None:
+    """Remove all segments, or those before a number. Raises OSError.
+
+    The state goes first: without it nobody reads the log.
+    """
+    for number in segments(folder):
+        if before is not None and number >= before:
+            return
         for suffix in (STATE, LOG):
             segment_path(folder, number, suffix).unlink(missing_ok=True)

@@ -208,12 +208,12 @@ class Ledger(Closing):
             if began is not None and began.saved_step in steps:
                 kept = number
                 break
-        remove_segments(self._folder, [n for n in segments(self._folder) if n < kept])
+        remove_segments(self._folder, before=kept)
 
     def remove(self) -> None:
         """The run has ended well: nobody continues the ledger."""
         self.close()
-        remove_segments(self._folder, segments(self._folder))
+        remove_segments(self._folder)
 
     def close(self) -> None:
         """Close the file."""

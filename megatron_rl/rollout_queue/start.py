@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
-from megatron_rl.protocol.ledger import FOLDER, remove_segments, segments
+from megatron_rl.protocol.ledger import FOLDER, remove_segments
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.rollout_files import FOLDER as RECORDS
@@ -75,7 +75,7 @@ class Start:
             if found is not None:
                 return found
         unix_s.clock = clock = LoopClock()
-        remove_segments(folder, segments(folder))
+        remove_segments(folder)
         parts = self._parts(unix_s, clock.read())
         ledger = Ledger(
             folder, parts, references, unix_s,

@@ -48,7 +48,9 @@ def few_prompts(folder: Path) -> list[str]:  # noqa: F811
     (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
     config = folder / "config.toml"
     config.write_text(config.read_text() + STAGES)
-    return [f"prompts.0.path={folder / 'few.jsonl'}", "checkpoint.every_steps=3"]
+    # Both starts have the same label.
+    label = "expert.ports.label=mine"
+    return [f"prompts.0.path={folder / 'few.jsonl'}", "checkpoint.every_steps=3", label]
 
 
 def kill_trainer(run: subprocess.Popen[str]) -> None:

@@ -73,11 +73,16 @@ def test_a_newer_checkpoint_that_is_passed_over_is_told_on_the_screen_and_in_the
 ) -> None:
     newer = make_checkpoint(run_dir, 9)
     (newer / "queue.json").unlink()
+    # What the queue of an earlier start knew is later than the checkpoint.
+    (run_dir / "ledger").mkdir()
+    (run_dir / "ledger" / "000003.state").touch()
+    (run_dir / "ledger" / "000003.log").touch()
     # The log file's handler goes with the test.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     screen = StringIO()
     cfg = config(run_dir)
     run.begin(cfg, check_run_folder(cfg), PromptReport([], []), Console(file=screen, width=400))
+    assert list((run_dir / "ledger").iterdir()) == []
     told = f"{newer} is passed over: it has no file queue.json"
     assert f"warning: {told}" in screen.getvalue() and "after step 6 of 10" in screen.getvalue()
     assert (

@@ -132,8 +132,11 @@ def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     damaged = tmp_path / "000002.state"
     damaged.write_bytes(damaged.read_bytes()[:10])
     assert read_began(tmp_path, 2) is None
-    remove_segments(tmp_path, [0, 2])
-    assert segments(tmp_path) == [1]
+    remove_segments(tmp_path, before=2)
+    assert segments(tmp_path) == [2]
+    remove_segments(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    remove_segments(tmp_path / "missing")
 
 
 def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
