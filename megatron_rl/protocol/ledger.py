@@ -49,8 +49,6 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
     start: str
     """Digest of the label of this start of the run: no other start continues the segment."""
-    saved_step: int
-    """The trainer saves its state after this step with it; -1: it does not."""
     metrics_begin: int
     """Bytes of metrics.jsonl when the ledger began."""
     offset_s: float

@@ -35,7 +35,7 @@ class LedgerMaker(BatchMaker):
         super().__init__()
         self._maker: BatchMaker | None = maker
         self._order: BatchOrder | None = None
-        """The latest one, as long as a rank may ask for its batch."""
+        """The latest one."""
         self.has_dealt = False
         """The last look found a batch. In a replay: the next look will."""
 
@@ -60,11 +60,6 @@ class LedgerMaker(BatchMaker):
             self.batch = [RankBatch(step, rank, [], {}) for rank in range(size)]
         self.is_busy = self.is_busy and not self.has_dealt
         return self.has_dealt
-
-    def forget(self) -> None:
-        """No rank will ask for the latest batch again."""
-        if not self.is_busy:
-            self._order = None
 
     def end_replay(self, maker: BatchMaker) -> None:
         """Deal further batches, and the latest one again. Raises as `deal_batch`."""

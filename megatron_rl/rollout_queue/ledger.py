@@ -6,8 +6,8 @@ killed queue had sent is known, and what it had read from a socket without writi
 again: by generators (completions that were not confirmed), by the trainer (requests), and after a
 heartbeat that does not name a lease or request.
 
-A segment begins with the whole state. A new one begins when the trainer saves a checkpoint, and
-when the log has grown so that a replay would take long.
+A segment begins with the whole state. When its log has grown so that a replay would take long, the
+next one begins, and replaces it.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.ledger import (
@@ -33,13 +32,11 @@ from megatron_rl.protocol.ledger import (
     Ticked,
     TrainerExpected,
     Unreachable,
-    read_began,
     remove_segments,
     segment_path,
-    segments,
     write_state,
 )
-from megatron_rl.protocol.types import AnyMessage, SaveState
+from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.stall import UnixTime
@@ -52,7 +49,6 @@ LOG_PER_STATE = 4
 """A log may have this many times the bytes of the state before it, so that states cost little."""
 MOST_RECORDS = 50_000
 """Records of a log: their replay takes about two seconds."""
-NO_STEP = -1
 
 
 class Parts(NamedTuple):
@@ -91,9 +87,8 @@ class Ledger(Closing):
         self._limit_s = limit_s
         self._number = number
         self._state_bytes = self._records = 0
-        self._saved_step = NO_STEP
         if log_file is None:
-            self._cut(NO_STEP)
+            self._cut()
         else:
             self._file = log_file
 
@@ -107,11 +102,6 @@ class Ledger(Closing):
         """As `Coordinator.handle`."""
         self._add(Received(endpoint, peer, now), message)
         self._coordinator.handle(endpoint, peer, message, now)
-        if isinstance(message, SaveState) and message.step != self._saved_step:
-            # Before the batch of this step: a trainer that goes back is served from here.
-            self._saved_step = message.step
-            self._parts.maker.forget()
-            self._cut(message.step)
 
     def lose(self, endpoint: str, peer: str) -> None:
         """As `Coordinator.lose`."""
@@ -153,7 +143,7 @@ class Ledger(Closing):
         self._flush()
         most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes)
         if self._records > MOST_RECORDS or self._file.bytes > most_bytes:
-            self._cut(NO_STEP)
+            self._cut()
         return messages
 
     def _flush(self) -> None:
@@ -185,30 +175,19 @@ class Ledger(Closing):
 
     # --- segments -------------------------------------------------------------------------------
 
-    def _cut(self, saved_step: int) -> None:
-        """Begin a segment, and remove those that nobody needs any more."""
+    def _cut(self) -> None:
+        """Begin a segment, and remove the one before it."""
         if self._number >= 0:
             self._flush()
             self._file.close()
         self._number += 1
         self._records = 0
-        began = Began(self._start, saved_step, self._metrics_begin, self._unix_s(0.0))
+        began = Began(self._start, self._metrics_begin, self._unix_s(0.0))
         write = partial(dump, self._parts, self._references)
         self._state_bytes = write_state(self._folder, self._number, began, write)
         self._file = LogFile(segment_path(self._folder, self._number, LOG), limit_s=self._limit_s)
         log.info("segment %d of the ledger begins with %d bytes", self._number, self._state_bytes)
-        self._thin()
-
-    def _thin(self) -> None:
-        """Keep what the trainer needs to go back to its newest checkpoint."""
-        steps = complete_checkpoints(self._folder.parent / CHECKPOINTS)
-        kept = self._number
-        for number in reversed(segments(self._folder)):
-            began = read_began(self._folder, number)
-            if began is not None and began.saved_step in steps:
-                kept = number
-                break
-        remove_segments(self._folder, before=kept)
+        remove_segments(self._folder, before=self._number)
 
     def remove(self) -> None:
         """The run has ended well: nobody continues the ledger."""

@@ -346,7 +346,8 @@ class Verifiers:
         failed: verifiers that failed the request before. They are skipped, if another verifier has
         all these worker pools.
         """
-        rooms = [self._pools[pool].rooms for pool in pools]
+        # Sorted: the order of a set differs between processes, and decides among equals.
+        rooms = [self._pools[pool].rooms for pool in sorted(pools)]
         everywhere = set.intersection(*map(set, rooms))
         # The fullest worker pool decides how much room a verifier has.
         by_name = {n: min(room[n] for room in rooms) for n in rooms[0] if n in everywhere}

@@ -125,9 +125,9 @@ def test_a_disk_that_stays_full_is_refused_and_the_log_is_whole(small_disk: Path
 def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     for number in (0, 1, 2):
         write = partial(write_ten_thousand, bytes([number]))
-        write_state(tmp_path, number, Began("start", number, 7, 0.5), write)
+        write_state(tmp_path, number, Began(f"start {number}", 7, 0.5), write)
     assert segments(tmp_path) == [0, 1, 2]
-    assert read_began(tmp_path, 1) == Began("start", 1, 7, 0.5)
+    assert read_began(tmp_path, 1) == Began("start 1", 7, 0.5)
     assert bytes(read_state(tmp_path, 1)) == b"\1" * 10_000
     damaged = tmp_path / "000002.state"
     damaged.write_bytes(damaged.read_bytes()[:10])
