@@ -14,11 +14,14 @@ AGAIN_S = 6.0
 """After this long without a confirmation a completion is sent again; doubles each time. A restarted
 queue is back sooner."""
 MOST_SENDS = 8
+LATE_S = 3.0
+"""The queue confirms once a second."""
 
 
 @dataclasses.dataclass
 class _Sent:
     message: RolloutDone
+    first_at: float
     again_at: float
     sends: int = 1
 
@@ -32,7 +35,7 @@ class Unconfirmed:
     def note_sent(self, message: RolloutDone, now: float) -> None:
         """Keep a completion that was sent for the first time."""
         rollout = message.rollout
-        self._sent[rollout.lease_id, rollout.index] = _Sent(message, now + AGAIN_S)
+        self._sent[rollout.lease_id, rollout.index] = _Sent(message, now, now + AGAIN_S)
 
     def confirm(self, completions: list[tuple[int, int]]) -> None:
         """Forget completions, (lease id, index); unknown ones were confirmed before."""
@@ -54,7 +57,6 @@ class Unconfirmed:
             due.append(sent.message)
         return due
 
-    @property
-    def leases(self) -> set[int]:
-        """Leases with such a completion: they are not lost."""
-        return {lease_id for lease_id, _ in self._sent}
+    def late_leases(self, now: float) -> set[int]:
+        """Leases with a completion whose confirmation is late: to the queue they are not lost."""
+        return {key[0] for key, sent in self._sent.items() if now - sent.first_at > LATE_S}

@@ -131,6 +131,7 @@ class GeneratorWorker:
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
+        now = time.monotonic()
         owed = {lease_id for lease_id, waiting in self._owed.items() if waiting}
         self._queue.send(
             GeneratorReady(
@@ -138,8 +139,8 @@ class GeneratorWorker:
                 self._engine.version,
                 self._session,
                 is_held,
-                sorted(owed | self._unconfirmed.leases),
-                activity=self._activity.report(time.monotonic()),
+                sorted(owed | self._unconfirmed.late_leases(now)),
+                activity=self._activity.report(now),
             )
         )
 
