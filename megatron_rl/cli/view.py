@@ -42,7 +42,9 @@ def view(options: ViewOptions, console: Console) -> int:
     if not 0 <= options.port <= 65535:
         raise InputError(f"--port {options.port}: give one from 0 to 65535")
     saved = options.run_dir / "config.toml"
-    model = load_config(saved).model.path if saved.is_file() else options.run_dir
+    config = load_config(saved) if saved.is_file() else None
+    model = config.model.path if config else options.run_dir
+    tags = config.render.tags if config and not config.render.thinking.is_none else None
     name = options.run_dir.resolve().name
     with (
         tempfile.TemporaryDirectory(prefix="megatron-rl-view-") as folder,
@@ -50,7 +52,7 @@ def view(options: ViewOptions, console: Console) -> int:
     ):
         count = index.refresh()
         console.print(f"{count} rollouts of {options.run_dir}; Ctrl-C ends", highlight=False)
-        viewer = Viewer(index, load_decoder(model), name=name)
+        viewer = Viewer(index, load_decoder(model), name=name, tags=tags)
         try:
             asyncio.run(_until_signal(viewer, options.port, console))
         except OSError as error:

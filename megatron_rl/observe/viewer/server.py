@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.observe.viewer.index import SORTABLE, Filter, Index
 from megatron_rl.observe.viewer.tokens import Decoder, read_record, view_tokens
 
@@ -44,10 +45,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Viewer:
     """Request handlers of one run's viewer."""
 
-    def __init__(self, index: Index, decoder: Decoder | None, *, name: str) -> None:
+    def __init__(
+        self, index: Index, decoder: Decoder | None, *, name: str, tags: ThinkTags | None = None
+    ) -> None:
+        """tags: around the thoughts, which are dimmed; None: nothing is."""
         self._index = index
         self._decoder = decoder
         self._name = name
+        self._tags = tags and {"open": tags.open, "close": tags.close}
         self._lock = asyncio.Lock()
 
     def application(self, token: str) -> web.Application:
@@ -86,7 +91,9 @@ class Viewer:
 
     async def _run(self, request: web.Request) -> web.Response:
         facets = await self._ask(self._index.facets)
-        return _json({"name": self._name, "facets": facets, "sortable": SORTABLE})
+        return _json(
+            {"name": self._name, "facets": facets, "sortable": SORTABLE, "tags": self._tags}
+        )
 
     async def _rows(self, request: web.Request) -> web.Response:
         query = request.query

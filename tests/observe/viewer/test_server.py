@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.thinking import ThinkTags
 from megatron_rl.observe.viewer.index import Index
 from megatron_rl.observe.viewer.server import Viewer, serve
 from tests.chromium import browse, needs_chromium, open_page
 from tests.observe.report.runs import HOSTILE, LONG_LINE
 from tests.observe.viewer.made_up import record, write
+
+TAGS = ThinkTags(open="[T]", close="[/T]")
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def served(run_dir: Path, database: Path) -> Iterator[str]:
         loops.append((asyncio.get_running_loop(), ending))
         with Index(run_dir, database) as index:
             index.refresh()
-            await serve(Viewer(index, None, name="run"), 0, addresses.append, ending)
+            await serve(Viewer(index, None, name="run", tags=TAGS), 0, addresses.append, ending)
 
     thread = Thread(target=lambda: asyncio.run(main()))
     thread.start()
@@ -53,6 +56,9 @@ def address(tmp_path: Path) -> Iterator[str]:
     rows = [record(0, i, reward=float(i), text=f"answer {i}") for i in range(70)]
     rows[0] |= {"text": HOSTILE, "problem": HOSTILE, "reason": "wrong_answer"}
     rows[1] |= {"text": LONG_LINE}
+    rows[3] |= {"text": "[T]one <b>[/T]two"}
+    rows[4] |= {"text": "three[/T]four", "prompt_tail": "x[T]\n"}
+    rows[5] |= {"text": "five [T]six"}
     write(folder / "step_000000.jsonl", rows)
     with served(tmp_path / "run", tmp_path / "x.sqlite") as found:
         yield found
@@ -139,7 +145,12 @@ async def walk(address: str, profile: Path) -> None:
         await page.press("j")
         await page.until(f"{text} === 'answer 2'")
         await page.press("]")
-        await page.until(f"{text} === 'answer 3'")
+        await page.until(f"{text} === '[T]one <b>[/T]two'")
+        dimmed = "document.querySelector('#text .thoughts').textContent"
+        assert await page.value(dimmed) == "one <b>"
+        for shown in ("three", "six"):
+            await page.press("]")
+            await page.until(f"{dimmed} === '{shown}'")
         await page.press("Escape")
         assert await page.value("document.getElementById('detail').hidden")
         await page.press("/")

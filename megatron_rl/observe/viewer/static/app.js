@@ -109,7 +109,9 @@ function showText() {
   const { record, tokens, why_no_tokens } = state.open;
   const text = at("text");
   if (!tokens || state.colour === "none") {
-    text.textContent = record.text;
+    const [from, to] = thoughts(record.text, record.prompt_tail);
+    const dimmed = element("span", record.text.slice(from, to), "thoughts");
+    text.replaceChildren(record.text.slice(0, from), dimmed, record.text.slice(to));
   } else {
     const known = shades(tokens);
     text.replaceChildren(...tokens.texts.map((piece, i) => {
@@ -120,6 +122,17 @@ function showText() {
     }));
   }
   at("colours").textContent = `colour by (c): ${state.colour}${whyNot(tokens, why_no_tokens)}`;
+}
+
+// Where the thoughts begin and end; the prompt may open them, and they may not be closed.
+function thoughts(text, promptTail) {
+  if (!state.tags) return [0, 0];
+  const { open, close } = state.tags;
+  const opened = text.indexOf(open);
+  if (opened < 0 && !promptTail.trimEnd().endsWith(open)) return [0, 0];
+  const from = opened < 0 ? 0 : opened + open.length;
+  const to = text.indexOf(close, from);
+  return [from, to < 0 ? text.length : to];
 }
 
 function whyNot(tokens, why) {
@@ -218,6 +231,7 @@ function debounced(work, ms) {
 
 async function begin() {
   const run = await ask("api/run");
+  state.tags = run.tags;
   document.title = `${run.name}: rollouts`;
   at("name").textContent = run.name;
   at("order").append(...run.sortable.map((name) => new Option(name, name)));
