@@ -28,6 +28,7 @@ from megatron_rl.protocol.types import (
     Rollout,
     RolloutDone,
     RolloutFailed,
+    RolloutsTaken,
     Sampling,
 )
 from megatron_rl.protocol.wire import Router
@@ -104,6 +105,7 @@ class Fleet:
         self._stack = ExitStack()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._leases = 0
+        self._taken: set[tuple[int, int]] = set()
         self.arrivals: list[tuple[float, str, Rollout]] = []
         """(monotonic time, generator, rollout) of each rollout that came."""
 
@@ -210,6 +212,12 @@ class Fleet:
         assert not isinstance(message, RolloutFailed), message
         if not isinstance(message, RolloutDone):
             return []
+        # As the queue does; what was confirmed late comes twice.
+        key = message.rollout.lease_id, message.rollout.index
+        self._queue.send(peer, RolloutsTaken([key]))
+        if key in self._taken:
+            return []
+        self._taken.add(key)
         self.arrivals.append((time.monotonic(), peer, message.rollout))
         return [message.rollout]
 
