@@ -225,6 +225,11 @@ def test_files_of_prime_rl(tmp_path: Path) -> None:
     found, ours = imported(*several)
     assert (ours.train.steps, str(ours.model.path)) == (9, "a/b")
     assert "gives train.steps = 9 already" in found.no_counterpart["orch: max_steps"]
+    # These files leave the optimizer and the staleness to prime-rl's defaults.
+    assert (ours.optimizer.lr, ours.optimizer.weight_decay) == (1e-6, 0.01)
+    assert (ours.optimizer.beta2, ours.queue.max_staleness) == (0.999, 8)
+    assert "optim.betas2 is not given: the default of prime-rl" in found.toml()
+    assert any("prime-rl samples 1 completion" in text for text in found.to_check)
 
 
 def test_data_sets_of_environments_of_prime_rl_become_prompts(tmp_path: Path) -> None:

@@ -189,9 +189,22 @@ RULES: dict[str, Rule] = {
     "profile*": "train.profile_steps records steps here",
     "vllm_extra*": "generator.extra_args takes SGLang's options",
 }  # fmt: skip
-DEFAULTS: dict[str, Any] = {}
+DEFAULTS: dict[str, Any] = {
+    "optim.lr": 1e-6,
+    "optim.weight_decay": 0.01,
+    "optim.max_norm": 1.0,
+    "optim.betas1": 0.9,
+    "optim.betas2": 0.999,
+    "sampling.temperature": 1.0,
+    "max_off_policy_steps": 8,
+}
 
 
 def checks(values: Values) -> list[str]:
     """What a reader of our file must decide."""
-    return [_LOSS, "optimizer: prime-rl's own defaults of it are not written here"]
+    found = [_LOSS]
+    if _size(values) is None:
+        found.append("train.group_size: not given; prime-rl samples 1 completion of each prompt")
+    if "seq_len" not in values:
+        found.append("generator.context_tokens: seq_len is not given; prime-rl takes 2048")
+    return found
