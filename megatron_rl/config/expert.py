@@ -78,6 +78,7 @@ _OTHERS = (
     "ports.verify",
     "ports.weights",
     "queue.breaker_*",
+    "queue.ledger",
     "queue.max_attempts",
     "queue.max_failed_groups",
     "queue.max_lost_attempts",

@@ -94,6 +94,9 @@ class QueueConfig(Section):
     breaker_min_prompts: PositiveInt = 16
     """Minimum number of distinct prompts with failed completions before failing grades may end
     the run."""
+    ledger: bool | Literal["auto"] = "auto"
+    """Write all that reaches the queue into RUN/ledger, so that a killed queue continues; auto: yes
+    without train.router_replay, which adds many bytes per token. Without it a kill ends the run."""
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of the rollout queue within expert.queue.restart_window_s, if a signal killed it. It
     continues from its ledger, after 1, 2, 4 ... at most 60 s. When no restart is left, or when the
@@ -240,6 +243,12 @@ class Config(Section):
     def has_scorer(self) -> bool:
         """Whether the run starts a scorer; without training nothing needs a reference."""
         return self.train.steps > 0 and self.algorithm.needs_scorer
+
+    @property
+    def keeps_ledger(self) -> bool:
+        """Whether the queue writes a ledger during training (expert.queue.ledger)."""
+        wanted = self.queue.ledger
+        return not self.train.router_replay if wanted == "auto" else wanted
 
     @property
     def sampled_groups(self) -> int:

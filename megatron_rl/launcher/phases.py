@@ -251,7 +251,8 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     is_first = own.number == 0
     if is_first:
         # An evaluation alone has no ledger to continue; its command resumes it.
-        rule = None if label else restart_rule(own.config, "queue", queue, until=queue)
+        can_continue = own.config.keeps_ledger and not label
+        rule = restart_rule(own.config, "queue", queue, until=queue) if can_continue else None
         own.start(
             queue, "megatron_rl.rollout_queue.server", [*only, *arguments],
             config_file=file, restarts=rule,

@@ -242,7 +242,7 @@ def main(
             maker=stack.enter_context(BatchThread()), awaits_cold_start=cold_start is not None,
         )  # fmt: skip
         served: Coordinator | Ledger
-        if trains:
+        if trains and config.keeps_ledger:
             served, clock = start.with_ledger()
             stack.enter_context(served)
         else:

@@ -39,7 +39,7 @@ class Start:
     def without_ledger(
         self, *, evaluate_only: str, keeps_evaluated: bool
     ) -> tuple[Coordinator, LoopClock]:
-        """A coordinator that evaluates alone, and its clock."""
+        """A coordinator, and its clock. evaluate_only: label of the only evaluation, or empty."""
         clock = LoopClock()
         recorder = Recorder(
             self.config.run.dir,
@@ -52,7 +52,7 @@ class Start:
             recorder=recorder, metrics=self.metrics, maker=self.maker,
             evaluate_only=evaluate_only, now=clock.read(),
         )  # fmt: skip
-        return coordinator, clock
+        return self._begin(coordinator), clock
 
     def with_ledger(self) -> tuple[Ledger, LoopClock]:
         """A coordinator that continues the ledger of this start of the run, or begins one.
@@ -90,8 +90,12 @@ class Start:
         coordinator = Coordinator(
             self.config, self.prompts, recorder=recorder, metrics=metrics, maker=maker, now=now
         )
+        return Parts(self._begin(coordinator), maker, writer, metrics)
+
+    def _begin(self, coordinator: Coordinator) -> Coordinator:
+        """Begin where the trainer does."""
         if self.state is not None:
             coordinator.resume(self.state)
         if self.awaits_cold_start:
             coordinator.deadline.await_cold_start()
-        return Parts(coordinator, maker, writer, metrics)
+        return coordinator

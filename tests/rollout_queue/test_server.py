@@ -34,9 +34,10 @@ def reduced(batch: list, name: str) -> float:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_staleness: int) -> None:
+    has_ledger = max_staleness == 0
     config = write_config(
         tmp_path, 40, 10, train=TRAIN,
-        queue={"max_staleness": max_staleness, "strict_staleness": True},
+        queue={"max_staleness": max_staleness, "strict_staleness": True, "ledger": has_ledger},
         eval={"prompts": 8, "samples": 2, "temperature": 0.0, "every_steps": 4},
         generator={"max_running": 64},
     )  # fmt: skip
@@ -55,6 +56,7 @@ def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_stal
     # All 36 train prompts that are left would do for 9 batches; 8 held-out ones are left.
     assert not leased & dropped and {f"prompts:{n}" for n in range(42, 50)} <= leased
     check_batches(peers, max_staleness)
+    assert (tmp_path / "ledger").exists() == has_ledger
     spanning = sum(reduced(batch, "queue/rollouts_spanning_versions") for batch in peers.batches)
     assert (spanning > 0) == (max_staleness > 0)
     check_files(tmp_path, peers)
