@@ -56,7 +56,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
-    """A message; the other frames are those of the message. Times are the queue's clock."""
+    """A message, whose frames follow. All times here are those of the queue's clock."""
 
     endpoint: str
     peer: str

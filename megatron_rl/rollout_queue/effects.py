@@ -1,4 +1,4 @@
-"""What the coordinator changes beside sending messages: batches, records of rollouts, metrics.
+"""What the coordinator does besides sending messages: batches, records of rollouts, metrics.
 
 Used by the ledger (`ledger.py`). Threads do this work, so when they are done is an input of the
 coordinator too. Each class here tells it only what `look` saw, which the ledger writes down; in a
@@ -83,7 +83,7 @@ class LedgerWriter:
         self.written = 0
         """Number of jobs that the last look found on the disk."""
         self._base = 0
-        """Jobs before those of the present writer."""
+        """Number of jobs before the first one of this process."""
         self._waiting: collections.deque[Job] = collections.deque()
         """Jobs that are not known to be on the disk."""
         self._lines: collections.Counter[str] = collections.Counter()
@@ -112,7 +112,7 @@ class LedgerWriter:
         self.note_written(self._base + self._writer.written)
 
     def note_written(self, written: int) -> None:
-        """So many jobs are on the disk."""
+        """Note that this number of jobs is on the disk."""
         while self.written < written:
             job = self._waiting.popleft()
             self._lines[job.stem] *= not job.is_first
@@ -142,18 +142,16 @@ def _stem_of(job: Job) -> str:
 
 
 def _cut(stem: Path, lines: int) -> None:
-    """Keep so many lines of a file, and their words. Raises InputError if it has fewer."""
+    """Keep the first lines of a file, and their words. Raises InputError for a damaged line."""
     path = stem.with_name(stem.name + LINES)
     if not path.exists():
         return
-    end = words = 0
+    words = 0
     for record in itertools.islice(read_records(path), lines):
         if record.words is not None:
             words = max(words, record.words[1] + 2 * record.tokens)
     with path.open("r+b") as file:
-        for line in itertools.islice(file, lines):
-            end += len(line)
-    with path.open("r+b") as file:
+        end = sum(map(len, itertools.islice(file, lines)))
         file.truncate(end)
     arrays = path.with_suffix(WORDS)
     if arrays.exists():

@@ -61,7 +61,7 @@ class Parts(NamedTuple):
 
 
 class Ledger(Closing):
-    """A coordinator whose inputs are written down. The methods are those of the coordinator."""
+    """Writes down the inputs of a coordinator, and has its methods."""
 
     def __init__(
         self,
@@ -137,9 +137,8 @@ class Ledger(Closing):
         """
         writer, maker = self._parts.writer, self._parts.maker
         writer.look()
-        written = writer.written
         messages = list(self._coordinator.outgoing(now))
-        self._add(Sent(now, written, maker.has_dealt, len(messages), check_of(messages)))
+        self._add(Sent(now, writer.written, maker.has_dealt, len(messages), check_of(messages)))
         self._flush()
         most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes)
         if self._records > MOST_RECORDS or self._file.bytes > most_bytes:

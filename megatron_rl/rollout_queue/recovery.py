@@ -131,7 +131,7 @@ class Recovered(NamedTuple):
 
     ledger: Ledger
     clock: LoopClock
-    """Goes on where that of the killed queue stopped."""
+    """Continues where the clock of the killed queue stopped."""
 
 
 def recover(

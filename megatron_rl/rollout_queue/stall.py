@@ -53,8 +53,8 @@ class LoopClock:
 class UnixTime:
     """Converts times of a `LoopClock` to unix seconds, also those of a process that was killed."""
 
-    def __init__(self, clock: LoopClock | None = None) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
+        self.clock: LoopClock | None = None
         self.offset_s = 0.0
         """Without a clock: unix seconds at time 0."""
 

@@ -186,7 +186,7 @@ def test_run_outlives_verifier_and_queue_and_when_stopped_saves_its_step_and_lea
         if run.poll() is None:
             run.kill()
             run.wait(30)
-    # The restarted queue went on with what it knew: each group was trained on once.
+    # The restarted queue continued: each group was trained on once.
     trained = [
         (record["group"], record["index"])
         for path in (run_dir / "rollouts").glob("step_*.jsonl")

@@ -150,7 +150,7 @@ def test_a_queue_killed_after_every_nth_event_deals_the_same_batches(
     every: int,
     most_records: int,
 ) -> None:
-    """From states in the middle of everything, and from those of checkpoints alone."""
+    """From states in the middle of a run, and from the first state alone."""
     monkeypatch.setattr(ledger, "MOST_RECORDS", most_records)
     queue, mortal = play(tmp_path / "killed", every)
     assert mortal.deaths >= 5
