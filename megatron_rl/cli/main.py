@@ -28,6 +28,7 @@ COMMANDS = tuple(
         ("report", "report", "Summarize runs as text and HTML.", _LOOK, False),
         ("view", "view", "Show the rollouts of a run in a browser.", _LOOK, False),
         ("verify", "verify", "Grade completions of a file, with reasons.", _LOOK, False),
+        ("replay", "replay", "Repeat recorded steps, and compare.", _LOOK, False),
         ("audit", "audit", "Check a run's records for consistency.", _LOOK, False),
         ("analyse", "analyse", "Analyze weights, and reward against length.", _LOOK, True),
         ("metrics", "metrics", "Explain metrics; export them.", _LOOK, True),

@@ -15,15 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from megatron_rl.backend.profiling import span
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import BATCHES
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
-from megatron_rl.protocol.sequence_cost import SequenceCost
+from megatron_rl.protocol.sequence_cost import SequenceCost, find_cost
+from megatron_rl.protocol.stored_batches import BATCHES as FOLDER
 from megatron_rl.protocol.stored_batches import deal_again, read_batch, read_share
 from megatron_rl.protocol.types import (
     AnyMessage,
@@ -53,6 +56,12 @@ class Stored:
     budget_tokens: int
     """As `deal_again`, like the next."""
     cost: SequenceCost
+
+    @classmethod
+    def of(cls, cfg: Config, run_dir: Path, steps: range) -> Self:
+        """Batches of a run. Raises InputError if the model folder gives no sizes."""
+        cost = find_cost(cfg.train.packing, cfg.model.path)
+        return cls(run_dir / FOLDER, steps, cfg.train.microbatch_tokens, cost)
 
     def read(self, step: int, rank: int, dp_size: int) -> bytearray:
         """The joined frames of a rank's share. Raises InputError."""

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version as package_version
@@ -34,9 +34,9 @@ from megatron_rl.protocol.process import (
     run_rank,
     set_up_logging,
 )
-from megatron_rl.protocol.sequence_cost import find_cost
 from megatron_rl.protocol.stop_request import answer_stop
 from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
+from megatron_rl.protocol.types import RankBatch
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient, Stored
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
@@ -88,19 +88,7 @@ def train(
     while (batch := batches.next(step, weights.admit)) is not None:
         trainer.profile.begin_step(step + 1)
         weights.release()
-        prepared = trainer.prepare(batch.minibatches, before_swap=weights.join)
-        metrics.add(trainer.reference.metrics if trainer.reference is not None else ())
-        for minibatch in batch.minibatches:
-            # Popped, since what was prepared for a minibatch may be large.
-            metrics.add(
-                trainer.update(
-                    minibatch,
-                    version=step,
-                    prepared=prepared.pop(0),
-                    before_step=weights.join,
-                )
-            )
-        trainer.gather()
+        take_step(trainer, batch, metrics, join=weights.join)
         step += 1
         has_next = step < steps.stop and not checkpoints.is_due(step)
         if has_next:
@@ -118,6 +106,26 @@ def train(
         weights.join()
         checkpoints.save_at_stop(step, trainer)
     return step
+
+
+def take_step(
+    trainer: Trainer,
+    batch: RankBatch,
+    metrics: StepMetrics,
+    *,
+    join: Callable[[], None] = lambda: None,
+) -> None:
+    """Train on a batch: one optimizer step a minibatch. Collective.
+
+    join: called before the policy's weights change, or make room for a reference's.
+    """
+    prepared = trainer.prepare(batch.minibatches, before_swap=join)
+    metrics.add(trainer.reference.metrics if trainer.reference is not None else ())
+    for minibatch in batch.minibatches:
+        # Popped, since what was prepared for a minibatch may be large.
+        mine = prepared.pop(0)
+        metrics.add(trainer.update(minibatch, version=batch.step, prepared=mine, before_step=join))
+    trainer.gather()
 
 
 def main(cfg: Config, scorer_address: str) -> None:
@@ -292,16 +300,14 @@ def open_batches(cfg: Config, leader: Leader) -> BatchClient:
 
 def find_stored(cfg: Config, control: Control, step: int) -> Stored:
     """The batches from `step` on that an earlier session of this trainer got. Collective."""
-    folder = cfg.run.dir / BATCHES
-    stored = stored_steps(folder) if control.rank == 0 else []
+    stored = stored_steps(cfg.run.dir / BATCHES) if control.rank == 0 else []
     end = step
     while end in stored:
         end += 1
     end = control.share(end, int)
     if end > step:
         log.info("the trainer was restarted: it repeats the steps %d to %d", step + 1, end)
-    cost = find_cost(cfg.train.packing, cfg.model.path)
-    return Stored(folder, range(step, end), cfg.train.microbatch_tokens, cost)
+    return Stored.of(cfg, cfg.run.dir, range(step, end))
 
 
 def open_record(cfg: Config) -> TokenRecord | None:

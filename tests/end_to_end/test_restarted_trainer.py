@@ -23,7 +23,7 @@ from tests.end_to_end.test_lost_generator import (
 
 pytestmark = [pytest.mark.slow(200), pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-STEPS, EVERY, KEPT = 10, 4, 2
+STEPS, EVERY, KEPT = 10, 4, 3
 KILLED_IN = (3, 7, 8)
 SAME = ("train/loss", "train/grad_norm", "train/logprob_gap", "rollout/reward")
 __all__ = ["folder"]
@@ -74,11 +74,31 @@ def test_killed_trainer_repeats_the_steps_since_its_checkpoint_on_the_same_batch
     # Nobody else noticed it, and nothing was generated again.
     assert not restarts(run_dir) + restarts(run_dir, "queue") + restarts(run_dir, "verifier")
     assert not contains(run_dir / "logs/queue.log", "leasing completions")
-    # Kept: what the checkpoints of steps 4 and 8 need, and the last one.
+    # What the checkpoints of steps 4, 8 and 10 need.
     assert stored_steps(run_dir / BATCHES) == list(range(EVERY * (STEPS // EVERY - 1), STEPS))
     with commands.launched("audit", run_dir) as audit:
         found, _ = audit.communicate(timeout=100)
     assert audit.returncode == 0, found
+    check_replay(run_dir, "one", first=6)
+    # From the checkpoint of another layout, with shares dealt for other ranks.
+    other = ["parallel.tensor=1", "parallel.data=1", "parallel.pipeline=2"]
+    check_replay(run_dir, "two", *other, first=5)
+
+
+def check_replay(run_dir: Path, name: str, *given: str, first: int) -> None:
+    """A replay of five steps has the figures of the run, up to rounding by another layout."""
+    steps = ["--step", first, "--to", first + 4, "--out", run_dir / name]
+    with commands.launched("replay", run_dir, *steps, *given) as replay:
+        found, _ = replay.communicate(timeout=200)
+    assert replay.returncode == 0, found
+    assert given or "5 of 5 steps equal the recorded ones" in found
+    recorded = {row["step"]: row for row in stream_rows(run_dir / "metrics.jsonl")
+                if "train/loss" in row}  # fmt: skip
+    repeated = [row for row in taken(run_dir / name) if row["step"] >= first]
+    assert [row["step"] for row in repeated] == list(range(first, first + 5))
+    for row in repeated:
+        for figure, equal in (("train/loss", 1e-6), ("train/grad_norm", 1e-5)):
+            assert row[figure] == pytest.approx(recorded[row["step"]][figure], rel=equal)
 
 
 def check_repeated(run_dir: Path) -> None:

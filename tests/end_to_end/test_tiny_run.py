@@ -160,7 +160,7 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_run_outlives_verifier_and_queue_and_when_stopped_saves_its_step_and_leaves_no_process(
+def test_run_outlives_its_roles_and_when_stopped_saves_its_step_and_leaves_no_process(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "stopped"
@@ -173,6 +173,7 @@ def test_run_outlives_verifier_and_queue_and_when_stopped_saves_its_step_and_lea
         wait_for_a_step(run_dir, run)
         kill_a_role("verifier", "verification.worker", run_dir, run)
         kill_a_role("queue", "megatron_rl.rollout_queue.server", run_dir, run)
+        kill_a_role("trainer", "megatron_rl.trainer.torchrun", run_dir, run)
         assert_closed_doors(run_dir, run)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks

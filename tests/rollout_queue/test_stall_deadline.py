@@ -69,7 +69,8 @@ def test_steps_that_a_restarted_trainer_repeats_are_progress_and_repeated_reques
         coordinator.handle("batches", "trainer-0", WeightsSynced(1), 0.0)
         for number in range(1, 4):
             wait(coordinator, (number - 1) * 1000, number * 1000)
-            coordinator.handle("batches", "trainer-0", WeightsSynced((number + 1) % 2), 1000.0 * number)
+            reported = WeightsSynced((number + 1) % 2)
+            coordinator.handle("batches", "trainer-0", reported, 1000.0 * number)
         for now in (3000.0, 3500.0, 4000.0):
             coordinator.handle("batches", "trainer-0", WeightsSynced(0), now)
             coordinator.handle("batches", "trainer-1", WeightsSynced(-1), now)

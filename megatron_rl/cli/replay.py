@@ -1,0 +1,82 @@
+"""`megatron-rl replay RUN --step N`: repeat recorded steps, and compare."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import Json, Overrides, RunFolder
+from megatron_rl.cli.command_line.printing import say
+from megatron_rl.config.errors import InputError
+from megatron_rl.observe.deaths import until_death
+
+app = plain_app()
+_SHOWN = ("train/loss", "train/grad_norm", "train/entropy_nats", "train/clip_fraction")
+_EXAMPLES = """Examples:
+
+megatron-rl replay runs/mine --step 12
+
+megatron-rl replay runs/mine --step 12 --to 14 expert.train.record_tokens=true
+
+megatron-rl replay runs/mine --step 12 algorithm.preset=cispo
+
+"""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Options of the command."""
+
+    run_dir: RunFolder
+    overrides: Overrides = field(default_factory=list)
+    step: int = 0
+    """First step to repeat, counted from 1."""
+    to: int = 0
+    """Last step to repeat; default: the first."""
+    out: Path | None = None
+    """New folder for metrics, logs and token records; default: RUN/replay_STEP."""
+    export: bool = False
+    """Also write the policy after the last step to OUT/hf."""
+    json: Json = False
+
+
+@command(
+    app, "replay", "Repeat recorded steps of a run, and compare their figures.", epilog=_EXAMPLES
+)
+def replay(options: ReplayOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a rank failed), 2 (bad input)."""
+    # Loads most of the launcher.
+    from megatron_rl.launcher.replay import differences, find_replay, run_replay, step_rows
+
+    if options.step < 1:
+        raise InputError("megatron-rl replay needs --step N, counted from 1")
+    wanted = find_replay(
+        options.run_dir, options.step, options.to or options.step, options.out,
+        options.overrides, exports=options.export,
+    )  # fmt: skip
+    repeated: list[dict] = []
+    code = until_death(lambda: repeated.extend(run_replay(wanted)))
+    if code:
+        return code
+    recorded = step_rows(options.run_dir, wanted)
+    found = [differences(old, new) for old, new in zip(recorded, repeated, strict=True)]
+    if options.json:
+        tree = [
+            {"step": old["step"], "differences": one}
+            for old, one in zip(recorded, found, strict=True)
+        ]
+        print(json.dumps({"out": str(wanted.out), "steps": tree}), file=console.file)
+        return 0
+    table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
+    for old, new, differs in zip(recorded, repeated, found, strict=True):
+        for name in dict.fromkeys([*(n for n in _SHOWN if n in new), *differs]):
+            table.add_row(str(old["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
+    console.print(table, markup=False)
+    equal = sum(not one for one in found)
+    say(
+        console, f"{equal} of {len(found)} steps are equal in all figures of training; {wanted.out}"
+    )
+    return 0

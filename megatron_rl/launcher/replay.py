@@ -1,0 +1,164 @@
+"""Repeats recorded steps of a run on this node, and compares their figures with the recorded ones.
+
+Used by `megatron-rl replay`, in its one thread.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.backend.environment import (
+    collective_environment,
+    device_of_host,
+    ranks_environment,
+)
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_run, override
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.cold_start import first_model
+from megatron_rl.launcher.placement import listed_gpus
+from megatron_rl.launcher.ports import find_free
+from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
+
+_HOST = "127.0.0.1"
+_OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
+"""Ends of names of metrics that differ between two machines."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Which steps of a run to repeat."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    """None: the start of training."""
+    first: int
+    """First step to compare, counted from 1."""
+    last: int
+    out: Path
+    """Folder for metrics, logs, records of tokens and an export."""
+    overrides: tuple[str, ...] = ()
+    exports: bool = False
+
+
+def find_replay(
+    run_dir: Path, first: int, last: int, out: Path | None, overrides: Sequence[str], *,
+    exports: bool = False,
+) -> Replay:  # fmt: skip
+    """The replay of these steps, from the newest checkpoint before them.
+
+    Raises InputError when a checkpoint or a batch is missing, ConfigError for an override.
+    """
+    stored = set(stored_steps(run_dir / BATCHES))
+    checkpoints = complete_checkpoints(run_dir / CHECKPOINTS)
+    begins = {0: None} | checkpoints
+
+    def can_begin(step: int, target: int) -> bool:
+        return all(batch in stored for batch in range(step, target))
+
+    possible = [step + 1 for step in sorted(stored) if any(
+        begin <= step and can_begin(begin, step + 1) for begin in begins
+    )]  # fmt: skip
+    if not set(range(first, last + 1)) <= set(possible) or first > last:
+        known = f"{possible[0]} to {possible[-1]}" if possible else "none"
+        raise InputError(
+            f"the steps {first} to {last} of {run_dir} cannot be repeated: a step needs its batch "
+            f"in {BATCHES}/, and the batches back to a checkpoint. Steps that can be: {known}"
+        )
+    begin = max(step for step in begins if step < first and can_begin(step, last))
+    where = out if out is not None else run_dir / f"replay_{first:06d}"
+    if where.exists():
+        raise InputError(f"{where} exists: remove it, or choose another folder by --out")
+    return Replay(run_dir, begins[begin], first, last, where, tuple(overrides), exports)
+
+
+def run_replay(replay: Replay) -> list[Row]:
+    """Repeat the steps; returns the new rows of the steps to compare.
+
+    Raises InputError before anything starts, RoleDied.
+    """
+    out, run_dir = replay.out.resolve(), replay.run_dir.resolve()
+    model = first_model(load_run(run_dir), is_resumed=replay.checkpoint is not None)
+    overrides = [
+        override("model.path", str(model)), override("run.dir", str(out)),
+        override("ports.host", _HOST), *replay.overrides,
+    ]  # fmt: skip
+    config = load_run(run_dir, overrides)
+    gpus = listed_gpus()
+    _check(config, gpus)
+    (out / "logs").mkdir(parents=True)
+    deterministic = config.train.deterministic
+    environment = ranks_environment(
+        device_of_host(gpus), config.parallel.world_size,
+        expandable_segments=config.has_expandable_segments, deterministic=deterministic,
+    )  # fmt: skip
+    collectives = collective_environment(
+        _HOST, config.weights.deadline_s, deterministic=deterministic
+    )
+    with Supervisor(out / "logs", extra_environment=collectives) as supervisor:
+        supervisor.start("replay", _command(replay, config, overrides), environment=environment)
+        while supervisor.is_running("replay"):
+            time.sleep(POLL_S)
+            supervisor.check()
+    return step_rows(out, replay)
+
+
+def _command(replay: Replay, config: Config, overrides: Sequence[str]) -> list[str]:
+    run_dir = replay.run_dir.resolve()
+    torchrun = [
+        f"--nproc-per-node={config.parallel.world_size}", "--rdzv-backend=run-address",
+        f"--rdzv-endpoint={_HOST}:{find_free(_HOST)}", "--rdzv-conf=rank=0",
+    ]  # fmt: skip
+    arguments = ["--config", str(run_dir / CONFIG), "--source", str(run_dir)]
+    if replay.checkpoint is not None:
+        arguments += ["--checkpoint", str(replay.checkpoint.resolve())]
+    if replay.exports:
+        arguments.append("--export")
+    return [
+        sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun,
+        "-m", "megatron_rl.trainer.replay", *arguments, "--last", str(replay.last), *overrides,
+    ]  # fmt: skip
+
+
+def _check(config: Config, gpus: Sequence[str]) -> None:
+    ranks = config.parallel.world_size
+    if gpus and len(gpus) < ranks:
+        raise InputError(
+            f"the trainer has {ranks} ranks and this node {len(gpus)} GPUs: give a smaller layout, "
+            "such as parallel.data=1"
+        )
+    if config.has_scorer:
+        raise InputError(
+            "the reference of this run is held by an engine, which a replay does not start: give "
+            'algorithm.reference.source="trainer"'
+        )
+
+
+def step_rows(run_dir: Path, replay: Replay) -> list[Row]:
+    """Rows of the steps to compare, in order."""
+    rows = stream_rows(run_dir / "metrics.jsonl", holding="train/loss")
+    return [
+        row
+        for row in rows
+        if row.get("source") == "trainer" and replay.first <= row["step"] <= replay.last
+    ]
+
+
+def differences(recorded: Row, repeated: Row) -> dict[str, tuple[float, float]]:
+    """(recorded, repeated) of each metric of the training step that differs."""
+    names = [
+        name
+        for name in recorded
+        if name.startswith("train/") and not name.endswith(_OF_THE_MACHINE) and name in repeated
+    ]
+    pairs = {name: (recorded[name], repeated[name]) for name in names}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
