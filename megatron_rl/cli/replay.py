@@ -76,7 +76,6 @@ def replay(options: ReplayOptions, console: Console) -> int:
             table.add_row(str(old["step"]), name, f"{old.get(name, '-')}", f"{new[name]}")
     console.print(table, markup=False)
     equal = sum(not one for one in found)
-    say(
-        console, f"{equal} of {len(found)} steps are equal in all figures of training; {wanted.out}"
-    )
+    say(console, f"{equal} of {len(found)} steps equal the recorded ones in all their figures")
+    say(console, f"Rows and logs       {wanted.out}")
     return 0
