@@ -143,6 +143,11 @@ class FirstNodeLink(NodeLink):
         """Restarts on other nodes since the last call."""
         return self._attendance.take_restarts()
 
+    @property
+    def present(self) -> int:
+        """Number of nodes that are there, with this one."""
+        return 1 + self._attendance.present
+
     def take_events(self) -> list[str]:
         """Texts about nodes that joined, left or came back, since the last call."""
         return self._attendance.take_events()

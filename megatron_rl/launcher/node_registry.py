@@ -64,6 +64,11 @@ class NodeRegistry:
         is_silent = now - self._heard_at[known.node] > _REPLACED_S
         return known.node in self.away or (is_silent and not known.is_vital)
 
+    @property
+    def present(self) -> int:
+        """Number of the other nodes that are there."""
+        return len(self._states.keys() - self.away.keys())
+
     def take_restarts(self) -> list[RoleRestart]:
         """Restarts on other nodes since the last call."""
         taken, self._restarts = self._restarts, []
@@ -87,7 +92,7 @@ class NodeRegistry:
                 return why
             if why:
                 self.away[node] = why
-                self._events.append(f"{why}: the run continues without {_text_of_roles(state)}")
+                self._events.append(f"{why}: the run continues without its {_text_of_roles(state)}")
         return ""
 
     def _why_gone(self, state: NodeState, now: float) -> str:

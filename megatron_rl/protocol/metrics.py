@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 RESUMED = "launch/resumed"
 """The run resumes after the step of the row (by the launcher)."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
+NODES = "launch/nodes"
+"""In a row about a node that joined, left or came back; `node_event` is a text about it."""
 """Number of restarted generators (by the launcher)."""
 GROUPS_DROPPED = "queue/groups_dropped_"
 """Prefix: groups not trained on, by reason."""

@@ -51,7 +51,7 @@ def test_the_run_continues_without_a_node_that_only_serves_until_it_is_back() ->
     registry.note(state(1), 5.0)
     assert registry.find_lost(5.0) == "" and registry.behind(1) == [1]
     assert registry.take_events() == [
-        "node 2 has been silent for 5 s: the run continues without 2 generators and 1 verifier"
+        "node 2 has been silent for 5 s: the run continues without its 2 generators and 1 verifier"
     ]
     assert registry.given_up() == {"generator": 2, "verifier": 1}
     # Another launcher takes its place; one that is there is never replaced.
@@ -67,7 +67,7 @@ def test_the_run_continues_without_a_node_that_only_serves_until_it_is_back() ->
     registry.note(state(1), 13.0)
     assert registry.find_lost(13.0) == "" and registry.given_up() == SERVING["replicas"]
     assert registry.take_events() == [
-        "node 2 leaves the run: the run continues without 2 generators and 1 verifier"
+        "node 2 leaves the run: the run continues without its 2 generators and 1 verifier"
     ]
 
 
