@@ -23,9 +23,11 @@ import argparse
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -72,6 +74,14 @@ MAX_OVERBOOKING = 2
 log = logging.getLogger(__name__)
 
 
+class Leave(NamedTuple):
+    """The request to leave the run."""
+
+    asked: threading.Event
+    limit_s: float
+    """Seconds to answer all requests."""
+
+
 class Verifier:
     """Serves one queue until it says Stop."""
 
@@ -83,9 +93,8 @@ class Verifier:
         *,
         rules: RewardRules,
         capacity: dict[str, int],
-        leave_timeout_s: float = 0.0,
+        leave: Leave,
     ) -> None:
-        """leave_timeout_s: to answer all requests before it leaves the run."""
         self._dealer = dealer
         self._pool = pool
         self._desk = desk
@@ -95,7 +104,7 @@ class Verifier:
         """Requests that the queue waits for."""
         self._next_heartbeat_s = 0.0
         self._scored = 0
-        self._leave_timeout_s = leave_timeout_s
+        self._leave = leave
         self._leaves_at: float | None = None
         """Monotonic time at which it gives back its requests; None: it stays."""
 
@@ -117,12 +126,6 @@ class Verifier:
                 log.info("leaves without an answer of the queue, after %d scores", self._scored)
                 return
 
-    def leave(self, number: int, frame: object) -> None:
-        """Handler of the signal that asks it to leave the run."""
-        if self._leaves_at is None:
-            self._leaves_at = time.monotonic() + self._leave_timeout_s
-            self._next_heartbeat_s = 0.0
-
     def _send_finished(self) -> None:
         for finished in self._pool.collect():
             own = self._desk.take_verdict(finished) if self._desk.owns(finished) else [finished]
@@ -143,6 +146,8 @@ class Verifier:
 
     def _send_heartbeat_if_due(self) -> None:
         now = time.monotonic()
+        if self._leave.asked.is_set() and self._leaves_at is None:
+            self._leaves_at, self._next_heartbeat_s = now + self._leave.limit_s, now
         if now >= self._next_heartbeat_s:
             is_leaving = self._leaves_at is not None
             if self._leaves_at is not None and now > self._leaves_at:
@@ -202,8 +207,12 @@ class Verifier:
         self._pool.submit(draft)
 
 
-def serve(config: Config, role: str) -> None:
-    """Connect to the queue of a run under the name `role` and grade until told to stop."""
+def serve(config: Config, role: str, asked: threading.Event | None = None) -> None:
+    """Connect to the queue of a run under the name `role` and grade until told to stop.
+
+    asked: asks it to leave the run.
+    """
+    leave = Leave(asked or threading.Event(), config.nodes.leave_timeout_s)
     check_sources(config.prompts)
     rules = RewardRules.of(config)
     address = f"{config.ports.host}:{config.ports.verify}"
@@ -216,12 +225,7 @@ def serve(config: Config, role: str) -> None:
         log.info("verifier serves %s, room by worker pool: %s", address, capacity)
         note_ready()
         desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)
-        verifier = Verifier(
-            dealer, pool, desk,
-            rules=rules, capacity=capacity, leave_timeout_s=config.nodes.leave_timeout_s,
-        )  # fmt: skip
-        signal.signal(LEAVING_SIGNAL, verifier.leave)
-        verifier.run()
+        Verifier(dealer, pool, desk, rules=rules, capacity=capacity, leave=leave).run()
 
 
 def main() -> int:
@@ -239,7 +243,9 @@ def _main(path: Path, overrides: list[str], role: str) -> None:
     set_up_logging(role)
     config = load_config(path, overrides)
     set_up_logging(role, config.run.dir / "logs", in_background=True)
-    serve(config, role)
+    asked = threading.Event()
+    signal.signal(LEAVING_SIGNAL, lambda number, frame: asked.set())
+    serve(config, role, asked)
 
 
 if __name__ == "__main__":
