@@ -1,4 +1,4 @@
-"""Ends a process with the first of its tasks; a signal is one of them.
+"""Ends a process with the first of its tasks; a signal is one of them, or asks it to leave the run.
 
 Used by generators, followers and the scorer.
 """
@@ -7,6 +7,8 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from typing import Any
+
+from megatron_rl.protocol.process import LEAVING_SIGNAL
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
@@ -33,3 +35,16 @@ async def interrupted() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, note, number)
     return await arrived
+
+
+class LeaveRequest:
+    """The request to leave the run: LEAVING_SIGNAL."""
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        """limit_s: seconds to finish leases."""
+        self.limit_s = limit_s
+        self.asked = asyncio.Event()
+
+    def listen(self) -> None:
+        """Take the signal from now on; call in the event loop."""
+        asyncio.get_running_loop().add_signal_handler(LEAVING_SIGNAL, self.asked.set)

@@ -124,6 +124,12 @@ class WeightClient:
         """Whether the engine may be paused, or executes a call."""
         self.is_held = False
         """Whether syncers are asked to leave this generator out."""
+        self._is_leaving = False
+
+    def leave(self) -> None:
+        """Take part in no further weight sync."""
+        self._is_leaving = True
+        self._dealer.send(self._hello())
 
     def hold(self, *, is_held: bool) -> None:
         """Keep the current version, or accept later ones again."""
@@ -153,6 +159,7 @@ class WeightClient:
             version=engine.version if self._is_known else -1,
             is_held=self.is_held,
             nccl=own_settings(),
+            is_leaving=self._is_leaving,
         )
 
     async def _answer(self, message: AnyMessage) -> None:

@@ -15,6 +15,7 @@ Concurrency, one event loop:
 | weight client | the syncer's next message | Ack, Failed; new versions  | never              |
 | engine watch  | the death of the engine      | EngineError                | then               |
 | `watch_work`  | a clock                      | EngineError                | when it hangs      |
+| `_leave`      | SIGUSR2, then its leases     | GeneratorReady             | when it has left   |
 | `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
 
 The first of these tasks to end, `_serve` excepted, ends the process: the others are cancelled, then
@@ -25,6 +26,7 @@ GeneratorReady bounds the queue's leases, and so their number.
 import argparse
 import asyncio
 import logging
+import math
 import sys
 import time
 from contextlib import aclosing
@@ -32,22 +34,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from generation.async_sockets import AsyncDealer
-from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
-from generation.gold_answers import find_gold
+from generation.engine import Engine, EngineError, engine_setup, load_engine
 from generation.health import Activity, EngineHealth, watch_work
 from generation.meeting import call_path
+from generation.rollouts import make_rollout
 from generation.sglang_nodes import SpreadSGLangEngine
-from generation.tasks import end_with_first, interrupted
+from generation.tasks import LeaveRequest, end_with_first, interrupted
 from generation.unconfirmed import Unconfirmed
 from generation.weight_client import WeightClient, start_engine
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import PROMPTS, WEIGHTS
-from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
@@ -60,10 +59,8 @@ from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
 from megatron_rl.protocol.types import (
     Cancel,
     GeneratorReady,
-    GoldAnswer,
     Hold,
     Lease,
-    Rollout,
     RolloutDone,
     RolloutFailed,
     RolloutsTaken,
@@ -74,6 +71,9 @@ from megatron_rl.protocol.wire import WireError
 log = logging.getLogger(__name__)
 
 READY_S = 2.0
+LOOK_S = 0.2
+GOODBYE_S = 5.0
+"""Wait of a leaving generator for the queue's last word."""
 RECEIVE_S = 60.0
 FAIL_PAUSE_S = 1.0
 """Seconds before a failure is reported: SGLang's server outlives its scheduler by less."""
@@ -109,13 +109,18 @@ class GeneratorWorker:
         self._owed: dict[int, set[int]] = {}
         """Lease -> indices of completions that the queue awaits."""
         self._unconfirmed = Unconfirmed()
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        """Lease -> its task."""
+        self._is_leaving = False
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
-    async def run(self, weights: AsyncDealer, model: Path | None = None) -> None:
+    async def run(
+        self, weights: AsyncDealer, model: Path | None = None, leave: LeaveRequest | None = None
+    ) -> None:
         """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs.
 
-        model: folder that the engine was started from.
+        model: folder that the engine was started from. leave: the request to leave the run.
         """
         self._weights = WeightClient(weights, self._engine, self.announce, model=model)
         await end_with_first(
@@ -124,6 +129,7 @@ class GeneratorWorker:
             self._weights.run(),
             self._watch_engine(),
             watch_work(self._engine, self._health, self._activity, self._weights),
+            self._leave(leave or LeaveRequest()),
         )
 
     def announce(self) -> None:
@@ -131,18 +137,42 @@ class GeneratorWorker:
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
-        now = time.monotonic()
-        owed = {lease_id for lease_id, waiting in self._owed.items() if waiting}
         self._queue.send(
             GeneratorReady(
                 self._capacity,
                 self._engine.version,
                 self._session,
                 is_held,
-                sorted(owed | self._unconfirmed.late_leases(now)),
-                activity=self._activity.report(now),
+                self._unfinished(),
+                activity=self._activity.report(time.monotonic()),
+                is_leaving=self._is_leaving,
             )
         )
+
+    def _unfinished(self) -> list[int]:
+        """Leases that the queue should not take for lost; when leaving, all that are unconfirmed."""
+        owed = {lease_id for lease_id, waiting in self._owed.items() if waiting}
+        now = math.inf if self._is_leaving else time.monotonic()
+        return sorted(owed | self._unconfirmed.late_leases(now))
+
+    async def _leave(self, request: LeaveRequest) -> None:
+        """Once asked, finish the leases within the limit, give the others back, and end."""
+        await request.asked.wait()
+        assert self._weights is not None
+        log.info("leaves the run with %d leases, within %.0f s", len(self._owed), request.limit_s)
+        self._is_leaving = True
+        self._weights.leave()
+        self.announce()
+        ends_at = time.monotonic() + request.limit_s
+        while self._unfinished() and time.monotonic() < ends_at:
+            await asyncio.sleep(LOOK_S)
+        for task in self._serving.values():
+            task.cancel()
+        self._owed.clear()
+        self._unconfirmed = Unconfirmed()
+        self.announce()
+        # The queue's Stop comes sooner.
+        await asyncio.sleep(GOODBYE_S)
 
     def _hold(self, *, is_held: bool) -> None:
         assert self._weights is not None
@@ -162,16 +192,19 @@ class GeneratorWorker:
             raise wire_error from None
 
     async def _receive_leases(self) -> None:
-        serving: dict[int, asyncio.Task[None]] = {}
+        serving = self._serving
         async with asyncio.TaskGroup() as leases:
             while True:
                 message = await self._queue.next_message(RECEIVE_S)
                 match message:
+                    case Lease() if self._is_leaving:
+                        # It crossed the announcement, which does not name it.
+                        continue
                     case Lease():
                         self._owed[message.lease_id] = set(message.indices)
                         task = leases.create_task(self._serve(message))
                         serving[message.lease_id] = task
-                        task.add_done_callback(partial(self._forget, serving, message.lease_id))
+                        task.add_done_callback(partial(self._forget, message.lease_id))
                     case Cancel(lease_id):
                         # None: the lease finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
@@ -208,7 +241,10 @@ class GeneratorWorker:
                     waiting.discard(completion.index)
                     self._health.note_progress()
                     self._activity.change(time.monotonic(), -1, len(completion.token_ids))
-                    rollout = self._rollout(lease, prompt_ids, completion, began_at=began_at)
+                    rollout = make_rollout(
+                        lease, prompt_ids, completion,
+                        renderer=self._renderer, gold=self._gold, began_at=began_at,
+                    )  # fmt: skip
                     done = RolloutDone(rollout)
                     self._unconfirmed.note_sent(done, time.monotonic())
                     self._queue.send(done)
@@ -235,8 +271,8 @@ class GeneratorWorker:
             del self._rendered[next(iter(self._rendered))]
         return ids
 
-    def _forget(self, serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
-        del serving[lease_id]
+    def _forget(self, lease_id: int, task: object) -> None:
+        del self._serving[lease_id]
         # Also a lease that was cancelled before it began.
         self._owed.pop(lease_id, None)
 
@@ -244,41 +280,6 @@ class GeneratorWorker:
         log.warning("lease %d of prompt %s: %s", lease.lease_id, lease.prompt.id, reason)
         for index in sorted(waiting):
             self._queue.send(RolloutFailed(lease.lease_id, index, reason, drop_as))
-
-    def _rollout(
-        self, lease: Lease, prompt_ids: list[int], completion: Completion, *, began_at: float
-    ) -> Rollout:
-        first_at = completion.first_token_at
-        text = self._renderer.decode(completion.token_ids)
-        return Rollout(
-            lease_id=lease.lease_id,
-            index=completion.index,
-            prompt_ids=np.array(prompt_ids, dtype=np.int32),
-            token_ids=np.array(completion.token_ids, dtype=np.int32),
-            logprobs=np.array(completion.logprobs, dtype=np.float32),
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            text=text,
-            expert_choices=narrow_choices(np.frombuffer(completion.expert_choices, dtype=np.int32)),
-            prompt_tail=self._renderer.tail(prompt_ids),
-            first_token_s=first_at - began_at if first_at >= 0 else -1.0,
-            gold=self._find_gold(
-                completion.token_ids,
-                text,
-                answer=lease.prompt.answer,
-                room_tokens=self._renderer.context_tokens - len(prompt_ids),
-            ),
-        )
-
-    def _find_gold(
-        self, token_ids: list[int], text: str, *, answer: str, room_tokens: int
-    ) -> GoldAnswer | None:
-        if self._gold is None:
-            return None
-        return find_gold(
-            token_ids, text, answer=answer, cfg=self._gold, renderer=self._renderer,
-            room_tokens=room_tokens,
-        )  # fmt: skip
 
     async def _report(self) -> None:
         while True:
@@ -317,6 +318,8 @@ async def generate_for(
     """Start the engine and serve; everything is closed on the way out."""
     engine = open_engine(config, index, renderer.stop_ids, spread)
     identity = f"generator-{index}"
+    leave = LeaveRequest(config.nodes.leave_timeout_s)
+    leave.listen()
     host, ports = config.ports.host, config.ports
     connect = partial(
         AsyncDealer, identity=identity, keys=load_keys(ports.keys_dir), label=ports.label
@@ -324,7 +327,9 @@ async def generate_for(
     try:
         # Early: an engine that shares the trainer's memory asks the trainer before it starts.
         with connect(f"{host}:{ports.weights}", endpoint=WEIGHTS) as weights:
-            await start_engine(config, engine, weights)
+            await end_with_first(start_engine(config, engine, weights), leave.asked.wait())
+            if leave.asked.is_set():
+                return
             with connect(f"{host}:{ports.prompts}", endpoint=PROMPTS) as queue:
                 worker = GeneratorWorker(
                     engine,
@@ -334,7 +339,7 @@ async def generate_for(
                     gold=config.algorithm.used_gold,
                     request_timeout_s=config.generator.request_timeout_s,
                 )
-                await worker.run(weights, config.model.path)
+                await worker.run(weights, config.model.path, leave)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

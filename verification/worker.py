@@ -2,7 +2,8 @@
 
 A DEALER "verifier" (or "verifier-INDEX") connected to the queue's verify endpoint. Sends
 VerifierReady at start and every 2 s, receives ScoreRequest and ClassRequest, answers ScoreDone,
-ClassDone or ScoreFailed, ends on Stop. One thread:
+ClassDone or ScoreFailed, ends on Stop. After SIGUSR2 it takes no further request, and leaves the run
+when it has answered its own. One thread:
 
 | waits for | woken by | does |
 |---|---|---|
@@ -20,10 +21,13 @@ room, which a restarted queue may send.
 
 import argparse
 import logging
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -33,6 +37,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import VERIFY
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
+    LEAVING_SIGNAL,
     note_ready,
     note_started,
     run_main,
@@ -59,11 +64,22 @@ from verification.settings import check_sources
 from verification.verdict import GradingError
 
 HEARTBEAT_S = 2.0
+LEAVING_BEAT_S = 0.2
+GOODBYE_S = 5.0
+"""Wait of a leaving verifier for the queue's last word."""
 BURST_MESSAGES = 64
 """Requests taken before the pool gets its turn."""
 MAX_OVERBOOKING = 2
 """A restarted queue does not know the requests of its predecessor."""
 log = logging.getLogger(__name__)
+
+
+class Leave(NamedTuple):
+    """The request to leave the run."""
+
+    asked: threading.Event
+    limit_s: float
+    """Seconds to answer all requests."""
 
 
 class Verifier:
@@ -77,6 +93,7 @@ class Verifier:
         *,
         rules: RewardRules,
         capacity: dict[str, int],
+        leave: Leave,
     ) -> None:
         self._dealer = dealer
         self._pool = pool
@@ -87,9 +104,12 @@ class Verifier:
         """Requests that the queue waits for."""
         self._next_heartbeat_s = 0.0
         self._scored = 0
+        self._leave = leave
+        self._leaves_at: float | None = None
+        """Monotonic time at which it gives back its requests; None: it stays."""
 
     def run(self) -> None:
-        """Serve; returns after Stop."""
+        """Serve; returns after Stop, and after it has left the run."""
         note_started()
         poller = zmq.Poller()
         poller.register(self._pool.fileno(), zmq.POLLIN)
@@ -101,6 +121,9 @@ class Verifier:
             self._send_finished()
             if stop is not None:
                 log.info("told to stop (%s) after %d scores", stop.reason, self._scored)
+                return
+            if self._leaves_at is not None and time.monotonic() > self._leaves_at + GOODBYE_S:
+                log.info("leaves without an answer of the queue, after %d scores", self._scored)
                 return
 
     def _send_finished(self) -> None:
@@ -123,9 +146,16 @@ class Verifier:
 
     def _send_heartbeat_if_due(self) -> None:
         now = time.monotonic()
+        if self._leave.asked.is_set() and self._leaves_at is None:
+            self._leaves_at, self._next_heartbeat_s = now + self._leave.limit_s, now
         if now >= self._next_heartbeat_s:
-            self._dealer.send(VerifierReady(self._capacity, self._session, sorted(self._owed)))
-            self._next_heartbeat_s = now + HEARTBEAT_S
+            is_leaving = self._leaves_at is not None
+            if self._leaves_at is not None and now > self._leaves_at:
+                self._owed.clear()
+            self._dealer.send(
+                VerifierReady(self._capacity, self._session, sorted(self._owed), is_leaving)
+            )
+            self._next_heartbeat_s = now + (LEAVING_BEAT_S if is_leaving else HEARTBEAT_S)
 
     def _receive(self) -> Stop | None:
         for _ in range(BURST_MESSAGES):
@@ -140,6 +170,9 @@ class Verifier:
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, ScoreRequest | ClassRequest):
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
+        if self._leaves_at is not None:
+            # It crossed the announcement, which does not name it.
+            return
         self._owed.add(message.request_id)
         try:
             if isinstance(message, ClassRequest):
@@ -174,8 +207,12 @@ class Verifier:
         self._pool.submit(draft)
 
 
-def serve(config: Config, role: str) -> None:
-    """Connect to the queue of a run under the name `role` and grade until told to stop."""
+def serve(config: Config, role: str, asked: threading.Event | None = None) -> None:
+    """Connect to the queue of a run under the name `role` and grade until told to stop.
+
+    asked: asks it to leave the run.
+    """
+    leave = Leave(asked or threading.Event(), config.nodes.leave_timeout_s)
     check_sources(config.prompts)
     rules = RewardRules.of(config)
     address = f"{config.ports.host}:{config.ports.verify}"
@@ -188,7 +225,7 @@ def serve(config: Config, role: str) -> None:
         log.info("verifier serves %s, room by worker pool: %s", address, capacity)
         note_ready()
         desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)
-        Verifier(dealer, pool, desk, rules=rules, capacity=capacity).run()
+        Verifier(dealer, pool, desk, rules=rules, capacity=capacity, leave=leave).run()
 
 
 def main() -> int:
@@ -206,7 +243,9 @@ def _main(path: Path, overrides: list[str], role: str) -> None:
     set_up_logging(role)
     config = load_config(path, overrides)
     set_up_logging(role, config.run.dir / "logs", in_background=True)
-    serve(config, role)
+    asked = threading.Event()
+    signal.signal(LEAVING_SIGNAL, lambda number, frame: asked.set())
+    serve(config, role, asked)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ COMMANDS = tuple(
         ("sweep", "sweep", "Run variants over seeds, and compare them.", _RUNS, False),
         ("prepare", "node", "Prepare a run on several nodes: once, first.", _RUNS, False),
         ("node", "node", "Start one node of a prepared run.", _RUNS, False),
+        ("join", "node", "Add generators to a running run.", _RUNS, False),
         ("status", "status", "Show the state of a run, from any shell.", _LOOK, False),
         ("report", "report", "Summarize runs as text and HTML.", _LOOK, False),
         ("view", "view", "Show the rollouts of a run in a browser.", _LOOK, False),

@@ -1,4 +1,4 @@
-"""`megatron-rl prepare` and `megatron-rl node`: a run on several nodes."""
+"""`megatron-rl prepare`, `node` and `join`: a run on several nodes."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -85,4 +85,31 @@ def node(options: NodeOptions, console: Console) -> int:
             gpus_per_node=options.gpus_per_node,
         ),
         lambda: nodes.last_words(options.run_dir, options.node, options.nodes),
+    )
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """Options of `join`."""
+
+    run_dir: RunFolder
+    generators: int = 1
+    """Generators to start; 0: none."""
+    verifier: Annotated[bool, typer.Option("--verifier")] = False
+    """Start a verifier."""
+
+
+@command(app, "join", "Join a running run with more generators, or a verifier.")
+def join(options: JoinOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a role or the run failed), 2 (bad input, nothing was started)."""
+    from megatron_rl.launcher import joining
+    from megatron_rl.observe.deaths import until_death
+
+    return until_death(
+        lambda: joining.join(
+            options.run_dir,
+            console,
+            generators=options.generators,
+            has_verifier=options.verifier,
+        )
     )

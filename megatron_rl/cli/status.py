@@ -64,6 +64,8 @@ class Status:
     """Reason -> number of dropped groups."""
     peers: str = ""
     """Numbers of live engines and verifiers, names of missing ones; running runs only."""
+    nodes: str = ""
+    """Number of nodes, and the latest that joined, left or came back; running runs only."""
     generators: str = ""
     """Load of the generators, name of the slowest; running runs only."""
     warnings: list[str] = field(default_factory=list)
@@ -160,7 +162,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
             if role not in ("sft", "sft_baseline", "launch")
         }
         status.evaluation, status.peers = run.evaluation.text(), run.peers.text()
-        status.generators = run.generators
+        status.nodes, status.generators = run.nodes, run.generators
     diagnosis = [run.activity.diagnosis] if run.activity.diagnosis else []
     status.warnings = [*diagnosis, *warnings_of(run.steps, config).values()]
     return status
@@ -183,7 +185,7 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
-    lines += filter(None, [status.peers, status.generators])
+    lines += filter(None, [status.nodes, status.peers, status.generators])
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")

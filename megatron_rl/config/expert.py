@@ -59,6 +59,7 @@ _OTHERS = (
     "model.fp8_parameters",
     "model.fusions",
     "model.layers",
+    "nodes.leave_timeout_s",
     "optimizer.eps",
     "optimizer.skip_grad_norm",
     "parallel.context_exchange",

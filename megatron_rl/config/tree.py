@@ -167,6 +167,9 @@ class NodesConfig(Section):
     end_timeout_s: PositiveFloat = 300.0
     """Seconds in which the other nodes must end their processes of a phase, after the first node
     has ended its own."""
+    leave_timeout_s: PositiveFloat = 20.0
+    """Seconds in which the generators and the verifier of a node that leaves (SIGTERM) finish what
+    they hold; others get the rest. Slurm kills a job 30 s after SIGTERM (KillWait)."""
 
 
 class MetricsConfig(Section):

@@ -194,6 +194,8 @@ class LiveView:
                     self._say(evaluation_line(row))
                 case "restart":
                     self._warn(restart_line(row))
+                case "node":
+                    self._warn(row["node_event"])
                 case "activity":
                     self._note_activity()
                 case "step":

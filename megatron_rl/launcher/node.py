@@ -21,6 +21,7 @@ from megatron_rl.backend.environment import (
     role_environment,
 )
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.leaving import LeaveOnSignal
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.node_link import FirstNodeLink, NodeLink, OtherNodeLink
 from megatron_rl.launcher.orderly_stop import OrderlyStop
@@ -28,7 +29,7 @@ from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gp
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, JsonlWriter
+from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, NODES, JsonlWriter
 from megatron_rl.protocol.node_messages import RoleRestart
 
 _RESTARTS_OF = {
@@ -54,10 +55,11 @@ class Node:
     """Names of this node's GPUs."""
     supervisor: Supervisor
     link: NodeLink
-    stop: OrderlyStop
+    stop: OrderlyStop | LeaveOnSignal
     number: int = 0
-    """Index among `count` nodes."""
+    """Index among `count` nodes; from `count` on: it joined the run."""
     count: int = 1
+    """Nodes that the run was started with."""
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
 
@@ -65,6 +67,11 @@ class Node:
     def run_dir(self) -> Path:
         """Folder of the run."""
         return self.config.run.dir
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it was started by `megatron-rl join`."""
+        return self.number >= self.count
 
     @property
     def has_trained(self) -> bool:
@@ -176,19 +183,25 @@ class FirstNode(Node):
         super().look()
         for restart in self.link.take_restarts():
             self.record(restart)
+        for event in self.link.take_events():
+            log.info("%s", event)
+            self._write({NODES: self.link.present, "node_event": event})
         self.view.refresh(self.supervisor.roles)
         self.link.missing = list(self.view.state.peers.missing)
         self.lock.heartbeat.check()
 
     def record(self, restart: RoleRestart) -> None:
         """Write a metric row about a restarted role of any node."""
-        values = {
+        values: dict[str, float | str] = {
             _RESTARTS_OF[restart.kind]: 1,
             "role": restart.role,
             "exit_code": restart.exit_code,
             "restart": restart.count,
             "max_restarts": restart.limit,
         }
+        self._write(values)
+
+    def _write(self, values: dict[str, float | str]) -> None:
         with closing(JsonlWriter(self.run_dir / "metrics.jsonl", "launch")) as metrics:
             metrics.write(self.view.last_step, values)
 
@@ -216,14 +229,14 @@ def first_node(
     # other nodes hear of an error before this one ends its processes.
     with (
         LiveView(config, console) as view,
-        _supervisor(config, inherited=(lock.descriptor,)) as supervisor,
+        open_supervisor(config, inherited=(lock.descriptor,)) as supervisor,
         FirstNodeLink(config, nodes) as link,
     ):
         # An earlier launcher has shown the rows that are there.
         view.skip_rows()
         node = FirstNode(
             config, roles, gpus, supervisor,
-            link=link, stop=_stop(config), count=nodes, view=view, lock=lock,
+            link=link, stop=orderly_stop(config), count=nodes, view=view, lock=lock,
         )  # fmt: skip
         is_done = False
         try:
@@ -235,23 +248,13 @@ def first_node(
     node.wall_s["total"] = time.monotonic() - started
 
 
-@contextmanager
-def other_node(
-    config: Config, roles: NodeRoles, gpus: list[str], *, number: int, nodes: int
-) -> Iterator[Node]:
-    """A node that follows the first; its processes end when the context is left."""
-    with (
-        _supervisor(config) as supervisor,
-        OtherNodeLink(config, number, nodes) as link,
-    ):
-        yield Node(config, roles, gpus, supervisor, link, _stop(config), number, nodes)
-
-
-def _stop(config: Config) -> OrderlyStop:
+def orderly_stop(config: Config) -> OrderlyStop:
+    """What a signal to the launcher of a vital node does."""
     return OrderlyStop(config.run.dir, config.checkpoint.stop_timeout_s)
 
 
-def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:
+def open_supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:
+    """The owner of a node's processes. inherited: file descriptors for all of them."""
     environment = collective_environment(
         config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
     )

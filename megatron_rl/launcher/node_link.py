@@ -3,22 +3,23 @@
 Used by `nodes.py`, in its one thread. The first node begins a phase when every other node has ended
 its processes of the phase before. All nodes send a heartbeat about once a second. A node that
 leaves with an error says so at once; a silent node (killed, or without network) is missed after
-`expert.nodes.silence_timeout_s`. In both cases every other node raises NodeLost and ends its
-processes.
+`expert.nodes.silence_timeout_s`. If the node has the queue, trainer ranks, the scorer or a part of
+an engine across nodes, or too few replicas are left, every other node raises NodeLost and ends its
+processes. Else the run continues without it, and it may come back. Nodes that join later are
+numbered after the configured ones.
 """
 
 import logging
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
 import msgspec
 
 from megatron_rl.backend.environment import address_towards
-from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import Config, NodesConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.node_registry import NodeRegistry, sum_of
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES
 from megatron_rl.protocol.keys import load_keys
@@ -39,70 +40,6 @@ log = logging.getLogger(__name__)
 
 class NodeLost(DeadlineExceeded):
     """Another node of the run is gone; the text names it and the cause."""
-
-
-class NodeRegistry:
-    """The first node's knowledge of the other nodes. No sockets, no clock."""
-
-    def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
-        self._nodes, self._limits = nodes, limits
-        self._opened_at = now
-        self._states: dict[int, NodeState] = {}
-        self._heard_at: dict[int, float] = {}
-        self._restarts: list[RoleRestart] = []
-
-    def note(self, state: NodeState, now: float) -> None:
-        """Take in a node's state. Raises InputError for wrong node numbers."""
-        if state.nodes != self._nodes or not 1 <= state.node < self._nodes:
-            raise InputError(
-                f"a node was started as --node {state.node} of --nodes {state.nodes}, the first "
-                f"one with --nodes {self._nodes}: use the same --nodes everywhere and a unique "
-                "--node on each node"
-            )
-        known = self._states.get(state.node)
-        if known is not None and known.session != state.session:
-            raise InputError(f"--node {state.node} was started twice: give each its own place")
-        if known is None:
-            log.info("node %d has joined", state.node)
-        last = known.restarts[-1].number if known is not None and known.restarts else 0
-        self._restarts += [one for one in state.restarts if one.number > last]
-        self._states[state.node], self._heard_at[state.node] = state, now
-
-    def take_restarts(self) -> list[RoleRestart]:
-        """Restarts on other nodes since the last call."""
-        taken, self._restarts = self._restarts, []
-        return taken
-
-    def find_lost(self, now: float) -> str:
-        """Text about a node that is gone; "": none."""
-        for node in range(1, self._nodes):
-            state = self._states.get(node)
-            if state is None:
-                if now - self._opened_at > self._limits.start_timeout_s:
-                    limit_s = self._limits.start_timeout_s
-                    return f"node {node} was not heard within {limit_s:.0f} s of the first one"
-            elif state.error:
-                return f"node {node} has left the run: {state.error}"
-            elif now - self._heard_at[node] > self._limits.silence_timeout_s:
-                silent_s = now - self._heard_at[node]
-                return f"node {node} has been silent for {silent_s:.0f} s"
-        return ""
-
-    def given_up(self) -> Counter[str]:
-        """Given-up replicas of the other nodes, by kind."""
-        return sum((Counter(state.given_up) for state in self._states.values()), Counter())
-
-    def addresses(self) -> dict[int, str]:
-        """Where each of the other nodes is reached, of those that were heard."""
-        return {node: state.address for node, state in self._states.items()}
-
-    def behind(self, number: int) -> list[int]:
-        """Nodes that have not ended their processes of a phase."""
-        return [
-            node
-            for node in range(1, self._nodes)
-            if node not in self._states or self._states[node].ended < number
-        ]
 
 
 class NodeLink(Closing):
@@ -157,8 +94,14 @@ class FirstNodeLink(NodeLink):
         ports = config.ports
         super().__init__({0: ports.host})
         self._limits = config.nodes
+        self._least = {
+            "generator": (config.generator.replicas, config.generator.min_replicas),
+            "verifier": (nodes, 1),
+        }
+        """Kind of role -> its replicas on the configured nodes, and how many the run needs."""
         self._router = None
-        if nodes > 1:
+        # On one node it is for nodes that join.
+        if ports.nodes:
             keys = load_keys(ports.keys_dir)
             self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
         self._attendance = NodeRegistry(nodes, config.nodes, time.monotonic())
@@ -200,6 +143,15 @@ class FirstNodeLink(NodeLink):
         """Restarts on other nodes since the last call."""
         return self._attendance.take_restarts()
 
+    @property
+    def present(self) -> int:
+        """Number of nodes that are there, with this one."""
+        return 1 + self._attendance.present
+
+    def take_events(self) -> list[str]:
+        """Texts about nodes that joined, left or came back, since the last call."""
+        return self._attendance.take_events()
+
     def exchange(self, now: float) -> None:
         if self._router is None:
             return
@@ -211,13 +163,24 @@ class FirstNodeLink(NodeLink):
             self._peers.add(peer)
             if self._phase is not None:
                 self._router.send(peer, self._told(self._phase))
-        self.given_up_elsewhere = dict(self._attendance.given_up())
+        lost = self._attendance.find_lost(now)
+        self.given_up_elsewhere = self._attendance.given_up()
         self.addresses |= self._attendance.addresses()
-        if lost := self._attendance.find_lost(now):
+        if lost := lost or self._find_too_few():
             raise NodeLost(lost)
 
+    def _find_too_few(self) -> str:
+        """Text about a kind of role with too few replicas because nodes are away; "": none."""
+        why = "; ".join(self._attendance.away.values())
+        given_up = sum_of(self.given_up, self.given_up_elsewhere)
+        for kind, (replicas, least) in self._least.items():
+            left = replicas - given_up.get(kind, 0)
+            if why and left < least:
+                return f"{why}, and {left} of {replicas} {kind}s are fewer than {least}"
+        return ""
+
     def _told(self, phase: RunPhase) -> RunPhase:
-        given_up = dict(Counter(self.given_up) + self._attendance.given_up())
+        given_up = sum_of(self.given_up, self._attendance.given_up())
         return msgspec.structs.replace(
             phase, given_up=given_up, addresses=self.addresses, missing=self.missing
         )
@@ -242,7 +205,11 @@ class FirstNodeLink(NodeLink):
 class OtherNodeLink(NodeLink):
     """The end of a node other than the first."""
 
-    def __init__(self, config: Config, node: int, nodes: int) -> None:
+    def __init__(
+        self, config: Config, node: int, nodes: int, *,
+        replicas: dict[str, int] | None = None, is_vital: bool = True, is_joined: bool = False,
+    ) -> None:  # fmt: skip
+        """replicas, is_vital, is_joined: as in NodeState."""
         ports = config.ports
         address = address_towards(ports.host)
         super().__init__({node: address})
@@ -251,7 +218,10 @@ class OtherNodeLink(NodeLink):
             f"{ports.host}:{ports.nodes}", f"node-{node}", load_keys(ports.keys_dir),
             endpoint=NODES, label=ports.label,
         )  # fmt: skip
-        self._state = NodeState(node, nodes, address, session=time.time_ns(), ended=0)
+        self._state = NodeState(
+            node, nodes, address, session=time.time_ns(), ended=0,
+            replicas=replicas or {}, is_vital=is_vital, is_joined=is_joined,
+        )  # fmt: skip
         self._heard_at = time.monotonic()
         self._next_beat_at = 0.0
         self._restarts = 0
@@ -259,12 +229,16 @@ class OtherNodeLink(NodeLink):
     def next_phase(self, look: Look) -> RunPhase:
         """Report that the phase before has ended here, and wait for the next.
 
-        The first node bounds the wait while it is heard. Raises NodeLost.
+        A node that joins in a phase that is ending waits for the one after it. The first node
+        bounds the wait while it is heard. Raises NodeLost.
         """
         if self._phase is not None:
             self._say(ended=self._phase.number)
         while self._phase is None or self._phase.number == self._state.ended:
             look()
+            phase = self._phase
+            if self._state.is_joined and phase is not None and phase.is_ending:
+                self._say(ended=phase.number)
         if self._phase.kind == PhaseKind.END:
             self._say(ended=self._phase.number)
         return self._phase
@@ -284,8 +258,9 @@ class OtherNodeLink(NodeLink):
 
     @property
     def _limit_s(self) -> float:
-        is_known = self._phase is not None
-        return self._limits.silence_timeout_s if is_known else self._limits.start_timeout_s
+        # A node joins a run that is there.
+        is_there = self._phase is not None or self._state.is_joined
+        return self._limits.silence_timeout_s if is_there else self._limits.start_timeout_s
 
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, RunPhase):
@@ -294,13 +269,19 @@ class OtherNodeLink(NodeLink):
             raise NodeLost(f"the first node has left the run: {message.error}")
         self._phase, self.missing = message, message.missing
         self.addresses |= message.addresses
-        self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
+        # A node that joined counts its own replicas alone.
+        if not self._state.is_joined:
+            self.given_up_elsewhere = sum_of(message.given_up, minus=self._state.given_up)
 
     def tell_restart(self, restart: RoleRestart) -> None:
         """Report a restarted role of this node to the first node."""
         self._restarts += 1
         told = msgspec.structs.replace(restart, number=self._restarts)
         self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])
+
+    def announce_leaving(self) -> None:
+        """Tell the first node that this one leaves in good order; it no longer waits for it."""
+        self._say(is_leaving=True)
 
     def leave(self, error: str) -> None:
         self._say(error=error)

@@ -15,7 +15,8 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight, run_folder
 from megatron_rl.launcher.cold_start import is_due
-from megatron_rl.launcher.node import first_node, other_node
+from megatron_rl.launcher.node import first_node
+from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
 from megatron_rl.launcher.placement import NodeRoles, listed_gpus, place
 from megatron_rl.launcher.ports import ports_text
@@ -88,7 +89,7 @@ def run_node(
     logs = config.run.dir / "logs"
     if node:
         log_into(logs / f"launch-node-{node}.log")
-        with other_node(config, roles, gpus, number=node, nodes=nodes) as other:
+        with other_node(config, console, roles, gpus, number=node, nodes=nodes) as other:
             follow(other)
         return
     with locked(config.run.dir, nodes=nodes) as lock:

@@ -12,14 +12,15 @@ others follow (`node_link.py`).
 | end          | nothing                                                                         |
 
 A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
-remaining processes, and the next phase begins when all nodes have done so. A generator, verifier or
-scorer that dies, and a queue of the training that is killed, are restarted by the rules of
+remaining processes, and the next phase begins when all nodes have done so. Nodes that joined follow too. A
+generator, verifier or scorer that dies, and a queue of the training that is killed, are restarted by the rules of
 `restarts.py`; the death of any other role ends the run.
 """
 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.backend.environment import address_towards
@@ -278,17 +279,23 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
         part = own.roles.engine_nodes.get(index)
         name, module, given = engine_command(own.config, index, part)
         role, kind = f"{name}{suffix}", "follower" if part and part.rank else "generator"
+        rule = restart_rule(own.config, kind, name, role=role, until=until)
+        if own.has_joined:
+            # Beyond the ports that the run's configuration has for engines.
+            given = [*given, f"expert.ports.engine={own.config.ports.engine}"]
+            rule = replace(rule, replicas=len(own.roles.engines), min_replicas=1)
         own.start(
-            role, module, given, config_file=file, outlives=outlives, gpus=gpus,
-            restarts=restart_rule(own.config, kind, name, role=role, until=until),
+            role, module, given, config_file=file, outlives=outlives, gpus=gpus, restarts=rule
+        )
+    if own.roles.has_verifier:
+        name, replicas = verifier_name(own.number), 1 if own.has_joined else own.count
+        role = f"{name}{suffix}"
+        own.start(
+            role, "verification.worker", ["--index", str(own.number)], config_file=file,
+            outlives=outlives, restarts=restart_rule(
+                own.config, "verifier", name, role=role, until=queue, replicas=replicas
+            ),
         )  # fmt: skip
-    name = verifier_name(own.number)
-    role = f"{name}{suffix}"
-    rule = restart_rule(own.config, "verifier", name, role=role, until=queue, replicas=own.count)
-    own.start(
-        role, "verification.worker", ["--index", str(own.number)], config_file=file,
-        outlives=outlives, restarts=rule,
-    )  # fmt: skip
     return queue
 
 

@@ -19,7 +19,7 @@ _LIST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class NodeRoles:
-    """Roles of one node. Each node also runs a verifier; the first node runs the queue."""
+    """Roles of one node. The first node also runs the queue."""
 
     trainer_ranks: int = 0
     trainer_nodes: int = 0
@@ -32,6 +32,13 @@ class NodeRoles:
     """GPUs of the scorer, counted on its node."""
     scorer_node: int = 0
     """Node that runs the scorer, where the run has one."""
+    has_verifier: bool = True
+    """Every configured node runs one."""
+
+    def are_vital(self, config: Config, node: int) -> bool:
+        """Whether the run cannot continue without these roles of a node other than the first."""
+        has_scorer = config.has_scorer and node == self.scorer_node
+        return bool(self.trainer_ranks or self.engine_nodes or has_scorer)
 
 
 @dataclass(frozen=True)

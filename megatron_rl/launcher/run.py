@@ -17,6 +17,7 @@ from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.claims import clear_claims
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import lead
@@ -73,6 +74,7 @@ def begin(
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
     clear_stop(config.run.dir)
+    clear_claims(config.run.dir)
     # This start begins where its trainer does: at a checkpoint.
     remove_segments(config.run.dir / LEDGER)
     since = step_of(resumed) if resumed is not None else 0

@@ -10,6 +10,8 @@ is alive if the file changes while a reader watches it; the file's age does not 
 """
 
 import contextlib
+import functools
+import hashlib
 import logging
 import os
 import socket
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+import megatron_rl
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -57,6 +60,8 @@ class Beat(msgspec.Struct, frozen=True):
     """Present phase of the run."""
     nodes: int = 0
     """--nodes of `megatron-rl node`; 0: another command started the launcher."""
+    code: str = ""
+    """Digest of the program, which all launchers of the run have in common."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False
@@ -118,6 +123,7 @@ class Heartbeat(Closing):
             started=time.time(),
             phase=phase,
             nodes=nodes,
+            code=code_digest(),
         )
         self.phase = phase
         self._taken_by: Beat | None = None
@@ -174,6 +180,16 @@ class Heartbeat(Closing):
         if self._taken_by is None and not self._thread.is_alive():
             with contextlib.suppress(OSError):
                 self._advance(has_ended=True)
+
+
+@functools.cache
+def code_digest() -> str:
+    """Digest of the modules of this program."""
+    root, digest = Path(megatron_rl.__file__).resolve().parent.parent, hashlib.sha256()
+    for package in ("generation", "megatron_rl", "verification"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _machine() -> str:

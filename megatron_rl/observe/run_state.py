@@ -21,6 +21,7 @@ from megatron_rl.protocol.metrics import (
     COMPLETIONS_WANTED,
     EVALUATION_RUNNING,
     GROUPS_DROPPED,
+    NODES,
 )
 from megatron_rl.rollout_queue.peer_rows import (
     GENERATORS,
@@ -32,7 +33,7 @@ from megatron_rl.rollout_queue.peer_rows import (
 )
 
 Row = dict[str, Any]
-Kind = Literal["evaluation", "restart", "activity", "step", "sft step", "other"]
+Kind = Literal["evaluation", "restart", "node", "activity", "step", "sft step", "other"]
 RECENT = 10
 """Steps used for speed and warnings."""
 KEPT_STEPS = 12
@@ -66,6 +67,8 @@ class RunState:
         """Totals since the last step or evaluation."""
         self.evaluation = EvaluationProgress()
         self.peers = Peers()
+        self.nodes = ""
+        """Number of nodes, and the latest change; "" before the first one."""
         self.generators = ""
         """Text about busy generators; "" before the first row about them."""
         self.heard: dict[str, float] = {}
@@ -82,6 +85,9 @@ class RunState:
             return "evaluation"
         if "max_restarts" in row:
             return "restart"
+        if NODES in row:
+            self.nodes = f"nodes {row[NODES]}; {row['node_event']}"
+            return "node"
         if self.activity.take(row):
             return "activity"
         if "train/loss" not in row:

@@ -36,6 +36,9 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     """Ids of its unfinished leases; None: not reported."""
     activity: EngineActivity | None = None
     """Sums since the session began, so that a lost heartbeat loses nothing; None: not reported."""
+    is_leaving: bool = False
+    """It takes no further lease, and gives back those that it does not name. The queue answers one
+    that names none with Stop, and forgets it."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="Hold"):

@@ -37,9 +37,9 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """State of a node: sent about once a second, after every change, and when it ends early."""
 
     node: int
-    """Its number, from 1; the first node, 0, sends no state."""
+    """Its number, from 1; the first node, 0, sends no state. From `nodes` on: it joined later."""
     nodes: int
-    """Number of nodes that it was started with."""
+    """Number of nodes that the run was started with."""
     address: str
     """Where the other nodes reach it."""
     session: int
@@ -52,6 +52,14 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """The latest restarts; each is sent several times, and counts once by its number."""
     given_up: dict[str, int] = {}
     """Kind of role -> replicas that used up their restarts."""
+    replicas: dict[str, int] = {}
+    """Kind of role -> its replicas on this node."""
+    is_joined: bool = False
+    """It was started by `megatron-rl join`: its replicas come on top of the configured ones."""
+    is_vital: bool = True
+    """The run cannot continue without it."""
+    is_leaving: bool = False
+    """It leaves in good order: its roles finish or give back what they hold."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
@@ -71,7 +79,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     error: str = ""
     """Why the first node leaves the run."""
     given_up: dict[str, int] = {}
-    """As in NodeState, summed over all nodes."""
+    """As in NodeState, summed over all nodes; less than 0 where more have joined."""
     addresses: dict[int, str] = {}
     """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []

@@ -29,6 +29,8 @@ READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: a file that a restartable role creates when it is ready."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end a process in good order. SIGHUP: the terminal is gone, without `nohup`."""
+LEAVING_SIGNAL = signal.SIGUSR2
+"""Has a generator or verifier finish or give back what it holds, and end with exit code 0."""
 ORPHAN_END_S = 12.0
 """Limit for a process to end after its launcher died. The next launcher waits longer."""
 _PR_SET_PDEATHSIG = 1

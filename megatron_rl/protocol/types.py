@@ -238,6 +238,8 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     """Differs after a restart: requests of the earlier session are lost."""
     requests: list[int] | None = None
     """Ids of its unanswered requests; None: not reported."""
+    is_leaving: bool = False
+    """As in GeneratorReady, with requests in place of leases."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):

@@ -24,6 +24,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """It keeps that version for now: skip it."""
     nccl: dict[str, str] = {}
     """Its NCCL variables that must equal the trainer's."""
+    is_leaving: bool = False
+    """It leaves the run: no further weight sync waits for it."""
 
 
 class StartRequest(msgspec.Struct, frozen=True, tag="StartRequest"):

@@ -22,7 +22,6 @@ from megatron_rl.protocol.types import (
     SaveState,
     ScoreDone,
     ScoreFailed,
-    Stop,
     VerifierReady,
     WeightsSynced,
 )
@@ -35,7 +34,8 @@ from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
-from megatron_rl.rollout_queue.peer_rows import GeneratorRows, RollCall
+from megatron_rl.rollout_queue.peer_rows import GeneratorRows
+from megatron_rl.rollout_queue.presence import Presence
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.stall import StallDeadline
@@ -96,7 +96,7 @@ class Coordinator:
         self._states = StateRequests(recorder)
         self.deadline = StallDeadline(config, now)
         self._judged_at = now
-        self._roll_call = RollCall(config.generator.replicas)
+        self._presence = Presence(self._leases, self._scoring, config.generator)
         self._generator_rows = GeneratorRows()
         self._first_version = 0
         self._synced, self._synced_at = -1, now
@@ -142,6 +142,8 @@ class Coordinator:
         if endpoint == BATCHES:
             self.deadline.expect_trainer(now)
         match message:
+            case GeneratorReady(is_leaving=True) | VerifierReady(is_leaving=True):
+                self._presence.let_leave(peer, message, now)
             case GeneratorReady():
                 self._leases.announce(peer, message, now)
                 self._evaluations.evaluators.correct(peer, is_held=message.is_held)
@@ -243,6 +245,7 @@ class Coordinator:
         yield from self._batch_answers(now)
         for answer in self._states.answers():
             yield Outgoing(BATCHES, *answer)
+        yield from map(Outgoing._make, self._presence.pop_stops())
         # Before leases: new leases take the slots of cancelled ones.
         for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
             yield Outgoing(PROMPTS, *order)
@@ -261,10 +264,7 @@ class Coordinator:
     def farewell(self, now: float) -> Iterator[Outgoing]:
         """A Stop for every generator and verifier; call once, at the end."""
         self._write_rows(now, in_flight=0, is_last=True)
-        for generator in self._leases.generators:
-            yield Outgoing(PROMPTS, generator, Stop("the run is over"))
-        for verifier in self._scoring.verifiers:
-            yield Outgoing(VERIFY, verifier, Stop("the run is over"))
+        yield from map(Outgoing._make, self._presence.dismiss_all())
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
         order = self._build_batch()
@@ -356,7 +356,7 @@ class Coordinator:
         self._ends.stop_grading_overdue(now)
         self._activity.trouble = self._breaker.find_trouble()
         self._write_rows(now, in_flight=self._leases.outstanding)
-        if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
+        if row := self._presence.take_row():
             self._metrics.write(self._synced, row)
         state = self.describe(now)
         self._ends.end_overdue_evaluation(now, state)

@@ -7,12 +7,13 @@ home and gets the other completions as slots become free: its prefix cache has t
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
 for too long. After max_attempts tries its group fails. A loss is not an attempt and has a separate
 limit: the generator restarts (another session), is silent, has no weights for long, or its
-heartbeats do not name the lease. The queue cancels leases that it no longer needs.
+heartbeats do not name the lease. What a leaving generator gives back counts as neither. The queue
+cancels leases that it no longer needs.
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -115,7 +116,8 @@ class Leases:
         no slot idles while a completion waits. Admission bounds the number of groups that overtake
         an older one; they have the same version.
         """
-        self._limit_engines(now)
+        for name, limit in self._breaker.limits(now).items():
+            self._generators.limit(name, limit)
         if not self._generators.select().has_room:
             return None
         eligible = self._all_eligible(rules)
@@ -125,10 +127,6 @@ class Leases:
             choice = self._waiting.choose(rules, eligible, anywhere=False)
         choice = choice or self._waiting.choose(rules, eligible, anywhere=True)
         return self._lease(*choice, now) if choice is not None else None
-
-    def _limit_engines(self, now: float) -> None:
-        for name, limit in self._breaker.limits(now).items():
-            self._generators.limit(name, limit)
 
     def _lease(self, pending: PendingGroup, name: str, now: float) -> tuple[str, Lease]:
         count = min(len(pending.unleased), self._generators[name].room)
@@ -205,7 +203,7 @@ class Leases:
         if is_engine_fault:
             failed = Failed(pending, failure.index)
             for forgiven in self._breaker.note_failure(name, failed, lease.leased_at, now):
-                _count_as_lost(forgiven.pending, [forgiven.index])
+                forgiven.pending.count_as_lost([forgiven.index])
         self._repeat(pending, [failure.index], self._last_failure, is_lost=False)
 
     def expire(self, now: float) -> None:
@@ -237,6 +235,19 @@ class Leases:
             lease = self._open[lease_id]
             self._waiting.avoid(lease.pending, lease.generator)
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s", is_lost=False)
+
+    def hand_back(self, name: str, kept: Collection[int]) -> bool:
+        """Lease again all but the `kept` leases of a generator; forget it if it keeps none."""
+        held = self._generators[name].handed_out
+        for lease_id in sorted(held.keys() - kept):
+            lease = self._open[lease_id]
+            self._generators.give_back(name, lease_id, len(lease.missing))
+            self._close(lease_id)
+            lease.pending.attempts.subtract(lease.missing)
+            self._put_back(lease.pending, sorted(lease.missing))
+        if not held:
+            self._generators.drop(name)
+        return not held
 
     def drop_generator(self, name: str) -> None:
         """Forget a generator that cannot be reached."""
@@ -277,7 +288,7 @@ class Leases:
     ) -> None:
         """Queue completions again, up to the limits. is_lost: count a loss, not an attempt."""
         if is_lost:
-            _count_as_lost(pending, indices)
+            pending.count_as_lost(indices)
         attempts = max(pending.attempts[index] for index in indices)
         losses = max(pending.losses[index] for index in indices)
         if attempts >= self._config.max_attempts:
@@ -386,9 +397,3 @@ class Leases:
             f"{self._leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
             f"generators: {self._generators.describe(now)}"
         )
-
-
-def _count_as_lost(pending: PendingGroup, indices: list[int]) -> None:
-    """Count the latest attempts of completions as losses."""
-    pending.attempts.subtract(indices)
-    pending.losses.update(indices)

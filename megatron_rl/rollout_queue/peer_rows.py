@@ -133,6 +133,11 @@ class RollCall:
         """All verifiers that ever were alive."""
         self._told: Row = {}
 
+    def forget(self, name: str) -> None:
+        """Note that a peer has left in good order, and is not missing."""
+        self._generators.discard(name)
+        self._verifiers.discard(name)
+
     def take_row(self, generators: Iterable[str], verifiers: Iterable[str]) -> Row | None:
         """A row about the live peers; None if nothing changed."""
         now_generators, now_verifiers = set(generators), set(verifiers)

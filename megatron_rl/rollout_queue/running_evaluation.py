@@ -202,7 +202,9 @@ class Evaluators:
 
     def choose(self, generators: Iterable[Peer], version: int) -> None:
         """Choose evaluators of a version among live generators, if enough remain to train."""
-        able = sorted((p.name for p in generators if p.version == version), reverse=True)
+        # A generator without capacity leaves the run.
+        able = [p.name for p in generators if p.version == version and p.capacity]
+        able.sort(reverse=True)
         self.are_lost = False
         if not self._wanted or len(able) <= self._wanted:
             return

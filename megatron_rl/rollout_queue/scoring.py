@@ -9,6 +9,7 @@ import bisect
 import collections
 import dataclasses
 import logging
+from collections.abc import Collection
 
 import msgspec
 
@@ -211,6 +212,22 @@ class Scoring:
                 why = f"no answer for {config.score_timeout_s:.0f} s"
                 self._fail(ScoreFailed(request_id, why), request.verifier, now)
 
+    def hand_back(self, name: str, kept: Collection[int]) -> bool:
+        """Ask others for all but the `kept` requests of a verifier; forget it if it keeps none."""
+        held = {n for n, request in self._requests.items() if request.verifier == name}
+        for request_id in sorted(held.difference(kept)):
+            self._verifiers.give_back(name, request_id)
+            request = self._requests[request_id]
+            request.attempts -= 1
+            request.verifier = ""
+            if request.group.is_abandoned:
+                del self._requests[request_id]
+            else:
+                self._put_back(request_id)
+        if has_left := held.isdisjoint(kept):
+            self._verifiers.drop(name)
+        return has_left
+
     def drop_verifier(self, name: str) -> None:
         """Forget a verifier that cannot be reached."""
         self._lose(self._verifiers.drop(name), f"verifier {name} is gone")
@@ -230,8 +247,12 @@ class Scoring:
             request.attempts -= 1
             request.losses += 1
             if self._may_repeat(ScoreFailed(request_id, why)):
-                waiting = self._waiting[request.pools]
-                bisect.insort(waiting, request_id, key=lambda n: self._requests[n].position)
+                self._put_back(request_id)
+
+    def _put_back(self, request_id: int) -> None:
+        """Queue a request at its old position."""
+        waiting = self._waiting[self._requests[request_id].pools]
+        bisect.insort(waiting, request_id, key=lambda n: self._requests[n].position)
 
     def _fail(self, failure: ScoreFailed, verifier: str, now: float) -> None:
         request = self._requests[failure.request_id]

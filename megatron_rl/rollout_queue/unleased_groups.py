@@ -43,6 +43,11 @@ class PendingGroup:
         """Sorts groups: evaluations first, then in the order of training."""
         return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
+    def count_as_lost(self, indices: list[int]) -> None:
+        """Count the latest attempts of completions as losses."""
+        self.attempts.subtract(indices)
+        self.losses.update(indices)
+
 
 class Eligible(NamedTuple):
     """Generators that may take completions now."""

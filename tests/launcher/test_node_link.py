@@ -11,7 +11,8 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
-from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, NodeRegistry, OtherNodeLink
+from megatron_rl.launcher.node_link import FirstNodeLink, NodeLost, OtherNodeLink
+from megatron_rl.launcher.node_registry import NodeRegistry
 from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
@@ -37,6 +38,52 @@ def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:
     attendance.note(state(2), 110.2)
     attendance.note(state(1, error="a role died"), 110.3)
     assert attendance.find_lost(110.4) == "node 1 has left the run: a role died"
+
+
+SERVING = {"is_vital": False, "replicas": {"generator": 2, "verifier": 1}}
+
+
+def test_the_run_continues_without_a_node_that_only_serves_until_it_is_back() -> None:
+    registry = NodeRegistry(3, LIMITS, now=0.0)
+    registry.note(state(1), 0.0)
+    registry.note(state(2, given_up={"generator": 1}, **SERVING), 0.0)
+    assert (registry.find_lost(4.0), registry.given_up()) == ("", {"generator": 1})
+    registry.note(state(1), 5.0)
+    assert registry.find_lost(5.0) == "" and registry.behind(1) == [1]
+    assert registry.take_events() == [
+        "node 2 has been silent for 5 s: the run continues without its 2 generators and 1 verifier"
+    ]
+    assert registry.given_up() == {"generator": 2, "verifier": 1}
+    # Another launcher takes its place; one that is there is never replaced.
+    registry.note(state(2, session=2, **SERVING), 6.0)
+    assert (registry.find_lost(6.0), registry.given_up()) == ("", {})
+    assert registry.take_events() == ["node 2 is back with 2 generators and 1 verifier"]
+    with pytest.raises(InputError, match="--node 2 was started twice"):
+        registry.note(state(2, session=3, **SERVING), 7.0)
+    # It is killed, and started again before its silence was noticed.
+    registry.note(state(2, session=4, restarts=(), **SERVING), 12.0)
+    assert registry.take_events() == ["node 2 is back with 2 generators and 1 verifier"]
+    registry.note(state(2, session=4, is_leaving=True, **SERVING), 13.0)
+    registry.note(state(1), 13.0)
+    assert registry.find_lost(13.0) == "" and registry.given_up() == SERVING["replicas"]
+    assert registry.take_events() == [
+        "node 2 leaves the run: the run continues without its 2 generators and 1 verifier"
+    ]
+
+
+def test_replicas_of_a_joined_node_come_on_top_of_the_configured_ones() -> None:
+    registry = NodeRegistry(1, LIMITS, now=0.0)
+    joined = {"nodes": 1, "is_joined": True, "is_vital": False, "replicas": {"generator": 2}}
+    registry.note(state(4, **joined), 0.0)
+    assert registry.take_events() == ["node 4 has joined with 2 generators"]
+    assert registry.given_up() == {"generator": -2} and registry.behind(1) == [4]
+    registry.note(state(4, given_up={"generator": 1}, **joined), 1.0)
+    assert registry.given_up() == {"generator": -1}
+    # Nothing that it says ends the run.
+    registry.note(state(4, session=7, **joined), 1.5)
+    registry.note(state(4, error="no GPU", **joined), 2.0)
+    assert registry.find_lost(2.0) == "" and registry.given_up() == {}
+    assert registry.behind(1) == []
 
 
 def test_a_phase_is_over_when_every_node_has_ended_it() -> None:

@@ -318,3 +318,33 @@ def test_a_verifier_of_another_phase_ends_with_exit_code_2(tmp_path: Path) -> No
         assert set(router.turned_away) == {"verifier@a.step_1"}
     log = (tmp_path / "logs" / "verifier.log").read_text()
     assert "does not serve this process of phase step_1" in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize(("limit_s", "answered"), [(60.0, True), (0.1, False)])
+def test_a_leaving_verifier_answers_what_it_has_in_its_time_and_takes_no_more(
+    tmp_path: Path, limit_s: float, answered: bool
+) -> None:
+    port = free_port()
+    path = _write_config(tmp_path, port)
+    config = load_config(path)
+    nodes = config.nodes.model_copy(update={"leave_timeout_s": limit_s})
+    path.write_text(dump_toml(config.model_copy(update={"nodes": nodes})))
+    with Router("127.0.0.1", port) as router, _verifier(path) as process:
+        _wait_for_ready(router)
+        # It is graded until the pool's timeout of 1 s.
+        assert router.send("verifier", make_request(boxed("7"), request_id=6, task="hang"))
+        while _wait_for_ready(router).requests != [6]:
+            pass
+        process.send_signal(signal.SIGUSR2)
+        states, answers = [], []
+        while not states or states[-1].requests:
+            message = _receive(router)
+            if isinstance(message, VerifierReady) and message.is_leaving:
+                if not states:
+                    router.send("verifier", make_request(boxed("7"), request_id=7))
+                states.append(message)
+            elif isinstance(message, ScoreDone):
+                answers.append(message.request_id)
+        assert states[0].requests == [6] and answers == [6] * answered
+        assert router.send("verifier", Stop("it has left the run"))
+        assert process.wait(30) == 0

@@ -124,6 +124,13 @@ class GeneratorLink:
                 raise DeadlineExceeded(text)
             log.warning("training begins without the others: %s", text)
 
+    def pop_leaving(self) -> list[str]:
+        """Forget the generators that leave; returns their names. They may say so again."""
+        leaving = sorted(peer for peer, hello in self.peers.items() if hello.is_leaving)
+        for peer in leaving:
+            self.drop(peer)
+        return leaving
+
     def begin(self, peer: str, session: int) -> None:
         """Start to serve a generator: its answers to earlier requests no longer count.
 

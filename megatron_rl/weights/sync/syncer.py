@@ -278,8 +278,10 @@ class WeightSyncer(Closing):
         passes_by: leave out generators that failed several weight syncs in a row, see `Backoff`.
         """
         members: list[Member] = []
+        leaving: list[str] = []
         if self._link is not None:
             self._link.listen()
+            leaving = self._link.pop_leaving()
             # A held generator evaluates its version; after that it is late.
             members = [
                 Member(name, hello)
@@ -293,7 +295,13 @@ class WeightSyncer(Closing):
             # Without other generators, each gets its chance.
             if passes_by and (due or self._held):
                 members = due
-        members = self._control.share(members, list[Member])
+        members, leaving = self._control.share(
+            (members, leaving), tuple[list[Member], list[str]]
+        )
+        for name in leaving:
+            log.info("%s leaves the run", name)
+            self._held.pop(name, None)
+            self._method.forget(name)
         for member in members:
             # Groups hold connections to the process that died; a restarted one needs new groups.
             if self._sessions.get(member.name, member.hello.session) != member.hello.session:

@@ -68,6 +68,14 @@ class Scene:
         )  # fmt: skip
         self._dealers: dict[str, Dealer] = {}
 
+    def say_leaving(self, name: str) -> None:
+        """Returns when it has arrived."""
+        self._dealers[name].send(Hello(1, "scripted", "1", session=1, is_leaving=True))
+        ends_at = time.monotonic() + WAIT_S
+        while name not in self.link.peers or not self.link.peers[name].is_leaving:
+            assert time.monotonic() < ends_at
+            self.link.listen(0.1)
+
     def hello(
         self, name: str, session: int = 1, *, is_held: bool = False, version: int = -1
     ) -> None:
@@ -112,6 +120,33 @@ def test_a_generator_that_holds_its_version_is_passed_by_until_it_lets_go() -> N
         ("sync", [2, "a"]),
         ("sync", [2, "b"]),
         ("sync", [3, "a", "b"]),
+    ]
+
+
+def one_leaves() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.hello("a")
+    scene.hello("b")
+    scene.syncer.sync(0)
+    scene.say_leaving("b")
+    scene.syncer.sync(1)
+    # It repeats what it said, as long as it finishes its leases.
+    scene.say_leaving("b")
+    scene.syncer.admit()
+    scene.hello("b", session=2)
+    scene.syncer.sync(2)
+    return scene.method.calls
+
+
+def test_no_weight_sync_includes_a_generator_that_leaves_until_another_has_its_name() -> None:
+    [calls] = run_ranks(one_leaves, 1)
+    assert calls == [
+        ("sync", [0, "a", "b"]),
+        ("forget", "b"),
+        ("sync", [1, "a"]),
+        ("forget", "b"),
+        ("forget", "b"),
+        ("sync", [2, "a", "b"]),
     ]
 
 

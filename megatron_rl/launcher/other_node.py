@@ -1,0 +1,93 @@
+"""A node other than the first one, which may leave the run if it only serves.
+
+Used by `nodes.py` and `joining.py`, in the launcher's one thread. Generators and verifier of a node
+that leaves finish what they hold, or give it back, within `expert.nodes.leave_timeout_s`. No weight
+sync waits for them, and no attempt counts.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from megatron_rl.cli.command_line.printing import say
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.leaving import HasLeft, LeaveOnSignal
+from megatron_rl.launcher.node import Node, open_supervisor, orderly_stop
+from megatron_rl.launcher.node_link import OtherNodeLink
+from megatron_rl.launcher.placement import NodeRoles
+from megatron_rl.launcher.supervisor import POLL_S
+from megatron_rl.protocol.process import LEAVING_SIGNAL
+
+_MARGIN_S = 15.0
+"""Time beyond leave_timeout_s for the last word of the queue, and for the end of engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingNode(Node):
+    """A node with generators and a verifier alone, which may leave."""
+
+    link: OtherNodeLink
+    stop: LeaveOnSignal
+    console: Console
+
+    def look(self) -> None:
+        """As on every node. Raises HasLeft once it was asked to leave and has left."""
+        if self.stop.is_asked:
+            self._leave()
+        super().look()
+
+    def _leave(self) -> None:
+        limit_s = self.config.nodes.leave_timeout_s
+        self.show(
+            f"leaving: the roles of this node finish or give back what they hold, for at most "
+            f"{limit_s:.0f} s (expert.nodes.leave_timeout_s); a second signal ends them at once"
+        )
+        self.link.announce_leaving()
+        processes = [role.process for role in self.supervisor.roles.values()]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(LEAVING_SIGNAL)
+        until = time.monotonic() + limit_s + _MARGIN_S
+        while any(one.poll() is None for one in processes) and time.monotonic() < until:
+            time.sleep(POLL_S)
+            self.link.exchange(time.monotonic())
+        raise HasLeft
+
+    def show(self, text: str) -> None:
+        """Show what this node does now."""
+        super().show(text)
+        say(self.console, text)
+
+
+@contextmanager
+def other_node(
+    config: Config, console: Console, roles: NodeRoles, gpus: list[str], *, number: int, nodes: int,
+) -> Iterator[Node]:  # fmt: skip
+    """A node that follows the first; its processes end when the context is left, or the node has.
+
+    number: from `nodes` on for a node that joins the run.
+    """
+    is_joined = number >= nodes
+    replicas = {"generator": len(roles.engines), "verifier": int(roles.has_verifier)}
+    is_vital = roles.are_vital(config, number)
+    with (
+        open_supervisor(config) as supervisor,
+        OtherNodeLink(
+            config, number, nodes, replicas=replicas, is_vital=is_vital, is_joined=is_joined
+        ) as link,
+    ):
+        facts = (config, roles, gpus, supervisor)
+        if is_vital:
+            yield Node(*facts, link, orderly_stop(config), number, nodes)
+            return
+        with LeaveOnSignal(config.run.dir) as stop:
+            node = ServingNode(
+                *facts, link=link, stop=stop, number=number, count=nodes, console=console
+            )
+            try:
+                yield node
+            except HasLeft:
+                node.show("this node has left the run")

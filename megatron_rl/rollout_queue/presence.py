@@ -1,0 +1,60 @@
+"""Generators and verifiers that leave in good order; a row about those that are present or missing.
+
+Used by the rollout queue's coordinator.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from megatron_rl.config.tree import GeneratorConfig
+from megatron_rl.protocol.endpoints import PROMPTS, VERIFY
+from megatron_rl.protocol.types import GeneratorReady, Stop, VerifierReady
+from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.peer_rows import RollCall, Row
+from megatron_rl.rollout_queue.scoring import Scoring
+
+Farewell = tuple[str, str, Stop]
+"""Endpoint, peer, message."""
+
+
+class Presence:
+    """Knows which peers are missing; forgets those that leave, and says Stop to them."""
+
+    def __init__(self, leases: Leases, scoring: Scoring, config: GeneratorConfig) -> None:
+        self._leases, self._scoring = leases, scoring
+        self._roll_call = RollCall(config.replicas)
+        self._stops: list[Farewell] = []
+
+    def take_row(self) -> Row | None:
+        """A row about the live peers; None if nothing changed."""
+        return self._roll_call.take_row(self._leases.generators, self._scoring.verifiers)
+
+    def let_leave(self, peer: str, ready: GeneratorReady | VerifierReady, now: float) -> None:
+        """Handle the state of a peer that leaves."""
+        if isinstance(ready, GeneratorReady):
+            self._leases.announce(peer, msgspec.structs.replace(ready, capacity=0), now)
+            has_left = self._leases.hand_back(peer, ready.leases or [])
+            endpoint = PROMPTS.name
+        else:
+            full = dict.fromkeys(ready.capacity, 0)
+            self._scoring.announce(peer, msgspec.structs.replace(ready, capacity=full), now)
+            has_left = self._scoring.hand_back(peer, ready.requests or [])
+            endpoint = VERIFY.name
+        if has_left:
+            self._roll_call.forget(peer)
+            self._stops.append((endpoint, peer, Stop("it has left the run")))
+
+    def pop_stops(self) -> list[Farewell]:
+        """Stops for peers that hold nothing any more, since the last call."""
+        stops, self._stops = self._stops, []
+        return stops
+
+    def dismiss_all(self) -> Iterator[Farewell]:
+        """A Stop for every peer, at the end of the run."""
+        for endpoint, names in (
+            (PROMPTS.name, self._leases.generators),
+            (VERIFY.name, self._scoring.verifiers),
+        ):
+            for name in names:
+                yield endpoint, name, Stop("the run is over")

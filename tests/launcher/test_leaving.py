@@ -1,0 +1,91 @@
+"""A node that only serves leaves after a signal: its roles end by themselves, the run continues."""
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.leaving import LeaveOnSignal
+from megatron_rl.launcher.node_link import FirstNodeLink
+from megatron_rl.launcher.other_node import other_node
+from megatron_rl.launcher.placement import NodeRoles
+from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
+from megatron_rl.protocol.process import Interrupted
+from tests.ports import free_port
+
+ROLE = """
+import signal, sys, time
+def leave(number, frame):
+    open(sys.argv[1] + "/left", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, leave)
+open(sys.argv[1] + "/ready", "w").close()
+time.sleep(100)
+"""
+
+
+class FirstNode(threading.Thread):
+    """The launcher of the first node, in a phase of training."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(daemon=True)
+        self._config = config
+        self.events: list[str] = []
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        with FirstNodeLink(self._config, 1) as link:
+            link.begin(RunPhase(0, PhaseKind.TRAINING), lambda: None)
+            while not self.is_over.wait(0.02):
+                link.exchange(time.monotonic())
+                self.events += link.take_events()
+
+
+def test_a_signalled_node_has_its_roles_leave_and_goes(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": tmp_path},
+            "ports": {"nodes": free_port(), "label": "a"},
+            "nodes": {"leave_timeout_s": 60},
+        }
+    )
+    first, console = FirstNode(config), Console(file=io.StringIO())
+    first.start()
+    roles = NodeRoles(engines={4: range(0)})
+    with other_node(config, console, roles, [], number=1, nodes=1) as node:
+        node.supervisor.start("role", [sys.executable, "-c", ROLE, str(tmp_path)])
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() or not first.events:
+            assert time.monotonic() < deadline
+            node.look()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while time.monotonic() < deadline:
+            node.look()
+        pytest.fail("it has not left")
+    first.is_over.set()
+    first.join(30)
+    assert (tmp_path / "left").exists()
+    assert first.events == [
+        "node 1 has joined with 1 generator and 1 verifier",
+        "node 1 leaves the run: the run continues without its 1 generator and 1 verifier",
+    ]
+    assert "for at most 60 s" in console.file.getvalue()
+
+
+def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with LeaveOnSignal(tmp_path) as outer:
+        with outer:
+            os.kill(os.getpid(), signal.SIGTERM)
+        # A phase that ends does not change what a signal does.
+        assert outer.is_asked
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
