@@ -17,8 +17,8 @@ from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import REQUIRED, load_config, resolve
 from megatron_rl.config.foreign import prime, trl, verl
-from megatron_rl.config.foreign.read import PRIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.foreign.rules import NoCounterpart, Rule, rule_of
+from megatron_rl.config.foreign.settings import PRIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.layers import Layers, leaves
 from megatron_rl.config.reference import tables, value_text
 from megatron_rl.config.tree import Config
@@ -35,6 +35,8 @@ _ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 _LISTS = ("prompts", "eval.sets")
+_WIDTH = 96
+"""Columns of lists of their keys."""
 
 
 @dataclass
@@ -46,13 +48,14 @@ class Imported:
     """Ours, by key; without those that are the default here."""
     origins: dict[str, list[str]] = field(default_factory=dict)
     """Our key -> theirs, or why it is there."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Their key -> their value, as a text."""
     mapped: list[str] = field(default_factory=list)
-    default_here: dict[str, str] = field(default_factory=dict)
-    """Their key -> their value."""
+    default_here: list[str] = field(default_factory=list)
     no_counterpart: dict[str, str] = field(default_factory=dict)
-    """Their key -> value, why, what to do."""
+    """Their key -> why, and what to do."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Their key -> value, and keys of ours whose name is near."""
+    """Their key -> keys of ours whose name is near; empty: none is."""
     to_check: list[str] = field(default_factory=list)
     """What the file cannot tell."""
     fault: str = ""
@@ -75,13 +78,34 @@ class Imported:
         for title, found in (
             ("To add", missing),
             ("To check", self.to_check),
-            ("Default here, of the run or its preset", _pairs(self.default_here)),
-            ("No counterpart", _pairs(self.no_counterpart)),
-            ("Unknown, not taken over", _pairs(self.unknown)),
+            ("Default here, of the run or its preset", self._wrapped(self.default_here, "")),
+            ("No counterpart", self._by_reason(self.no_counterpart)),
+            ("Unknown, not taken over", self._by_reason(self.unknown)),
         ):
             if found:
                 lines += ["", f"# {title}:", *_comments(found)]
         return "\n".join(lines) + "\n"
+
+    def _by_reason(self, reasons: dict[str, str]) -> list[str]:
+        """Lines of keys, those with the same reason together."""
+        lines: list[str] = []
+        for reason in dict.fromkeys(reasons.values()):
+            keys = [key for key, why in reasons.items() if why == reason]
+            if len(keys) > 1 and reason:
+                lines += [f"{reason}:", *self._wrapped(keys, "  ")]
+            else:
+                lines += [f"{key} = {self.given[key]}{reason and ': '}{reason}" for key in keys]
+        return lines
+
+    def _wrapped(self, keys: list[str], indent: str) -> list[str]:
+        """Lines of keys with their values."""
+        lines: list[str] = []
+        for pair in (f"{key} = {self.given[key]}" for key in keys):
+            if lines and len(lines[-1]) + len(pair) < _WIDTH:
+                lines[-1] += f"; {pair}"
+            else:
+                lines.append(indent + pair)
+        return lines
 
 
 def import_settings(foreign: Foreign) -> Imported:
@@ -93,18 +117,18 @@ def import_settings(foreign: Foreign) -> Imported:
     known = {key: v for key, v in values.items() if not isinstance(v, Unread)}
     taken: dict[str, list[str]] = {}
     for key, value in foreign.values.items():
-        rule = rule_of(rules, _plain(key, foreign.system))
-        shown = _shown(value)
-        if rule is None:
-            found.unknown[key] = _hint(key, shown)
+        rule = rule_of(rules, _plain(key, foreign.system)) or _rule_below(rules, key, value)
+        found.given[key] = _shown(value)
+        if rule is None and value is not None:
+            found.unknown[key] = _hint(key)
         elif isinstance(value, Unread):
             reason = f"; {rule}" if isinstance(rule, str) else ""
-            found.no_counterpart[key] = f"{shown}: {value.why}{reason}"
+            found.no_counterpart[key] = f"{value.why}{reason}"
         else:
             try:
                 taken[key] = _take(found, rule, value, known, key)
             except NoCounterpart as error:
-                found.no_counterpart[key] = f"{shown}: {error}"
+                found.no_counterpart[key] = str(error)
     for key, value in defaults.items():
         if key not in plain:
             _take_default(found, rules[key], value, known, key)
@@ -115,7 +139,7 @@ def import_settings(foreign: Foreign) -> Imported:
         if any(one in found.values for one in ours):
             found.mapped.append(key)
         else:
-            found.default_here[key] = _shown(foreign.values[key])
+            found.default_here.append(key)
     found.to_check = CHECKS[foreign.system](known)
     found.fault = _fault(found)
     return found
@@ -131,8 +155,18 @@ def _plain(key: str, system: str) -> str:
     return key
 
 
-def _take(found: Imported, rule: Rule, value: Any, known: Mapping[str, Any], key: str) -> list[str]:
+def _rule_below(rules: Mapping[str, Rule], key: str, value: Any) -> Rule | None:
+    """The rule of an empty table's keys."""
+    return rule_of(rules, f"{key}.") if value == {} else None
+
+
+def _take(
+    found: Imported, rule: Rule | None, value: Any, known: Mapping[str, Any], key: str
+) -> list[str]:
     """Put a key's values among ours; returns our keys. Raises NoCounterpart."""
+    if rule is None or value is None or value in ({}, []):
+        # Not given there either.
+        return []
     if isinstance(rule, str):
         raise NoCounterpart(rule)
     try:
@@ -222,10 +256,10 @@ def _generic(key: str) -> str:
     return ".".join("0" if part.isdigit() else part for part in key.split("."))
 
 
-def _hint(key: str, shown: str) -> str:
+def _hint(key: str) -> str:
     known = [entry.key for table in tables() for entry in table.entries]
     near = meant(key, known)
-    return f"{shown}: {' or '.join(near)} may be meant" if near else shown
+    return f"{' or '.join(near)} may be meant" if near else ""
 
 
 def _section(key: str) -> str:
@@ -251,13 +285,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _pairs(found: dict[str, str]) -> list[str]:
-    return [f"{key} = {text}" for key, text in found.items()]
-
-
 def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _comments(lines: list[str]) -> list[str]:
-    return [f"#   {_one_line(line.strip())}" for line in lines]
+    return [f"#   {_one_line(line.rstrip())}" for line in lines]
