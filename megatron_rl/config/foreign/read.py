@@ -68,4 +68,16 @@ def _trl_yaml(path: Path) -> Foreign:
             f"{path} is neither a YAML of `trl grpo`, whose keys are those of GRPOConfig, nor of "
             "verl, which has tables such as actor_rollout_ref, data, trainer"
         )
-    return Foreign(TRL, tree)
+    mixture = tree.pop("dataset_mixture", None)
+    if isinstance(mixture, dict):
+        tree |= {f"dataset_mixture.{key}": value for key, value in mixture.items()}
+    found = Foreign(TRL)
+    for key, value in tree.items():
+        if key.endswith("datasets") and isinstance(value, list):
+            sets = {f"{key}.{n}": one for n, one in enumerate(value)}
+            for name, one in sets.items():
+                inner = one.items() if isinstance(one, dict) else [("path", one)]
+                found.values |= {f"{name}.{argument}": given for argument, given in inner}
+        else:
+            found.values[key] = value
+    return found
