@@ -146,13 +146,8 @@ def import_settings(foreign: Foreign) -> Imported:
 
 
 def _plain(key: str, system: str) -> str:
-    """The key in the table; prime-rl's without its file and process."""
-    if system != PRIME:
-        return key
-    key = key.rpartition(": ")[2]
-    for prefix in ("trainer.", "orchestrator.", "inference.", "train."):
-        key = key.removeprefix(prefix)
-    return key
+    """The key in the table."""
+    return prime.plain(key) if system == PRIME else key
 
 
 def _rule_below(rules: Mapping[str, Rule], key: str, value: Any) -> Rule | None:
@@ -164,11 +159,11 @@ def _take(
     found: Imported, rule: Rule | None, value: Any, known: Mapping[str, Any], key: str
 ) -> list[str]:
     """Put a key's values among ours; returns our keys. Raises NoCounterpart."""
-    if rule is None or value is None or value in ({}, []):
+    if value is None or (not callable(rule) and value in ({}, [])):
         # Not given there either.
         return []
-    if isinstance(rule, str):
-        raise NoCounterpart(rule)
+    if rule is None or isinstance(rule, str):
+        raise NoCounterpart(rule or "")
     try:
         ours = rule(value, known)
     except NoCounterpart:

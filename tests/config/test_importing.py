@@ -209,7 +209,7 @@ def test_files_of_prime_rl(tmp_path: Path) -> None:
     assert (ours.optimizer.lr, ours.optimizer.weight_decay) == (1e-6, 0.01)
     assert (ours.optimizer.beta2, ours.queue.max_staleness) == (0.999, 8)
     assert "optim.betas2 is not given: the default of prime-rl" in found.toml()
-    assert any("prime-rl samples 1 completion" in text for text in found.to_check)
+    assert any("sample 1 completion" in text for text in found.to_check)
 
 
 def test_data_sets_of_environments_of_prime_rl_become_prompts(tmp_path: Path) -> None:

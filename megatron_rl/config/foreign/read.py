@@ -4,9 +4,11 @@ Used by `importing.py`. Nothing of a file is executed: shell words, Python's syn
 plain types and TOML are read as data. A value that only a program could tell is an `Unread`.
 """
 
+import functools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.foreign import trl
@@ -15,6 +17,7 @@ from megatron_rl.config.foreign.rules import rule_of
 from megatron_rl.config.foreign.script import trl_script
 from megatron_rl.config.foreign.settings import PRIME, TRL, Foreign, text_of, yaml_of
 from megatron_rl.config.layers import leaves
+from megatron_rl.config.section import merged
 
 
 def read_foreign(paths: Sequence[Path], words: Sequence[str] = ()) -> Foreign:
@@ -50,14 +53,21 @@ def _read(paths: Sequence[Path], words: Sequence[str]) -> Foreign:
 
 
 def _prime(paths: Sequence[Path]) -> Foreign:
-    found = Foreign(PRIME)
+    """Files of the whole run, of which later ones win; or one file for each process."""
+    trees: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
             tree = tomllib.loads(text_of(path))
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{path} is no valid TOML: {error}") from error
-        prefix = f"{path.stem}: " if len(paths) > 1 else ""
-        found.values |= {prefix + key: value for key, value in leaves(tree, "") if key}
+        trees[f"{path.stem}: " if len(paths) > 1 else ""] = tree
+    if any({"trainer", "orchestrator", "inference"} & tree.keys() for tree in trees.values()):
+        trees = {"": functools.reduce(merged, trees.values())}
+    found = Foreign(PRIME)
+    for prefix, tree in trees.items():
+        for key, value in leaves(tree, ""):
+            if key:
+                found.values[prefix + key] = None if value == "None" else value
     return found
 
 
