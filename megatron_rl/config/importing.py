@@ -1,4 +1,4 @@
-"""Writes our TOML for the settings of verl, TRL or prime-rl (`megatron-rl config import`).
+"""Writes our TOML for the settings of verl, TRL, prime-rl or slime (`megatron-rl config import`).
 
 Each of their keys is in one of four lists: mapped, default here, no counterpart, unknown. Where
 they have a default that differs from ours and the file does not give the key, theirs is written.
@@ -16,16 +16,14 @@ from megatron_rl.config.aliases import meant
 from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import REQUIRED, load_config, resolve
-from megatron_rl.config.foreign import prime, trl, verl
+from megatron_rl.config.foreign import prime, slime, trl, verl
 from megatron_rl.config.foreign.rules import NoCounterpart, Rule, rule_of
-from megatron_rl.config.foreign.settings import PRIME, TRL, VERL, Foreign, Unread
+from megatron_rl.config.foreign.settings import PRIME, SLIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.layers import Layers, leaves
 from megatron_rl.config.reference import tables, value_text
 from megatron_rl.config.tree import Config
 
-RULES = {VERL: verl.RULES, TRL: trl.RULES, PRIME: prime.RULES}
-CHECKS = {VERL: verl.checks, TRL: trl.checks, PRIME: prime.checks}
-DEFAULTS = {VERL: verl.DEFAULTS, TRL: trl.DEFAULTS, PRIME: prime.DEFAULTS}
+_TABLES = {VERL: verl, TRL: trl, PRIME: prime, SLIME: slime}
 _IN_TURN = "they generate and train in turn; 2 keeps engines and trainer busy"
 _ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     VERL: {"queue.max_staleness": (0, _IN_TURN)},
@@ -35,6 +33,8 @@ _ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 _LISTS = ("prompts", "eval.sets")
+_PROMPT_TOKENS = 1024
+"""Room for a prompt, where a file tells only the length of completions."""
 _WIDTH = 96
 """Columns of lists of their keys."""
 
@@ -111,7 +111,8 @@ class Imported:
 def import_settings(foreign: Foreign) -> Imported:
     """Ours for theirs; says in `fault` what `load_config` refuses."""
     found = Imported(foreign.system)
-    rules, defaults = RULES[foreign.system], DEFAULTS[foreign.system]
+    table = _TABLES[foreign.system]
+    rules, defaults = table.RULES, table.DEFAULTS
     plain = {_plain(key, foreign.system): key for key in reversed(foreign.values)}
     values = defaults | {name: foreign.values[key] for name, key in plain.items()}
     known = {key: v for key, v in values.items() if not isinstance(v, Unread)}
@@ -134,13 +135,14 @@ def import_settings(foreign: Foreign) -> Imported:
             _take_default(found, rules[key], value, known, key)
     for key, (value, why) in _ALWAYS.get(foreign.system, {}).items():
         _put(found, {key: value}, why)
+    _make_room(found)
     _drop_defaults(found)
     for key, ours in taken.items():
         if any(one in found.values for one in ours):
             found.mapped.append(key)
         else:
             found.default_here.append(key)
-    found.to_check = CHECKS[foreign.system](known)
+    found.to_check += table.checks(known)
     found.fault = _fault(found)
     return found
 
@@ -214,6 +216,20 @@ def _take_default(
         return
     origin = f"{key} is not given: the default of {found.system}"
     _put(found, {k: v for k, v in ours.items() if k not in found.values}, origin)
+
+
+def _make_room(found: Imported) -> None:
+    """A context for the longest completion, where they take the model's own context."""
+    keys = ("sampling.max_new_tokens", "eval.max_new_tokens")
+    longest = max((v for k in keys if isinstance(v := found.values.get(k), int)), default=0)
+    usual = resolve(Layers()).generator.context_tokens
+    if "generator.context_tokens" not in found.values and longest >= usual:
+        why = f"not given: the longest completion, and {_PROMPT_TOKENS} tokens of prompt"
+        _put(found, {"generator.context_tokens": longest + _PROMPT_TOKENS}, why)
+        found.to_check.append(
+            f"generator.context_tokens: not given; with {longest + _PROMPT_TOKENS}, prompts of "
+            f"more than {_PROMPT_TOKENS} tokens are left out"
+        )
 
 
 def _drop_defaults(found: Imported) -> None:

@@ -61,7 +61,7 @@ def _arguments(scripts: Sequence[Path]) -> Iterator[str]:
     """The arguments of the last command that starts verl's trainer; options as --name=value."""
     for path in scripts:
         words: list[str] = []
-        for line in commands(path, text_of(path).replace("\\\n", " ")):
+        for line in commands(path, text_of(path)):
             places = [n for n, word in enumerate(line) if _starts_verl(word)]
             if places:
                 words = line[places[0] + 1 :]

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.errors import InputError
 
-VERL, TRL, PRIME = "verl", "TRL", "prime-rl"
+VERL, TRL, PRIME, SLIME = "verl", "TRL", "prime-rl", "slime"
 # Limits for files that grow without end: a variable that holds another one twice, and so on.
 MAX_CHARACTERS, MAX_VALUE, MAX_WORDS, MAX_NUMBER = 200_000, 4096, 10_000, 1e15
 WHY = "the file is read, not run, and does not tell this value"

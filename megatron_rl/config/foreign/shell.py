@@ -1,4 +1,4 @@
-"""Reads the commands of a shell script, without running it. Used by `hydra.py`.
+"""Reads the commands of a shell script, without running it. Used by `read.py` and `hydra.py`.
 
 Variables, lists and sums that earlier lines assign are filled in. A variable without a value
 stays as it is.
@@ -28,6 +28,7 @@ _VALUE = re.compile(
 
 def commands(path: Path, text: str) -> Iterator[list[str]]:
     """The words of each line, with the variables that earlier lines assign."""
+    text = text.replace("\\\n", " ")
     values: dict[str, str] = {"HOME": str(Path.home())}
     lists: dict[str, list[str]] = {}
     lines = iter(text.splitlines())
@@ -38,7 +39,7 @@ def commands(path: Path, text: str) -> Iterator[list[str]]:
         try:
             words = shlex.split(_expanded(line, values, lists))
         except ValueError as error:
-            if "main_" in line:
+            if "main_" in line or "train.py" in line:
                 raise InputError(f"{path}: cannot read {line.strip()[:80]!r}: {error}") from error
             continue
         if array:

@@ -69,6 +69,16 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.warmup_steps": math.ceil(value * steps)}
 
 
+def _sampled(name: str) -> Convert:
+    """A key of sampling, which evaluations share."""
+
+    def rule(value: Any, _: Values) -> dict[str, Any]:
+        value = positive(value) if name == "top_k" else value
+        return {f"{section}.{name}": value for section in ("sampling", "eval")}
+
+    return rule
+
+
 def _least(value: dict[str, Any], values: Values) -> dict[str, Any]:
     """The share of the peak at which linear and cosine schedules end: 0 unless they say more."""
     if others := set(value) - {"min_lr_rate", "min_lr"}:
@@ -174,10 +184,7 @@ RULES: dict[str, Rule] = {
     "max_completion_length": _context,
     "max_prompt_length": _context,
     "vllm_max_model_length": _context,
-    "temperature": to("sampling.temperature"),
-    "top_p": to("sampling.top_p"),
-    "top_k": to("sampling.top_k", positive),
-    "min_p": to("sampling.min_p"),
+    **{name: _sampled(name) for name in ("temperature", "top_p", "top_k", "min_p")},
     "repetition_penalty": only(1.0, "it would change the logprobs of completions"),
     "beta": _beta,
     "epsilon": _epsilon,

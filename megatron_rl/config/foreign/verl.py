@@ -10,6 +10,7 @@ from megatron_rl.config.foreign.rules import (
     SCHEDULE,
     SCHEDULES,
     SPEED,
+    NoCounterpart,
     Rule,
     Values,
     choice,
@@ -37,6 +38,15 @@ _LOADER = "a setting of their loader; `megatron-rl data show` shows what ours re
 _PROCESS = "a setting of their trainer process; docs/run-folder.md names what a run leaves"
 _LONG = "prompts that do not fit generator.context_tokens are counted and left out here"
 _FULL = to("model.recompute", lambda value: "full" if value else "none")
+
+
+def _of_yaml(value: str, values: Values) -> dict[str, Any]:
+    """A file of verl itself, whose folder is called config, or one that has to be named."""
+    name = values.get("--config-name", values.get("-cn", ""))
+    if name.removesuffix(".yaml") not in _STARTS or value not in (name, "config", "./config"):
+        raise NoCounterpart(_YAML)
+    return NOTHING
+
 
 RULES: dict[str, Rule] = {
     "algorithm.adv_estimator": ours.estimator,
@@ -197,11 +207,7 @@ RULES: dict[str, Rule] = {
     "ray_*": "there is no Ray here; `megatron-rl node` and Slurm start further nodes",
     "global_profiler.*": "train.profile_steps records steps here",
     "defaults.*": "name that file too, else the values here are verl's defaults where it has some",
-    **dict.fromkeys(
-        ("--config-name", "-cn"),
-        choice("", {f"{name}{end}": None for name in _STARTS for end in ("", ".yaml")}, _YAML),
-    ),
-    **dict.fromkeys(("--config-path", "-cp"), _YAML),
+    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), _of_yaml),
     "-*": "an option of Hydra",
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {

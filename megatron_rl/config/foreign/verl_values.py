@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
+    COLOCATED,
     NOTHING,
     NoCounterpart,
     Rule,
@@ -117,7 +118,9 @@ def micro(value: int, values: Values) -> dict[str, Any]:
 def tokens(value: int, values: Values) -> dict[str, Any]:
     if not values.get(f"{ACTOR}.use_dynamic_bsz"):
         raise NoCounterpart("no effect without use_dynamic_bsz")
-    return {"train.microbatch_tokens": value}
+    # A microbatch is shared by the context ranks.
+    keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{MEGATRON}.context_parallel_size")
+    return {"train.microbatch_tokens": product(value, *(values.get(key) or 1 for key in keys))}
 
 
 def warmup(value: float, values: Values) -> dict[str, Any]:
@@ -182,12 +185,7 @@ def gpus(_: Any, values: Values) -> dict[str, Any]:
     engine = values[f"{ROLLOUT}.tensor_model_parallel_size"]
     data = ratio(gpus, ranks, "parallel.data")
     replicas = ratio(gpus, engine, "generator.replicas")
-    # Engines free their memory while the trainer works (free_cache_engine).
-    shared = {
-        "generator.colocate": True, "generator.release_memory": True,
-        "weights.method": "host", "weights.kv_cache": "recompute",
-    }  # fmt: skip
-    return {"parallel.data": data, "generator.replicas": replicas, **shared}
+    return {"parallel.data": data, "generator.replicas": replicas, **COLOCATED}
 
 
 def epochs(value: int, values: Values) -> dict[str, Any]:
