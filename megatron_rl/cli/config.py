@@ -253,18 +253,27 @@ def _migrated(path: Path) -> tuple[str, list[str]]:
 class ImportOptions:
     """Options of `config import`."""
 
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...")]
-    """A script of verl; a Python script or YAML of TRL; or TOML files of prime-rl."""
+    files: Annotated[list[str], typer.Argument(metavar="FILE... [key=value...]")]
+    """A script or YAML of verl, or both, and then its key=value; a Python script or YAML of TRL;
+    TOML files of prime-rl; or a launch script of slime."""
     out: Path | None = None
     """New file to write; not given: it is printed."""
 
 
-@command(app, "import", "Write our TOML for settings of verl, TRL or prime-rl; nothing is run.")
+@command(
+    app,
+    "import",
+    "Write our TOML for settings of verl, TRL, prime-rl or slime; it runs nothing.",
+)
 def import_files(options: ImportOptions, console: Console) -> int:
     """Exit code: 0, 1 (what was written does not load yet), 2 (bad input)."""
     if options.out is not None and options.out.exists():
         raise InputError(f"--out {options.out} is there already: name a new file")
-    found = import_settings(read_foreign(options.files))
+    words = [word for word in options.files if "=" in word and not Path(word).exists()]
+    paths = [Path(word) for word in options.files if word not in words]
+    if not paths:
+        raise InputError("name a file: a script, YAML or TOML of verl, TRL, prime-rl or slime")
+    found = import_settings(read_foreign(paths, words))
     if options.out is None:
         print(found.toml(), end="", file=console.file)
     else:

@@ -1,4 +1,4 @@
-"""Writes our TOML for the settings of verl, TRL or prime-rl (`megatron-rl config import`).
+"""Writes our TOML for the settings of verl, TRL, prime-rl or slime (`megatron-rl config import`).
 
 Each of their keys is in one of four lists: mapped, default here, no counterpart, unknown. Where
 they have a default that differs from ours and the file does not give the key, theirs is written.
@@ -16,16 +16,14 @@ from megatron_rl.config.aliases import meant
 from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import REQUIRED, load_config, resolve
-from megatron_rl.config.foreign import prime, trl, verl
-from megatron_rl.config.foreign.read import PRIME, TRL, VERL, Foreign, Unread
+from megatron_rl.config.foreign import prime, slime, trl, verl
 from megatron_rl.config.foreign.rules import NoCounterpart, Rule, rule_of
+from megatron_rl.config.foreign.settings import PRIME, SLIME, TRL, VERL, Foreign, Unread
 from megatron_rl.config.layers import Layers, leaves
 from megatron_rl.config.reference import tables, value_text
 from megatron_rl.config.tree import Config
 
-RULES = {VERL: verl.RULES, TRL: trl.RULES, PRIME: prime.RULES}
-CHECKS = {VERL: verl.checks, TRL: trl.checks, PRIME: prime.checks}
-DEFAULTS = {VERL: verl.DEFAULTS, TRL: trl.DEFAULTS, PRIME: prime.DEFAULTS}
+_TABLES = {VERL: verl, TRL: trl, PRIME: prime, SLIME: slime}
 _IN_TURN = "they generate and train in turn; 2 keeps engines and trainer busy"
 _ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     VERL: {"queue.max_staleness": (0, _IN_TURN)},
@@ -35,6 +33,10 @@ _ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 _LISTS = ("prompts", "eval.sets")
+_PROMPT_TOKENS = 1024
+"""Room for a prompt, where a file tells only the length of completions."""
+_WIDTH = 96
+"""Columns of lists of their keys."""
 
 
 @dataclass
@@ -46,13 +48,14 @@ class Imported:
     """Ours, by key; without those that are the default here."""
     origins: dict[str, list[str]] = field(default_factory=dict)
     """Our key -> theirs, or why it is there."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Their key -> their value, as a text."""
     mapped: list[str] = field(default_factory=list)
-    default_here: dict[str, str] = field(default_factory=dict)
-    """Their key -> their value."""
+    default_here: list[str] = field(default_factory=list)
     no_counterpart: dict[str, str] = field(default_factory=dict)
-    """Their key -> value, why, what to do."""
+    """Their key -> why, and what to do."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Their key -> value, and keys of ours whose name is near."""
+    """Their key -> keys of ours whose name is near; empty: none is."""
     to_check: list[str] = field(default_factory=list)
     """What the file cannot tell."""
     fault: str = ""
@@ -75,66 +78,94 @@ class Imported:
         for title, found in (
             ("To add", missing),
             ("To check", self.to_check),
-            ("Default here, of the run or its preset", _pairs(self.default_here)),
-            ("No counterpart", _pairs(self.no_counterpart)),
-            ("Unknown, not taken over", _pairs(self.unknown)),
+            ("Default here, of the run or its preset", self._wrapped(self.default_here, "")),
+            ("No counterpart", self._by_reason(self.no_counterpart)),
+            ("Unknown, not taken over", self._by_reason(self.unknown)),
         ):
             if found:
                 lines += ["", f"# {title}:", *_comments(found)]
         return "\n".join(lines) + "\n"
 
+    def _by_reason(self, reasons: dict[str, str]) -> list[str]:
+        """Lines of keys, those with the same reason together."""
+        lines: list[str] = []
+        for reason in dict.fromkeys(reasons.values()):
+            keys = [key for key, why in reasons.items() if why == reason]
+            if len(keys) > 1 and reason:
+                lines += [f"{reason}:", *self._wrapped(keys, "  ")]
+            else:
+                lines += [f"{key} = {self.given[key]}{reason and ': '}{reason}" for key in keys]
+        return lines
+
+    def _wrapped(self, keys: list[str], indent: str) -> list[str]:
+        """Lines of keys with their values."""
+        lines: list[str] = []
+        for pair in (f"{key} = {self.given[key]}" for key in keys):
+            if lines and len(lines[-1]) + len(pair) < _WIDTH:
+                lines[-1] += f"; {pair}"
+            else:
+                lines.append(indent + pair)
+        return lines
+
 
 def import_settings(foreign: Foreign) -> Imported:
     """Ours for theirs; says in `fault` what `load_config` refuses."""
     found = Imported(foreign.system)
-    rules, defaults = RULES[foreign.system], DEFAULTS[foreign.system]
+    table = _TABLES[foreign.system]
+    rules, defaults = table.RULES, table.DEFAULTS
     plain = {_plain(key, foreign.system): key for key in reversed(foreign.values)}
     values = defaults | {name: foreign.values[key] for name, key in plain.items()}
     known = {key: v for key, v in values.items() if not isinstance(v, Unread)}
     taken: dict[str, list[str]] = {}
     for key, value in foreign.values.items():
-        rule = rule_of(rules, _plain(key, foreign.system))
-        shown = _shown(value)
-        if rule is None:
-            found.unknown[key] = _hint(key, shown)
+        rule = rule_of(rules, _plain(key, foreign.system)) or _rule_below(rules, key, value)
+        found.given[key] = _shown(value)
+        if rule is None and value is not None:
+            found.unknown[key] = _hint(key)
         elif isinstance(value, Unread):
             reason = f"; {rule}" if isinstance(rule, str) else ""
-            found.no_counterpart[key] = f"{shown}: {value.why}{reason}"
+            found.no_counterpart[key] = f"{value.why}{reason}"
         else:
             try:
                 taken[key] = _take(found, rule, value, known, key)
             except NoCounterpart as error:
-                found.no_counterpart[key] = f"{shown}: {error}"
+                found.no_counterpart[key] = str(error)
     for key, value in defaults.items():
         if key not in plain:
             _take_default(found, rules[key], value, known, key)
     for key, (value, why) in _ALWAYS.get(foreign.system, {}).items():
         _put(found, {key: value}, why)
+    _make_room(found)
     _drop_defaults(found)
     for key, ours in taken.items():
         if any(one in found.values for one in ours):
             found.mapped.append(key)
         else:
-            found.default_here[key] = _shown(foreign.values[key])
-    found.to_check = CHECKS[foreign.system](known)
+            found.default_here.append(key)
+    found.to_check += table.checks(known)
     found.fault = _fault(found)
     return found
 
 
 def _plain(key: str, system: str) -> str:
-    """The key in the table; prime-rl's without its file and process."""
-    if system != PRIME:
-        return key
-    key = key.rpartition(": ")[2]
-    for prefix in ("trainer.", "orchestrator.", "inference.", "train."):
-        key = key.removeprefix(prefix)
-    return key
+    """The key in the table."""
+    return prime.plain(key) if system == PRIME else key
 
 
-def _take(found: Imported, rule: Rule, value: Any, known: Mapping[str, Any], key: str) -> list[str]:
+def _rule_below(rules: Mapping[str, Rule], key: str, value: Any) -> Rule | None:
+    """The rule of an empty table's keys."""
+    return rule_of(rules, f"{key}.") if value == {} else None
+
+
+def _take(
+    found: Imported, rule: Rule | None, value: Any, known: Mapping[str, Any], key: str
+) -> list[str]:
     """Put a key's values among ours; returns our keys. Raises NoCounterpart."""
-    if isinstance(rule, str):
-        raise NoCounterpart(rule)
+    if value is None or (not callable(rule) and value in ({}, [])):
+        # Not given there either.
+        return []
+    if rule is None or isinstance(rule, str):
+        raise NoCounterpart(rule or "")
     try:
         ours = rule(value, known)
     except NoCounterpart:
@@ -187,6 +218,20 @@ def _take_default(
     _put(found, {k: v for k, v in ours.items() if k not in found.values}, origin)
 
 
+def _make_room(found: Imported) -> None:
+    """A context for the longest completion, where they take the model's own context."""
+    keys = ("sampling.max_new_tokens", "eval.max_new_tokens")
+    longest = max((v for k in keys if isinstance(v := found.values.get(k), int)), default=0)
+    usual = resolve(Layers()).generator.context_tokens
+    if "generator.context_tokens" not in found.values and longest >= usual:
+        why = f"not given: the longest completion, and {_PROMPT_TOKENS} tokens of prompt"
+        _put(found, {"generator.context_tokens": longest + _PROMPT_TOKENS}, why)
+        found.to_check.append(
+            f"generator.context_tokens: not given; with {longest + _PROMPT_TOKENS}, prompts of "
+            f"more than {_PROMPT_TOKENS} tokens are left out"
+        )
+
+
 def _drop_defaults(found: Imported) -> None:
     """Leave out what a run does anyway, with the preset that was chosen."""
     layers = Layers()
@@ -222,10 +267,10 @@ def _generic(key: str) -> str:
     return ".".join("0" if part.isdigit() else part for part in key.split("."))
 
 
-def _hint(key: str, shown: str) -> str:
+def _hint(key: str) -> str:
     known = [entry.key for table in tables() for entry in table.entries]
     near = meant(key, known)
-    return f"{shown}: {' or '.join(near)} may be meant" if near else shown
+    return f"{' or '.join(near)} may be meant" if near else ""
 
 
 def _section(key: str) -> str:
@@ -251,13 +296,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _pairs(found: dict[str, str]) -> list[str]:
-    return [f"{key} = {text}" for key, text in found.items()]
-
-
 def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _comments(lines: list[str]) -> list[str]:
-    return [f"#   {_one_line(line.strip())}" for line in lines]
+    return [f"#   {_one_line(line.rstrip())}" for line in lines]

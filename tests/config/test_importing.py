@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
 from megatron_rl.config.foreign.read import read_foreign
-from megatron_rl.config.importing import Imported, import_settings
-from megatron_rl.config.tree import Config
+from megatron_rl.config.importing import import_settings
+from tests.config.foreign.imported import imported, written
 
 VERL = r"""#!/usr/bin/env bash
 set -xeuo pipefail
@@ -82,25 +81,6 @@ tp = 2
 [wibble]
 a = 1
 """
-
-
-def imported(*paths: Path) -> tuple[Imported, Config]:
-    """What is imported, and what the file stands for; each key is in exactly one list."""
-    foreign = read_foreign(paths)
-    found = import_settings(foreign)
-    lists = [found.mapped, found.default_here, found.no_counterpart, found.unknown]
-    assert sorted(key for one in lists for key in one) == sorted(foreign.values)
-    for key in foreign.values:
-        assert key.rpartition(": ")[2] in found.toml()
-    out = paths[0].with_name("ours.toml")
-    out.write_text(found.toml())
-    assert not found.fault
-    return found, load_config(out)
-
-
-def written(folder: Path, name: str, text: str) -> Path:
-    (folder / name).write_text(text)
-    return folder / name
 
 
 def test_a_script_of_verl(tmp_path: Path) -> None:
@@ -229,7 +209,7 @@ def test_files_of_prime_rl(tmp_path: Path) -> None:
     assert (ours.optimizer.lr, ours.optimizer.weight_decay) == (1e-6, 0.01)
     assert (ours.optimizer.beta2, ours.queue.max_staleness) == (0.999, 8)
     assert "optim.betas2 is not given: the default of prime-rl" in found.toml()
-    assert any("prime-rl samples 1 completion" in text for text in found.to_check)
+    assert any("sample 1 completion" in text for text in found.to_check)
 
 
 def test_data_sets_of_environments_of_prime_rl_become_prompts(tmp_path: Path) -> None:
@@ -267,6 +247,7 @@ def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
         ("run.py", "GRPOConfig(", "no valid Python"),
         ("run.yaml", "a: &a [1]\nb: *a\n", "aliases"),
         ("run.yaml", "- 1\n", "no settings"),
+        ("run.yaml", "zero_stage: 1\n", "neither a YAML of `trl grpo`"),
         ("run.toml", "a =\n", "no valid TOML"),
         ("run.sh", "A=aa\n" + "A=$A$A\n" * 40, "has more than 4096 characters"),
         ("run.sh", "A=(a a)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40, "has more than 10000 words"),

@@ -1,1 +1,1 @@
-"""Settings of verl, TRL and prime-rl: reading them, and their keys. Used by `importing.py`."""
+"""Settings of verl, TRL, prime-rl and slime: their files and keys. Used by `importing.py`."""

@@ -20,6 +20,11 @@ NOTHING: dict[str, Any] = {}
 SPEED = "speed or memory of their processes; `megatron-rl plan` tells what fits here"
 MEMORY = 'generator.kv_tokens "auto" takes the memory that weights leave'
 LORA = "all weights are trained here"
+# Engines on the trainer's GPUs free their memory while it works.
+COLOCATED = {
+    "generator.colocate": True, "generator.release_memory": True,
+    "weights.method": "host", "weights.kv_cache": "recompute",
+}  # fmt: skip
 SCHEDULE = "optimizer.lr_schedule is constant, linear or cosine"
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 

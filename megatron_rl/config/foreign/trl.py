@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from megatron_rl.config.foreign import trl_data
 from megatron_rl.config.foreign.rules import (
     LORA,
     MEMORY,
@@ -15,6 +16,7 @@ from megatron_rl.config.foreign.rules import (
     Rule,
     Values,
     choice,
+    each,
     loggers,
     only,
     positive,
@@ -28,7 +30,8 @@ def _batch(_: Any, values: Values) -> dict[str, Any]:
     """Groups of a batch; TRL counts completions, of each process unless it gives the whole."""
     size, whole = values["num_generations"], values.get("generation_batch_size")
     steps = values.get("steps_per_generation") or values["gradient_accumulation_steps"]
-    per_process = product(values["per_device_train_batch_size"], steps)
+    processes = values.get("num_processes") or 1
+    per_process = product(values["per_device_train_batch_size"], steps, processes)
     if whole:
         return {"train.prompts_per_batch": ratio(whole, size, "train.prompts_per_batch")}
     if per_process % size:
@@ -64,6 +67,46 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     if steps <= 0:
         raise NoCounterpart("a share of max_steps: give the steps as optimizer.warmup_steps")
     return {"optimizer.warmup_steps": math.ceil(value * steps)}
+
+
+def _sampled(name: str) -> Convert:
+    """A key of sampling, which evaluations share."""
+
+    def rule(value: Any, _: Values) -> dict[str, Any]:
+        value = positive(value) if name == "top_k" else value
+        return {f"{section}.{name}": value for section in ("sampling", "eval")}
+
+    return rule
+
+
+def _least(value: dict[str, Any], values: Values) -> dict[str, Any]:
+    """The share of the peak at which linear and cosine schedules end: 0 unless they say more."""
+    if others := set(value) - {"min_lr_rate", "min_lr"}:
+        raise NoCounterpart(f"{', '.join(sorted(others))}: {SCHEDULE}")
+    least = value.get("min_lr", 0.0) / values["learning_rate"]
+    return {"optimizer.min_lr_ratio": value.get("min_lr_rate", least)}
+
+
+def _correction(_: Any, values: Values) -> dict[str, Any]:
+    """The weights of the trainer's logprobs over vLLM's, by token."""
+    names = {"token_truncate": "truncated", "token_mask": "masked"}
+    mode = values.get("vllm_importance_sampling_mode", "token_truncate")
+    if not values.get("vllm_importance_sampling_correction", True):
+        return {"algorithm.correction.name": "none"}
+    if mode not in names:
+        raise NoCounterpart("the product of a sequence's ratios; algorithm.correction has a mean")
+    # masked: there no small ratio is masked.
+    return {
+        "algorithm.correction.name": names[mode],
+        **({"algorithm.correction.low": 0.0} if mode == "token_mask" else {}),
+    }
+
+
+def _overlong(value: int, values: Values) -> dict[str, Any]:
+    """Tokens of the penalty of long completions, as in DAPO."""
+    if "soft_overlong_punishment" not in str(values.get("reward_funcs")):
+        raise NoCounterpart("no effect without the reward soft_overlong_punishment")
+    return {"reward.length_margin_tokens": value}
 
 
 def _epochs(value: float, values: Values) -> dict[str, Any]:
@@ -113,69 +156,23 @@ def _every(key: str, strategy: str, usual: str) -> Convert:
     def rule(value: Any, values: Values) -> dict[str, Any]:
         if values.get(strategy, usual) != "steps":
             raise NoCounterpart(f"no effect without {strategy} steps; {key} is a number of steps")
+        if value < 1:
+            raise NoCounterpart(f"a share of all steps: {key} is a number of steps")
         return {key: _batches(value, values)}
 
     return rule
 
 
-def _data(section: str) -> dict[str, Rule]:
-    """Arguments of load_dataset for train_dataset or eval_dataset."""
-
-    def put(key: str) -> Convert:
-        def rule(value: Any, _: Values) -> dict[str, Any]:
-            values = value if isinstance(value, list) else [value]
-            if section == "train_dataset":
-                return {"prompts": [{key: one} for one in values]}
-            return {"eval.sets": [{"name": "validation", "prompts": {key: values[0]}}]}
-
-        return rule
-
-    def path(value: Any, values: Values) -> dict[str, Any]:
-        if value not in ("parquet", "json", "arrow", "csv"):
-            return put("path")(value, values)
-        if value == "csv":
-            raise NoCounterpart("JSONL, JSON, Parquet and Arrow are read here")
-        return NOTHING
-
-    def files(value: Any, values: Values) -> dict[str, Any]:
-        if isinstance(value, dict):
-            split = str(values.get(f"{section}.split", "train")).partition("[")[0]
-            if split not in value:
-                raise NoCounterpart(f"no file of the split {split}: write prompts.path")
-            value = value[split]
-        if values.get(f"{section}.path") not in ("parquet", "json", "arrow"):
-            raise NoCounterpart("one file of a data set: write its path as prompts.path")
-        return put("path")(value, values)
-
-    def split(value: Any, values: Values) -> dict[str, Any]:
-        if "[" in str(value) or "+" in str(value):
-            raise NoCounterpart(
-                "parts of splits: prompts.where chooses rows; dataset_split a split"
-            )
-        if values.get(f"{section}.path") in ("parquet", "json", "arrow"):
-            return NOTHING
-        return put("dataset_split")(value, values)
-
-    why = "map and filter are not run: prompts.template, prompts.columns and prompts.where do this"
-    return {
-        f"{section}.path": path, f"{section}.data_files": files, f"{section}.split": split,
-        f"{section}.name": put("subset"), f"{section}.revision": put("revision"),
-        f"{section}.shuffle(...)": lambda value, values: NOTHING,
-        f"{section}.*": why,
-        section: "write its file, or its name on the Hub, as prompts.path",
-    }  # fmt: skip
-
-
 _ENGINE = "vLLM there; SGLang generates here: generator.extra_args takes its options"
 _REWARD = "functions there; here [reward.tasks] and [[reward.extra]], see docs/extending.md"
+_SCRIPT = "a setting of their script"
 _HUB = "`megatron-rl convert` and RUN/final hold models of Hugging Face's form"
 
 RULES: dict[str, Rule] = {
     "model": to("model.path"),
     "model_name_or_path": to("model.path"),
     "model_revision": to("model.revision"),
-    **_data("train_dataset"),
-    **_data("eval_dataset"),
+    **trl_data.RULES,
     "num_generations": to("train.group_size"),
     "per_device_train_batch_size": _batch,
     "gradient_accumulation_steps": _batch,
@@ -187,10 +184,7 @@ RULES: dict[str, Rule] = {
     "max_completion_length": _context,
     "max_prompt_length": _context,
     "vllm_max_model_length": _context,
-    "temperature": to("sampling.temperature"),
-    "top_p": to("sampling.top_p"),
-    "top_k": to("sampling.top_k", positive),
-    "min_p": to("sampling.min_p"),
+    **{name: _sampled(name) for name in ("temperature", "top_p", "top_k", "min_p")},
     "repetition_penalty": only(1.0, "it would change the logprobs of completions"),
     "beta": _beta,
     "epsilon": _epsilon,
@@ -207,16 +201,16 @@ RULES: dict[str, Rule] = {
         "algorithm.policy_loss.level is token or sequence",
     ),
     "mask_truncated_completions": only(False, "completions at the limit count, with their reward"),
-    "vllm_importance_sampling_correction": choice(
-        "algorithm.correction.name", {True: "truncated", False: "none"}, "true or false"
-    ),
+    "vllm_importance_sampling_correction": _correction,
+    "vllm_importance_sampling_mode": _correction,
     "vllm_importance_sampling_cap": to("algorithm.correction.high"),
     "learning_rate": to("optimizer.lr"),
     "lr_scheduler_type": choice(
         "optimizer.lr_schedule",
-        SCHEDULES | {"constant_with_warmup": "constant"},
+        SCHEDULES | {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
         SCHEDULE,
     ),
+    "lr_scheduler_kwargs": _least,
     "warmup_steps": to("optimizer.warmup_steps"),
     "warmup_ratio": _warmup,
     "weight_decay": to("optimizer.weight_decay"),
@@ -247,6 +241,7 @@ RULES: dict[str, Rule] = {
     "resume_from_checkpoint": "a run resumes by itself; checkpoint.resume chooses",
     "chat_template_kwargs": to("render.chat_template_kwargs"),
     "chat_template_path": to("render.chat_template"),
+    "chat_template": to("render.chat_template"),
     "system_prompt": to("render.system_prompt"),
     "vllm_mode": lambda value, _: (
         {"generator.colocate": True, "weights.method": "host"} if value == "colocate" else NOTHING
@@ -258,17 +253,22 @@ RULES: dict[str, Rule] = {
     "generation_kwargs": "[sampling] has the settings; sampling.stop the texts that end it",
     "reward_funcs": _REWARD,
     "reward_weights": "reward.extra.weight",
+    "soft_punish_cache": _overlong,
+    "max_completion_len": "the penalty begins below sampling.max_new_tokens here",
+    "multi_objective_aggregation": only("sum_then_normalize", "rewards are added here"),
+    "top_entropy_quantile": only(1.0, "every token of a completion counts here"),
+    "use_bias_correction_kl": only(False, "[algorithm.kl] has ours"),
+    "num_processes": to("parallel.data"),
+    "cast_lm_head_to_fp32": choice(
+        "model.head_dtype", {True: "float32", False: None}, "model.head_dtype is a dtype"
+    ),
     "reward_*": _REWARD,
     "processing_class": "the model's folder has the tokenizer",
+    **each("", "benchmarks do_eval overwrite_output_dir do_train", _SCRIPT),
     "callbacks": "RUN/metrics.jsonl has the metrics",
     "peft_config": LORA,
     "use_peft": only(False, LORA),
     "lora_*": LORA,
-    "dataset_name": lambda value, _: {"prompts": [{"path": value}]},
-    "dataset_config": lambda value, _: {"prompts": [{"subset": value}]} if value else NOTHING,
-    "dataset_train_split": lambda value, _: {"prompts": [{"dataset_split": value}]},
-    "dataset_test_split": "a second [[eval.sets]] with prompts.dataset_split",
-    "datasets": "one [[prompts]] for each data set",
     "shuffle_dataset": only(True, "prompts are always shuffled here"),
     "remove_unused_columns": "columns that nothing names are not read",
     "disable_dropout": only(True, "there is no dropout here"),
@@ -304,6 +304,7 @@ DEFAULTS: dict[str, Any] = {
     "scale_rewards": "group",
     "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": {},
     "warmup_steps": 0,
     "weight_decay": 0.0,
     "adam_beta2": 0.999,
@@ -313,7 +314,13 @@ DEFAULTS: dict[str, Any] = {
 
 def checks(values: Values) -> list[str]:
     """What a reader of our file must decide."""
-    found = ["parallel.data, generator.replicas: TRL's launcher (accelerate) says how many GPUs"]
+    found = trl_data.checks(values)
+    if "num_processes" in values:
+        found.append("generator.replicas: the GPUs of vLLM, besides those of parallel.data")
+        return found
+    found.append(
+        "parallel.data, generator.replicas: accelerate, their launcher, says how many GPUs"
+    )
     if "generation_batch_size" not in values:
         found.append(
             "train.prompts_per_batch: per_device_train_batch_size * gradient_accumulation_steps "

@@ -1,0 +1,147 @@
+"""YAML files of verl are read as Hydra composes them; what they do not tell is named."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.foreign.read import read_foreign
+from megatron_rl.config.foreign.settings import Unread
+from tests.config.foreign.imported import accounted, imported, written
+
+TRAINER = """
+hydra:
+  searchpath: [pkg://verl.trainer.config]
+defaults:
+  - ppo_megatron_trainer
+  - mathematics
+  - actor@actor_rollout_ref.actor: long
+  - _self_
+data:
+  train_files: [/data/a.parquet, /data/b.parquet]
+  val_files: null
+  max_response_length: 2048
+  apply_chat_template_kwargs: {enable_thinking: false}
+actor_rollout_ref:
+  model: {path: /models/m, lora_rank: 0}
+  actor:
+    _target_: verl.workers.config.McoreActorConfig
+    optim: {lr: 1e-5, min_lr: 1e-6, lr_decay_style: cosine}
+    ppo_max_token_len_per_gpu: ${actor_rollout_ref.rollout.response_length}
+    checkpoint: {save_contents: [model], load_contents: "${.save_contents}"}
+    ppo_micro_batch_size_per_gpu: null
+  rollout:
+    name: ???
+    n: 8
+    response_length: ${oc.select:data.max_response_length,512}
+    top_k: ${oc.select:no.such,7}
+    max_num_seqs: ${data.absent}
+    temperature: ${oc.env:HEAT,0.5}
+algorithm: {adv_estimator: grpo}
+trainer:
+  project_name: maths
+  default_local_dir: runs/${.project_name}-${trainer.total_epochs}/a
+  total_epochs: 2
+  nnodes: 1
+"""
+MATHEMATICS = "data: {train_batch_size: 64, max_response_length: 7}\ntrainer: {total_epochs: 9}\n"
+ACTOR = "use_dynamic_bsz: true\nppo_mini_batch_size: 32\nuse_kl_loss: true\n"
+
+
+def test_a_yaml_of_verl_with_the_files_it_names(tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    written(tmp_path, "mathematics.yaml", MATHEMATICS)
+    written(tmp_path / "actor", "long.yaml", ACTOR)
+    path = written(tmp_path, "trainer.yaml", TRAINER)
+    found, ours = imported(path, words=("data.max_response_length=4096", "trainer.seed=1"))
+    # A word of the command line wins, also where another key refers to it.
+    assert ours.sampling.max_new_tokens == ours.train.microbatch_tokens == 4096
+    # 512 tokens of prompt, as verl has by itself.
+    assert ours.generator.context_tokens == 4608
+    assert (ours.train.prompts_per_batch, ours.train.group_size, ours.train.minibatches) == (
+        64, 8, 2,
+    )  # fmt: skip
+    assert (ours.train.epochs, str(ours.run.dir)) == (2, "runs/maths-2/a")
+    assert [str(one.path) for one in ours.prompts] == ["/data/a.parquet", "/data/b.parquet"]
+    optimizer = ours.optimizer
+    assert (optimizer.lr, optimizer.lr_schedule) == (1e-5, "cosine")
+    assert optimizer.min_lr_ratio == pytest.approx(0.1)  # 1e-6 of 1e-5
+    assert ours.render.chat_template_kwargs == {"enable_thinking": False}
+    # verl's own values, which this file leaves alone.
+    algorithm = ours.algorithm
+    assert (algorithm.aggregation.name, algorithm.normalization.name) == ("batch_tokens", "group")
+    assert (algorithm.kl.placement, algorithm.kl.coefficient) == ("loss", 0.001)
+    assert (algorithm.policy_loss.eps_high, algorithm.policy_loss.dual_clip) == (0.2, 3.0)
+    assert "loss_agg_mode is not given: the default of verl" in found.toml()
+    rollout = "actor_rollout_ref.rollout"
+    assert "data.absent has no value" in found.no_counterpart[f"{rollout}.max_num_seqs"]
+    assert "the environment tells HEAT" in found.no_counterpart[f"{rollout}.temperature"]
+    # The trainer's file, which is not here, may have a value in place of the 7.
+    assert "a file that is not here" in found.no_counterpart[f"{rollout}.top_k"]
+    assert "has to be given" in found.no_counterpart[f"{rollout}.name"]
+    assert "data.val_files" in found.default_here and set(found.unknown) == {"trainer.seed"}
+    assert not any("defaults" in key for key in found.no_counterpart)
+
+
+def test_a_script_counts_above_the_yaml_that_it_names(tmp_path: Path) -> None:
+    yaml = "defaults: [ppo_trainer]\ndata: {train_batch_size: 32, max_prompt_length: 100}\n"
+    yaml += "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 4}}\n"
+    script = "python3 -m verl.trainer.main_ppo --config-path=conf --config-name grpo \\\n"
+    script += "    data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size='${data."
+    script += "train_batch_size}' | tee log\n"
+    paths = written(tmp_path, "run.sh", script), written(tmp_path, "grpo.yaml", yaml)
+    found, ours = imported(*paths)
+    assert (ours.train.prompts_per_batch, ours.train.minibatches, ours.train.group_size) == (
+        16, 1, 4,
+    )  # fmt: skip
+    assert ours.generator.context_tokens == 100 + 512
+    assert "--config-name" not in found.given
+    # The script alone says that its YAML is missing.
+    alone = accounted(paths[0])
+    assert "name it too" in alone.no_counterpart["--config-name"]
+    # A trainer's file of verl itself is not missing.
+    own = written(tmp_path, "own.sh", script.replace("grpo", "ppo_trainer.yaml"))
+    assert "--config-name" in accounted(own).default_here
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    text = "defaults:\n  - base\n  - optional x: absent\ntrainer: {nnodes: 1}\n"
+    text += "data: {max_response_length: '${data.max_prompt_length}'}\n"
+    found = accounted(written(tmp_path, "a.yaml", text))
+    assert {"defaults.base", "defaults.x/absent"} <= found.no_counterpart.keys()
+    # verl's 512 may not count: base may have another value.
+    assert "has no value" in found.no_counterpart["data.max_response_length"]
+
+
+def test_an_estimator_with_a_critic_is_to_check(tmp_path: Path) -> None:
+    text = "actor_rollout_ref: {rollout: {n: 2}}\n"
+    found = accounted(written(tmp_path, "a.yaml", text))
+    assert any("gae needs a critic" in line for line in found.to_check)
+
+
+def test_interpolations_end(tmp_path: Path) -> None:
+    text = "data: {seed: '${data.seed}', a: '${data.b} ${data.b}', b: '${data.a}'}\n"
+    values = read_foreign([written(tmp_path, "a.yaml", text)]).values
+    assert all(isinstance(value, Unread) for value in values.values())
+    double = "".join(
+        f"  k{n}: {{x: '${{data.k{n + 1}}}', y: '${{data.k{n + 1}}}'}}\n" for n in range(15)
+    )
+    with pytest.raises(InputError, match="more than 10000 values"):
+        read_foreign([written(tmp_path, "b.yaml", f"data:\n{double}  k15: 1\n")])
+    around = written(tmp_path, "c.yaml", "defaults: [c]\ndata: {seed: 1}\n")
+    with pytest.raises(InputError, match="more than 64 files"):
+        read_foreign([around])
+
+
+def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:
+    text = "algorithm:\n  adv_estimator: grpo\n"
+    text += "  rollout_correction: {rollout_is: LEVEL, rollout_is_threshold: 3.0}\n"
+    text += "actor_rollout_ref: {rollout: {n: 2}}\n"
+    _, ours = imported(written(tmp_path, "a.yaml", text.replace("LEVEL", "token")))
+    assert (ours.algorithm.correction.name, ours.algorithm.correction.high) == ("truncated", 3.0)
+    assert ours.algorithm.policy_loss.old_logprobs == "recompute"
+    found, ours = imported(written(tmp_path, "b.yaml", text.replace("LEVEL", "sequence")))
+    assert ours.algorithm.correction.name == "none"
+    assert "product" in found.no_counterpart["algorithm.rollout_correction.rollout_is"]
+    found, _ = imported(written(tmp_path, "c.yaml", text.replace("LEVEL", "null")))
+    assert "algorithm.rollout_correction.rollout_is" in found.default_here
