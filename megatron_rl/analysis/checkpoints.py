@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
-from megatron_rl.weights.folders.megatron_folder import is_megatron_folder
-from megatron_rl.weights.folders.sources import HfSource, Source, files_to_carry, open_source
+from megatron_rl.weights.folders.model_files import files_to_carry
+from megatron_rl.weights.folders.sources import HfSource, Source, open_source
 from megatron_rl.weights.layout.slices import shown
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
@@ -37,67 +36,48 @@ class Checkpoint:
     name: str
     folder: Path
     files_from: Path | None = None
-    """Folder with the configuration and tokenizer where `folder` has none."""
+    """Folder with the configuration and tokenizer that `folder` lacks; None: its run's model."""
 
 
 def find_checkpoints(paths: Sequence[Path], files_from: Path | None = None) -> list[Checkpoint]:
     """Checkpoints of the paths, in order: model folders, runs or their folders of checkpoints.
 
-    A run gives its complete checkpoints by step, with the configuration in `files_from`, else that
-    of the run's model. Raises InputError, also for fewer than two checkpoints.
+    A run gives its complete checkpoints by step. Raises InputError, also for fewer than
+    two checkpoints.
     """
-    folders = [pair for path in paths for pair in _expand(path, files_from)]
+    folders = [folder for path in paths for folder in _expand(path)]
     if len(folders) < 2:
         raise InputError(
             f"{len(folders)} checkpoint in {', '.join(map(str, paths))}: give two or more, such as "
             "model folders, or a run with checkpoint.every_steps"
         )
-    resolved = [folder.resolve() for folder, _ in folders]
+    resolved = [folder.resolve() for folder in folders]
     for number, folder in enumerate(resolved):
         if folder in resolved[:number]:
-            raise InputError(f"{folders[number][0]} is given twice: leave one out")
+            raise InputError(f"{folders[number]} is given twice: leave one out")
     short = [folder.name for folder in resolved]
     are_unique = len(set(short)) == len(short)
     return [
-        Checkpoint(name if are_unique else str(folder), folder, files)
-        for name, (folder, files) in zip(short, folders, strict=True)
+        Checkpoint(name if are_unique else str(folder), folder, files_from)
+        for name, folder in zip(short, folders, strict=True)
     ]
 
 
-def _expand(path: Path, files_from: Path | None) -> Iterator[tuple[Path, Path | None]]:
-    """(folder, its files_from) of each checkpoint of a path."""
+def _expand(path: Path) -> Iterator[Path]:
+    """The folder of each checkpoint of a path."""
     if not path.is_dir():
         raise InputError(f"there is no folder {path}: give a model folder or a run")
     inside = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = complete_checkpoints(inside)
     if steps:
-        files = files_from or _model_of(inside.parent)
-        yield from ((folder, files) for folder in steps.values())
+        yield from steps.values()
     elif inside != path or (path / RUN_CONFIG).is_file():
         raise InputError(
             f"{path} has no complete checkpoint in {CHECKPOINTS}/: run with checkpoint.every_steps "
             "(and checkpoint.keep_last), or give folders of hf/"
         )
-    elif is_megatron_folder(path) and files_from is None and path.parent.name == CHECKPOINTS:
-        yield path, _model_of(path.parent.parent)
     else:
-        yield path, files_from
-
-
-def _model_of(run_dir: Path) -> Path:
-    config = run_dir / RUN_CONFIG
-    if not config.is_file():
-        raise InputError(
-            f"{run_dir} has no {RUN_CONFIG} that names the model of its checkpoints: name a folder "
-            "with its config.json and tokenizer by --files-from"
-        )
-    path = load_config(config).model.path
-    if not path.is_dir():
-        raise InputError(
-            f"{config}: model.path {path} does not exist: name a folder with its config.json and "
-            "tokenizer by --files-from"
-        )
-    return path
+        yield path
 
 
 class _Rows(Protocol):
@@ -169,7 +149,7 @@ def open_checkpoints(
     with ExitStack() as stack:
         sources, rows = [], []
         for checkpoint in checkpoints:
-            files = files_to_carry(checkpoint.folder, checkpoint.files_from)
+            files = files_to_carry(checkpoint.folder, checkpoint.files_from).paths
             source = stack.enter_context(open_source(checkpoint.folder, files))
             if sources:
                 _check_same(checkpoints[0], sources[0], checkpoint, source)

@@ -41,11 +41,10 @@ from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
-    copy_files,
     write_config,
     write_tensors,
 )
-from megatron_rl.weights.folders.sources import files_to_carry
+from megatron_rl.weights.folders.model_files import files_to_carry
 from megatron_rl.weights.folders.staging import staged
 
 
@@ -78,7 +77,7 @@ def write_point(
     source = checkpoints.sources[0]
     mixing = _Mixing(checkpoints, weights, target, form)
     with staged(target) as staging:
-        copy_files(files_to_carry(first.folder, first.files_from), staging)
+        files_to_carry(first.folder, first.files_from).write(staging)
         if source.kind != "hf" or form.dtype is not None:
             write_config(source.config, staging, mixing.dtype_of("model.embed_tokens.weight"))
         write_tensors(staging, mixing.stream(), form.shard_bytes)

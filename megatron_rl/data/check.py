@@ -12,7 +12,7 @@ from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.data.dropped_prompts import find_dropped
-from megatron_rl.data.prompts import describe_own_system
+from megatron_rl.data.own_systems import describe_own_systems
 from megatron_rl.data.repeats import OTHER_ANSWER, REPEATED
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
@@ -43,7 +43,7 @@ class Findings(NamedTuple):
     parts: list[Part]
     faults: list[Fault]
     notes: list[str]
-    """Columns and rows read, prompts with a system message, checks that were left out."""
+    """Columns and rows read, system messages that ask for another form, checks left out."""
 
 
 def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
@@ -63,8 +63,8 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
         faults += [*_grading_faults(part.prompts, config.reward), *_repetitions(part.prompts)]
     trained = [prompt for part in parts if not part.name for prompt in part.prompts]
     faults += _leaks(trained, [part for part in parts if part.name])
-    own_system = describe_own_system([prompt for part in parts for prompt in part.prompts])
-    notes += filter(None, [own_system])
+    prompts = [prompt for part in parts for prompt in part.prompts]
+    notes += filter(None, [describe_own_systems(prompts, config)])
     if with_lengths:
         faults += _lengths(parts, config)
     else:

@@ -83,28 +83,7 @@ class PromptSets:
             )
         if self.dropped:
             text += f"; {self.dropped} left out ({DROPPED})"
-        own = describe_own_system(self.all)
-        return f"{text}; {own}" if own else text
-
-
-def has_own_system(prompt: Prompt) -> bool:
-    """Whether the prompt has a system message, so that rendering adds none."""
-    return any(message.role == "system" for message in prompt.messages)
-
-
-def describe_own_system(prompts: Sequence[Prompt]) -> str:
-    """Warning with the number of prompts that have a system message; empty for none."""
-    own = sum(map(has_own_system, prompts))
-    if not own:
-        return ""
-    of_all = (
-        f"all {own:,} prompts" if own == len(prompts) else f"{own:,} of {len(prompts):,} prompts"
-    )
-    return (
-        f"{of_all} have a system message of their own, so render.system_prompt is not added to "
-        "them, and no demonstration: a task's format check rejects completions in another form. "
-        "Ask for the form in these messages, or let ours replace them by prompts.system='replace'"
-    )
+        return text
 
 
 @dataclasses.dataclass(frozen=True)

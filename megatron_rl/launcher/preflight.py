@@ -33,9 +33,9 @@ from megatron_rl.config.tree import (
     SftConfig,
 )
 from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, try_rendering
+from megatron_rl.data.own_systems import describe_own_systems, has_own_system
 from megatron_rl.data.prompts import (
     PromptSets,
-    has_own_system,
     material_of_run,
     most_held_out,
 )
@@ -271,7 +271,8 @@ def check_prompts(config: Config) -> PromptReport:
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += map(printable, rendering_notes)
-    notes += filter(None, [config.sampling.describe_stop()])
+    own = describe_own_systems(sets.all, config)
+    notes += filter(None, [printable(own), config.sampling.describe_stop()])
     asked = {
         (p.task, p.is_program, names_cpp(p.messages)) for p in sets.all if not has_own_system(p)
     }

@@ -5,14 +5,13 @@ files of the model's tokenizer tell most; where a template has think tags, a chi
 prompt, because templates may close the thoughts at once.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS, KNOWN_TAGS, MODEL_TAGS, ThinkTags
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.chat_template import read_json, read_template
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import ChatMessage
@@ -40,7 +39,7 @@ def decide_thinking(config: Config, earlier: Config | None = None) -> Config:
             'render.thinking = "none" and a format check think_box or think_code in [reward.tasks] '
             "exclude each other: set the format check to box or code, or leave render.thinking out"
         )
-    template = _template(config)
+    template = read_template(config.render, config.model.path)
     if tags.is_auto:
         found = _named_tags(config) or find_tags(template, _vocabulary(config.model.path))
         tags = found or (HOUSE_TAGS if _asks_for_thoughts(config) else _NONE)
@@ -98,39 +97,15 @@ def _asks_for_thoughts(config: Config) -> bool:
     return 2 * thinking > len(examples)
 
 
-def _template(config: Config) -> str:
-    """The text of the chat template, with all variants of a tokenizer that has several."""
-    if config.render.chat_template:
-        return config.render.chat_template
-    folder = config.model.path
-    named = _read_json(folder / "tokenizer_config.json").get("chat_template", "")
-    older = _read_json(folder / "chat_template.json").get("chat_template", "")
-    file = folder / "chat_template.jinja"
-    own = file.read_text(encoding="utf-8") if file.exists() else ""
-    return "\n".join(
-        [own, *(one if isinstance(one, str) else json.dumps(one) for one in (named, older))]
-    )
-
-
 def _vocabulary(folder: Path) -> set[str]:
     """Tokens that a tokenizer's files name as whole texts."""
-    config, whole = (_read_json(folder / f"tokenizer{name}.json") for name in ("_config", ""))
+    config, whole = (read_json(folder / f"tokenizer{name}.json") for name in ("_config", ""))
     decoder, model = config.get("added_tokens_decoder") or {}, whole.get("model") or {}
     added = [*decoder.values(), *(whole.get("added_tokens") or [])]
     vocabulary = model.get("vocab") or {}
     names = vocabulary if isinstance(vocabulary, dict) else (piece for piece, _ in vocabulary)
     texts = (one["content"] if isinstance(one, dict) else one for one in added)
-    return {*names, *_read_json(folder / "added_tokens.json"), *texts}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}; copy the model's folder again") from error
-    return found if isinstance(found, dict) else {}
+    return {*names, *read_json(folder / "added_tokens.json"), *texts}
 
 
 def _is_closed(config: Config, tags: ThinkTags) -> bool:

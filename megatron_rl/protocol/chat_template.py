@@ -1,9 +1,12 @@
 """A model's chat template: the variables it reads, how it ends an answer, what it leaves out.
 
-Used by a Renderer. Imports no transformers: the tokenizer is given.
+Used by a Renderer, and by tools that only read its text. Imports no transformers: the tokenizer is
+given.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -13,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import ThinkTags
 
 Turn = dict[str, str]
@@ -121,6 +125,32 @@ class ChatTemplate:
             f"{', '.join(map(repr, unread))}, so it changes nothing; it reads "
             f"{', '.join(own) or 'none but messages and tools'}. Mend the name, or leave it out"
         )
+
+
+def read_template(config: RenderConfig, model: Path) -> str:
+    """The text of the chat template, with all variants of a tokenizer that has several.
+
+    "" without one. Raises InputError for a file that cannot be read.
+    """
+    if config.chat_template:
+        return config.chat_template
+    named = read_json(model / "tokenizer_config.json").get("chat_template", "")
+    older = read_json(model / "chat_template.json").get("chat_template", "")
+    file = model / "chat_template.jinja"
+    own = file.read_text(encoding="utf-8") if file.exists() else ""
+    texts = [own, *(one if isinstance(one, str) else json.dumps(one) for one in (named, older))]
+    return "\n".join(filter(None, texts))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a model's JSON file; {} without one. Raises InputError for a damaged file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}; copy the model's folder again") from error
+    return found if isinstance(found, dict) else {}
 
 
 def variables_of(template: str) -> frozenset[str]:

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.weights.folders.hf_folder import carried_files, copy_files, write_tensors
+from megatron_rl.weights.folders.hf_folder import write_tensors
+from megatron_rl.weights.folders.model_files import carried_files, copy_files
 from tests.tiny_models import write_model
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96}

@@ -166,7 +166,8 @@ def test_a_run_stands_for_its_complete_checkpoints(tmp_path: Path) -> None:
             np.testing.assert_array_equal(gram_matrix(opened, "first"), gram_matrix(same, "first"))
     (run / "config.toml").unlink()
     with pytest.raises(InputError, match="--files-from"):
-        find_checkpoints([run])
+        with open_checkpoints(find_checkpoints([run])):
+            pass
     assert find_checkpoints([run], folders[0])[0].files_from == folders[0]
 
 

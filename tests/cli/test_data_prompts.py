@@ -161,18 +161,32 @@ def test_rows_to_imitate_are_one_line_with_their_count(
         assert said in str(error.value) and "leave such rows out" not in str(error.value)
 
 
-def test_check_counts_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    rows = [
-        {"messages": [system, {"role": "user", "content": f"q{n}"}], "answer": "1"}
-        for n in range(3)
-    ]
-    code, found = checked(write(tmp_path / "own.jsonl", *rows))
+def test_check_and_show_say_which_system_messages_disagree_with_the_format_check(
+    tmp_path: Path,
+) -> None:
+    def row(number: int, system: str) -> dict[str, Any]:
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": f"q{number}"}]
+        return {"messages": turns, "answer": "1"}
+
+    path = write(
+        tmp_path / "own.jsonl",
+        *[row(n, "Reason, then write #### and the number.") for n in range(2)],
+        row(2, "Reason step by step, and put your final answer within \\boxed{}."),
+        {"question": "q", "answer": "1"},
+    )
+    code, found = checked(path)
     assert code == 0 and found["faults"] == []
     said = found["notes"][0]
-    assert said.startswith("all 3 prompts have a system message of their own, so render.system_")
-    path = write(tmp_path / "mixed.jsonl", *rows, {"question": "q", "answer": "1"})
-    assert checked(path)[1]["notes"][0].startswith("3 of 4 prompts have a system message")
+    assert said.startswith(
+        "warning: 2 of 4 prompts have a system message of their own, which disagrees with the "
+        "format check: 2 ask for the answer behind ####, but box or think_box demands the answer "
+        f'in \\boxed{{}} (first {path}:1). Set prompts.system="replace"'
+    )
+    notes = checked(path, "prompts.0.system=replace")[1]["notes"]
+    assert not [note for note in notes if note.startswith("warning")]
+    console = Console(file=io.StringIO(), width=200)
+    assert show(ShowOptions(str(path), ["prompts.0.held_out_share=0"], rows=1), console) == 0
+    assert said in console.file.getvalue()
 
 
 def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:

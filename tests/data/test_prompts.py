@@ -274,10 +274,3 @@ def test_a_run_that_began_by_the_older_rule_resumes_by_it(tmp_path: Path) -> Non
     cursor = PromptStream(older, 0).state()
     sets = prompts_of_run(config, cursor=cursor)
     assert sets.train == older.train and {p.question for p in sets.held_out[:256]} == held
-
-
-def test_prompts_with_a_system_message_of_their_own_are_told(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"}]
-    source = write(tmp_path, line("a?", messages=turns), line("b?"))
-    text = load_prompts([source], seed=0).describe()
-    assert "; 1 of 2 prompts have a system message of their own, so render.system_prompt is" in text

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml
 from megatron_rl.config.generator import WeightsConfig, refuse_overlap
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, first_failure
 from megatron_rl.protocol.process import run_rank
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.train import chosen_method
+from megatron_rl.weights.folders.conversion import Request, convert
 from tests.distributed import run_ranks
-from tests.protocol.template_families import write_family
+from tests.protocol.template_families import FAMILIES, write_family
 from tests.tiny_models import write_model
 
 
@@ -64,6 +68,24 @@ def export_twice(cfg: Config, names: list[str]) -> None:
             policy.export(cfg, name)
 
 
+def convert_checkpoint(run: Path, weights: Path, target: Path, **options: Any) -> Path:
+    """Convert a checkpoint of the run that has the weights of a model folder."""
+    made, step = run / "made", run / "checkpoints" / "step_000001"
+    convert(Request(weights, made, to="megatron"), lambda done, total: None)
+    step.parent.mkdir(exist_ok=True)
+    (made / "release").rename(step)
+    shutil.rmtree(made)
+    try:
+        convert(Request(step, target, **options), lambda done, total: None)
+    finally:
+        shutil.rmtree(step)
+    return target
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_model(model)
@@ -76,6 +98,7 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
             "run": {"dir": tmp_path / "run"},
             "model": {"path": tmp_path / "model", "dtype": "float32"},
             "parallel": {"tensor": 2},
+            "render": {"chat_template": FAMILIES["qwen2.5"].template + "{# mine #}\n"},
         }
     )
     run_ranks(export_twice, 2, cfg, ["final", "control"])
@@ -90,7 +113,21 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
         )
         both = sorted([ids["<|im_end|>"], ids["<|endoftext|>"]])
         assert written == {"eos_token_id": both, "temperature": 0.5}
-    assert {path.name for path in (tmp_path / "run" / "hf").iterdir()} == {"final", "control"}
+    run = tmp_path / "run"
+    assert {path.name for path in (run / "hf").iterdir()} == {"final", "control"}
+    exported = files_of(run / "hf" / "final")
+    assert exported["chat_template.jinja"].endswith(b"{# mine #}\n")
+    # A checkpoint of the run becomes the same folder.
+    (run / "config.toml").write_text(dump_toml(cfg))
+    converted = convert_checkpoint(run, run / "hf" / "final", tmp_path / "converted")
+    assert files_of(converted) == exported
+    model.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="model.path .*/model, which does not exist: name a "):
+        convert_checkpoint(run, run / "hf" / "final", tmp_path / "refused")
+    again = convert_checkpoint(
+        run, run / "hf" / "final", tmp_path / "again", files_from=tmp_path / "moved"
+    )
+    assert files_of(again) == exported
 
 
 def end_of_rank(cfg: Config, fails_on: int, notes: Path) -> tuple[int, float]:

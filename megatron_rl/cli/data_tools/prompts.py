@@ -19,6 +19,7 @@ from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, names_shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
+from megatron_rl.data.own_systems import describe_own_systems
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
 from megatron_rl.launcher.hub_models import folder_of
 from megatron_rl.launcher.thinking import decide_thinking
@@ -137,7 +138,8 @@ def show(options: ShowOptions, console: Console) -> int:
         raise InputError(
             f"--start {options.start}: the split {options.split} has {len(known)} prompts"
         )
-    _say(console, sets.describe(), *sets.notes)
+    own = describe_own_systems(sets.all, config)
+    _say(console, sets.describe(), *sets.notes, *filter(None, [own]))
     shown: list[Shown] | None = None
     if _has_model(config, options.model):
         shown, findings = call_in_child(

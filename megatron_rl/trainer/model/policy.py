@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -20,11 +19,9 @@ from megatron_rl.backend.cpu.loops import library
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted, raise_file_limit
-from megatron_rl.protocol.render import open_renderer
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
-from megatron_rl.weights.folders.sources import TOKENIZERS
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice
@@ -130,19 +127,9 @@ class Policy:
             self.shape,
             source=cfg.model.path,
             replaces=True,
-            chat_template=cfg.render.chat_template,
-            end_ids=partial(_end_ids, cfg),
+            run=cfg,
             patience_s=cfg.checkpoint.write_timeout_s,
         )
-
-
-def _end_ids(cfg: Config) -> tuple[int, ...]:
-    """The tokens that ended the run's completions: engines that load the export end there too.
-
-    (): the model's folder has no tokenizer.
-    """
-    has_tokenizer = any((cfg.model.path / name).exists() for name in TOKENIZERS)
-    return open_renderer(cfg).stop_ids if has_tokenizer else ()
 
 
 @contextmanager

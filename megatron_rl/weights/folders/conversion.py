@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.folders.hf_folder import (
-    SHARD_BYTES,
-    copy_files,
-    write_config,
-    write_tensors,
-)
+from megatron_rl.weights.folders.hf_folder import SHARD_BYTES, write_config, write_tensors
 from megatron_rl.weights.folders.megatron_folder import RELEASE, TRACKER
 from megatron_rl.weights.folders.megatron_writer import write_checkpoint
-from megatron_rl.weights.folders.sources import Source, files_to_carry, open_source
+from megatron_rl.weights.folders.model_files import files_to_carry
+from megatron_rl.weights.folders.sources import Source, open_source
 from megatron_rl.weights.folders.staging import staged
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
@@ -76,7 +72,7 @@ def convert(
     if request.target.exists():
         raise InputError(f"{request.target} exists already: name another folder, or delete it")
     files = files_to_carry(request.source, request.files_from)
-    with open_source(request.source, files) as source:
+    with open_source(request.source, files.paths) as source:
         to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
@@ -86,8 +82,9 @@ def convert(
         if is_dry:
             return done
         with staged(request.target) as staging:
-            copy_files(files, staging)
-            if _declared_dtype(source.config) != reading.main_dtype or source.kind == "mistral":
+            files.write(staging)
+            keeps_config = source.kind != "mistral" and files.run is None
+            if not keeps_config or _declared_dtype(source.config) != reading.main_dtype:
                 write_config(source.config, staging, reading.main_dtype)
             _write(staging, reading, to, request.shard_bytes)
             if request.verify:
@@ -171,7 +168,7 @@ def _write(folder: Path, reading: _Reading, to: Kind, shard_bytes: int) -> None:
 
 def _verify(folder: Path, reading: _Reading) -> None:
     """Compare what `folder` holds with what was read for it."""
-    with open_source(folder, files_to_carry(folder, None)) as written:
+    with open_source(folder, files_to_carry(folder, None).paths) as written:
         for name, expected in reading.digests.items():
             tensor = written.read(name).contiguous()
             if digest(tensor) != expected:

@@ -28,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     NamedTensor,
-    carried_files,
-    copy_files,
     write_config,
-    write_ends,
     write_tensors,
 )
+from megatron_rl.weights.folders.model_files import ModelFiles, carried_files
 from megatron_rl.weights.folders.staging import staged
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.shape import ModelShape
@@ -49,7 +48,6 @@ from megatron_rl.weights.layout.trainer_layout import (
     trainer_slices,
 )
 
-CHAT_TEMPLATE = "chat_template.jinja"
 # All ranks count alike, because all take part in each export.
 _exports = itertools.count()
 
@@ -186,17 +184,15 @@ def save_hf(
     source: Path,
     shard_bytes: int = SHARD_BYTES,
     replaces: bool = False,
-    chat_template: str = "",
-    end_ids: Callable[[], Sequence[int]] = tuple,
+    run: Config | None = None,
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
-    Configuration and tokenizer files are copied from `source`; chat_template: in place of the
-    tokenizer's; end_ids: gives all tokens that end a completion, in place of those that
-    generation_config.json names, called on rank 0; (): as they are. The folder appears at once,
-    when complete; replaces: in place of an older one, which is a FileExistsError without it. Ranks
-    other than 0 return when it is there, or raise DeadlineExceeded after patience_s without news.
+    Configuration and tokenizer files are copied from `source`; run: that trained the model, with
+    its chat template and end tokens. The folder appears at once, when complete; replaces: in place
+    of an older one, which is a FileExistsError without it. Ranks other than 0 return when it is
+    there, or raise DeadlineExceeded after patience_s without news.
     """
     calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
@@ -205,12 +201,7 @@ def save_hf(
     else:
         with staged(folder, replaces=replaces) as staging:
             write_tensors(staging, tensors, shard_bytes)
-            copy_files(carried_files(source), staging)
-            if chat_template:
-                # transformers prefers this file to the template in tokenizer_config.json.
-                (staging / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-            if ends := end_ids():
-                write_ends(ends, staging)
+            ModelFiles(tuple(carried_files(source)), run).write(staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
     calls.end()

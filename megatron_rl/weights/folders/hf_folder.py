@@ -6,7 +6,6 @@ is taken.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,12 +26,6 @@ NamedTensor = tuple[str, Tensor]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
-_WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
-    ".onnx_data", ".npz", ".distcp",
-)  # fmt: skip
-_OF_WEIGHTS = ("adapter_config.json", "latest_checkpointed_iteration.txt")
-"""Files that mean nothing without other weights."""
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -93,37 +86,6 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folde
             )
 
 
-def carried_files(folder: Path) -> list[Path]:
-    """All files and sub-folders of a model but its weights: tokenizer, processor, code and others.
-
-    Of a folder with weights inside, such as another format's, nothing is carried, and nothing that
-    is hidden.
-    """
-    found = [path for path in folder.iterdir() if not _is_left_out(path)]
-    return sorted(path for path in found if path.is_file() or not _holds_weights(path))
-
-
-def _is_left_out(path: Path) -> bool:
-    name = path.name.removesuffix(".index.json")
-    is_hidden = name.startswith((".", "__"))
-    # A link to a folder may lead anywhere.
-    is_link = path.is_dir() and path.is_symlink()
-    return is_hidden or is_link or name in _OF_WEIGHTS or name.endswith(_WEIGHTS)
-
-
-def _holds_weights(folder: Path) -> bool:
-    return any(path.name.endswith(_WEIGHTS) for path in folder.rglob("*"))
-
-
-def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy files and folders into `folder` under their names; contents only, not permissions."""
-    for path in files:
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
-        else:
-            shutil.copyfile(path, folder / path.name)
-
-
 def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write config.json with the dtype of the weights."""
     # transformers 5 writes dtype, earlier ones torch_dtype.
@@ -132,14 +94,6 @@ def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) ->
         kept = in_both_spellings(kept, folder)
     kept["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
-
-
-def write_ends(end_ids: Iterable[int], folder: Path) -> None:
-    """Name the tokens that end a completion in generation_config.json; its other values stay."""
-    path = folder / "generation_config.json"
-    values = json.loads(path.read_text()) if path.exists() else {}
-    values["eos_token_id"] = sorted(end_ids)
-    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:

@@ -3,7 +3,6 @@
 Nothing is read before it is asked for; what does not fit is refused when the folder is opened.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
 from megatron_rl.weights.folders.hf_folder import (
-    carried_files,
     check_tensors,
     open_files,
     open_tensors,
@@ -26,14 +24,12 @@ from megatron_rl.weights.folders.megatron_folder import (
     is_megatron_folder,
     model_blocks,
 )
+from megatron_rl.weights.folders.model_files import read_config
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OF_CHECKPOINT = ("metadata.json", "COMPLETE", "queue.json", "sft.json")
-"""Files of a Megatron checkpoint that are not tensors."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 class Source(Protocol):
@@ -68,48 +64,6 @@ def open_source(folder: Path, files: Sequence[Path]) -> Iterator[Source]:
         else:
             config = read_config(folder, files)
             yield HfSource(folder, config, open_tensors(folder, stack))
-
-
-def files_to_carry(folder: Path, files_from: Path | None) -> list[Path]:
-    """Configuration and tokenizer of `folder`; those that it lacks are of `files_from`.
-
-    Raises InputError.
-    """
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}: give a model folder")
-    if files_from is not None and not files_from.is_dir():
-        raise InputError(f"--files-from: there is no folder {files_from}")
-    others = [] if files_from is None else carried_files(files_from)
-    own = carried_files(folder)
-    if is_megatron_folder(folder):
-        own = [file for file in own if file.name not in _OF_CHECKPOINT]
-    found = {file.name: file for file in (*others, *own)}
-    is_mistral = not is_megatron_folder(folder) and mistral_format.is_mistral_folder(folder)
-    if is_mistral:
-        found.pop(mistral_format.PARAMS, None)
-    if is_mistral and not any(name in found for name in TOKENIZERS):
-        raise InputError(
-            f"{folder} is in mistral format and has no tokenizer that transformers reads (one of "
-            f"{', '.join(TOKENIZERS)}): name a folder that has it with --files-from"
-        )
-    return list(found.values())
-
-
-def read_config(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Values of the config.json among `files`. Raises InputError."""
-    path = next((file for file in files if file.name == "config.json"), None)
-    if path is None:
-        raise InputError(
-            f"{folder} has no config.json: give a model folder, or name a Hugging Face folder of "
-            "the same model with --files-from"
-        )
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} is no object of keys and values")
-    return values
 
 
 class HfSource:

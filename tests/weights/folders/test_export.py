@@ -237,10 +237,7 @@ def save_and_logits(
     with torch.no_grad():
         for parameter in loaded.model[0].parameters():
             parameter.mul_(1.25)
-    save_hf(
-        target, loaded.model, loaded.shape, source=source, shard_bytes=200_000,
-        chat_template="{{ mine }}\n",
-    )  # fmt: skip
+    save_hf(target, loaded.model, loaded.shape, source=source, shard_bytes=200_000)
     return full_logits(loaded, ids)
 
 
@@ -251,14 +248,12 @@ def test_saved_folder_has_the_trainers_logits(parallel: ParallelConfig, tmp_path
     source, target = tmp_path / "source", tmp_path / "out" / "final"
     write_model(source)
     (source / "tokenizer.json").write_text("{}")
-    (source / "chat_template.jinja").write_text("{{ theirs }}")
     ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
     logits = run_ranks(save_and_logits, 2, source, target, parallel, ids)[-1]
     with torch.no_grad():
         saved = AutoModelForCausalLM.from_pretrained(target)(ids).logits
     torch.testing.assert_close(saved, logits, rtol=0, atol=1e-5)
     assert (target / "tokenizer.json").read_text() == "{}"
-    assert (target / "chat_template.jinja").read_text() == "{{ mine }}\n"
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     assert [path.name for path in target.parent.iterdir()] == ["final"]
     assert len(list(target.glob("*.safetensors"))) > 1

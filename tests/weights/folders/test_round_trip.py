@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
-from megatron_rl.weights.folders.hf_folder import carried_files
+from megatron_rl.weights.folders.model_files import carried_files
 from tests.tiny_models import QWEN3_MOE, write_model
 
 SHARD_BYTES = 150_000
