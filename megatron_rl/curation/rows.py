@@ -14,7 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.jsonl_source import QUESTIONS, is_ours, read_lines
 from megatron_rl.data.tables.columns import ColumnMap
-from megatron_rl.data.tables.files import SUFFIXES
+from megatron_rl.data.tables.files import format_of
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
 from megatron_rl.data.tables.where import value_of
 from megatron_rl.protocol.line_errors import line_error
@@ -76,7 +76,7 @@ def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = 
 def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
     source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
     # Any other file, such as a pipe, has lines and can be read only once.
-    is_other = not path.is_dir() and path.suffix not in SUFFIXES
+    is_other = not path.is_dir() and not format_of(path)
     if is_other or is_in_our_form(source):
         return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
     kept = read_kept(source)
@@ -132,7 +132,7 @@ def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]
     """
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     decoder = msgspec.json.Decoder(kind)

@@ -6,10 +6,17 @@ Pure and linear in the texts; used by all readers of rows.
 import re
 from typing import Any
 
+_MAX_CHARS = 60
+"""Of a placeholder or an empty label."""
 MAX_ANSWERS = 64
 """Accepted answers of one question: each costs a comparison."""
-_NO_LABEL = ("", "n/a", "null", "nan")
-"""Texts that stand for no answer to a mathematical problem."""
+_NO_LABEL = ("n/a", "null", "nan", "proof", "notfound", "not found")
+"""Texts that stand for no answer to a mathematical problem: NuminaMath has the last three."""
+_LAYOUT = re.compile(
+    r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|left|right|displaystyle)(?![A-Za-z])"
+    r"|\\[ ,;:!()\[\]]|[\s\u200b-\u200d\u2060\ufeff{}()\[\]$.,;:!?~]"
+)
+"""What of a text is layout alone: a label of nothing else, as `[]` or `\\boxed{}`, is empty."""
 _ITEM = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')\s*(,|\Z)""", re.S)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrt](?![A-Za-z])|([\\\"'/]))")
 _SPACES = {"\\n": "\n", "\\r": "\r", "\\t": "\t"}
@@ -31,7 +38,7 @@ def texts_of_list(text: str) -> list[str] | None:
             return None
         found.append(_ESCAPE.sub(_unescaped, item[1] if item[1] is not None else item[2]))
         place = item.end()
-    return found or None
+    return found
 
 
 def _unescaped(escape: re.Match[str]) -> str:
@@ -49,11 +56,18 @@ def accepted_answers(value: Any, *, reads_text: bool, is_math: bool) -> list[str
     listed = texts_of_list(value) if reads_text and isinstance(value, str) else None
     values = value if isinstance(value, list) else [value] if listed is None else listed
     texts = (str(one) for one in values if one is not None)
-    empty = _NO_LABEL if is_math else ("",)
-    found = list(dict.fromkeys(t for t in texts if t.strip().casefold() not in empty))
+    found = list(dict.fromkeys(text for text in texts if not _is_empty(text, is_math=is_math)))
     if len(found) > MAX_ANSWERS:
         raise ValueError(f"there are {len(found)} accepted answers; allowed are {MAX_ANSWERS}")
     return found
+
+
+def _is_empty(text: str, *, is_math: bool) -> bool:
+    """Whether a text is no answer."""
+    text = text.strip()
+    if not text or not is_math or len(text) > _MAX_CHARS:
+        return not text
+    return text.casefold() in _NO_LABEL or not _LAYOUT.sub("", text)
 
 
 # --- placeholders ---------------------------------------------------------------------------------
@@ -64,7 +78,6 @@ _NAMES = {"question", "problem", "prompt", "answer", "solution", "ground_truth",
           "expected_answer", "final answer", "your answer", "answer here", "your answer here",
           "insert answer", "insert question"}  # fmt: skip
 _MARK = re.compile(r"(?<![\\A-Za-z}])\{\{?\s?(?:question|problem|problem_statement)\s?\}")
-_MAX_CHARS = 60
 
 
 def is_placeholder(text: str) -> bool:

@@ -95,9 +95,6 @@ def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
             continue
         if tasks[prompt.task].compare == "math":
             mathematical.append(prompt)
-        if prompt.messages[-1].role != "user":
-            said = f"the last message is of the role {prompt.messages[-1].role!r}, not of the user"
-            yield Fault(place, "not_a_question", f"{place}: {said}")
     yield from _unreadable(mathematical)
 
 

@@ -104,7 +104,7 @@ def read_lines(path: Path, *, task: str) -> list[PromptLine]:
     """Lines of a file; `split` is empty for a line without a split. Raises InputError."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
         raise InputError(f"cannot read the prompts {path}: {error}{hint}") from error
@@ -188,16 +188,26 @@ def example_fault(fields: Mapping[str, Any]) -> str:
 
 def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
     if line.split and line.split not in _SPLITS:
-        raise BadLine(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
+        raise BadLine(
+            f'{place}: "split" is {line.split!r}; expected "train" or "held_out", or '
+            "prompts.columns.split = '-', which reads no split"
+        )
     asked = [m.content for m in line.conversation if m.role == "user"]
     if not line.conversation or (asked and not asked[-1].strip()):
         raise BadLine(f"{place}: there is no question; {_EXPECTED}", "no_question")
-    if line.conversation[-1].role == "assistant":
+    last = line.conversation[-1].role
+    if last == "assistant":
         raise BadLine(f"{place}: {ENDS_IN_ANSWER}; {_SHORTEN}", "not_a_question")
+    if last != "user":
+        said = f"the last message is of the role {last!r}; expected the user's question"
+        raise BadLine(f"{place}: {said}", "not_a_question")
     try:
         rate = read_rate(line.pass_rate)
     except ValueError as error:
-        raise BadLine(f'{place}: "pass_rate" is {error}') from error
+        raise BadLine(
+            f"{place}: \"pass_rate\" is {error}, or prompts.columns.pass_rate = '-', which reads "
+            "none"
+        ) from error
     task = line.task or task
     answers = _answers_of(line, place, task=task)
     if task != CODE:
@@ -251,7 +261,9 @@ def check_keys(line: Mapping[str, Any], place: str) -> None:
     for key in line:
         meant = _slip_of(key)
         if meant:
-            raise InputError(f"{place}: unknown key {key!r}; did you mean {meant!r}?")
+            raise InputError(
+                f"{place}: unknown key {key!r}; did you mean {meant!r}? Rename or remove it"
+            )
 
 
 def is_ours(key: str) -> bool:
@@ -261,10 +273,12 @@ def is_ours(key: str) -> bool:
 
 @functools.cache
 def _slip_of(key: str) -> str:
-    """Our key that a misspelt key means; empty for our keys and for keys like "question_id"."""
+    """Our key that a misspelt key means; empty for our keys, and for "question_id" or "tags"."""
     if len(key) < 4 or key in _KEYS or not set(_KEYS).isdisjoint(key.split("_")):
         return ""
-    return next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)), "")
+    meant = next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)), "")
+    # "answers" is another column, not a slip.
+    return "" if key.startswith(meant) else meant
 
 
 def with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:

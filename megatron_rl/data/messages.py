@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.data.tables.plain_values import BadTests, read_literal
+
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ROLES = {"developer": "system"}
 """Roles of requests -> roles that chat templates know."""
@@ -38,12 +40,16 @@ def refuse_images(text: str) -> None:
 
 
 def _from_json(text: str) -> Any:
-    """The messages that a text holds as JSON; None for other texts."""
-    if not text.lstrip().startswith("[") or '"role"' not in text:
+    """The messages that a text holds as JSON, or as repr() writes them; None for other texts."""
+    if not text.lstrip().startswith("[") or not ('"role"' in text or "'role'" in text):
         return None
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
+        pass
+    try:
+        return read_literal(text, "no literal")
+    except BadTests:
         return None
 
 

@@ -34,7 +34,7 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
     """All SFT examples of a file; InputError names the file and line of the first bad one."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the SFT examples {path}: {error}") from error
     examples = []

@@ -30,7 +30,7 @@ from megatron_rl.data.answers import (
         ("[x, y]", None),
         ('["a" "b"]', None),
         ('["a", 3]', None),
-        ("[]", None),
+        ("[]", []),
         ('["a"', None),
         ("7", None),
     ],
@@ -54,6 +54,22 @@ def test_accepted_answers_are_different_and_not_empty() -> None:
 
     assert read(["7", 7, " ", None, "7.0"]) == ["7", "7.0"]
     assert read("n/a") == read(["", "N/A"]) == []
+    empty = [
+        "[]",
+        "[ ]",
+        "{}",
+        "$$",
+        "\\boxed{}",
+        "\\text{ }",
+        "...",
+        "?",
+        "\u200b",
+        "proof",
+        "notfound",
+    ]
+    assert [one for one in empty if read(one) or read([one])] == []
+    kept = ["-", "\\{\\}", "\\emptyset", "(0)", "+", "<", "None", "\\boxed{7}", "proof by cases"]
+    assert [one for one in kept if read(one) != [one]] == []
     plain = accepted_answers("['a']", reads_text=False, is_math=False)
     assert plain == ["['a']"] and accepted_answers("n/a", reads_text=True, is_math=False) == ["n/a"]
 

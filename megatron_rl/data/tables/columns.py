@@ -30,6 +30,7 @@ NOTHING = "-"
 _GYM = "metadata"
 _GYM_MARKS = (f"{_GYM}.source_dataset", f"{_GYM}.source_index")
 """Columns that reasoning_gym writes beside question and answer."""
+_SOLUTION = "solution"
 _MAX_NAMED_CHARS = 100_000
 SAMPLE_ROWS = 64
 """Number of first rows that decide about columns."""
@@ -78,7 +79,8 @@ class ColumnMap(NamedTuple):
         """The columns, for people. present: names of the file's columns."""
         where = f" {PARTS[self.part].where}" if self.part in PARTS else ""
         said = [f"question = {self.question or 'by its name in each line'}"]
-        said.append(f"answer = {self.answer or 'none'}{where}")
+        is_code = self.answer == "answer" and self.answer not in present and self.question
+        said.append(f"answer = {'none' if is_code else self.answer or 'none'}{where}")
         for name in OPTIONAL | {"tests": None}:
             column: str = getattr(self, name)
             # Our own lines may have all our keys, which needs no note.
@@ -121,6 +123,9 @@ def find_columns(
     part = source.answer_part
     if part == "auto":
         part = form.part if form is not None else choose_part(answers, answer)
+    if tests and part == "all" and answer.lower() == _SOLUTION and not source.columns.answer:
+        # Beside tests a solution without a box is a program, as in KodCode.
+        answer = ""
     prefix, suffix = source.strip_prefix, source.strip_suffix
     if not prefix and not suffix:
         prefix, suffix = _instructions(finder.questions(question))
@@ -198,7 +203,8 @@ class _Finder:
             if not name or given[key]:
                 continue
             given[key] = self.named(name)
-            if not given[key] and name.split(", ")[0] in form.columns:
+            is_code = key == "answer" and form.tests and self.named(form.tests)
+            if not given[key] and name.split(", ")[0] in form.columns and not is_code:
                 known = every_name(self._names, self._sample)
                 raise InputError(
                     f"prompts.kind = {kind!r} is {form.name}, with the columns "
@@ -243,7 +249,10 @@ class _Finder:
             has = {found.pass_rate.lower(), found.id.lower(), *filter(self.named, one.marks)}
             is_it = (key.lower(), found.part) == (one.question, one.part)
             tests = found.tests.lower().split(", ")[0] == one.tests.split(", ")[0]
-            is_it &= found.answer.lower() == one.answer if one.answer else tests
+            has_answer = found.answer.lower() == one.answer
+            # A file of such a set may have rows of code alone.
+            has_answer |= bool(one.tests) and tests and not self.named(found.answer)
+            is_it &= has_answer if one.answer else tests
             is_it &= has >= set(filter(None, wanted))
             is_it &= one.prefix in ("", found.prefix) and one.suffix in ("", found.suffix)
             count = len(list(filter(None, [*wanted, one.suffix]))) + is_code

@@ -1,13 +1,18 @@
-"""Reads rows of one file in batches, and the names of its columns: JSONL, JSON, Parquet, Arrow.
+"""Reads rows of one file in batches, and the names of its columns: JSON, CSV, Parquet, Arrow.
 
 Parquet and Arrow files are read by column, so other columns cost nothing. Opening such a file
 imports pyarrow.
 """
 
+import codecs
 import contextlib
+import csv
+import gzip
+import io
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -16,9 +21,15 @@ from megatron_rl.data.tables.plain_values import LongInteger, read_json
 
 LINES = (".jsonl", ".ndjson")
 BINARY = (".parquet", ".arrow")
-SUFFIXES = (*LINES, ".json", *BINARY)
+CSV = (".csv", ".tsv")
+_GZIP = ".gz"
+FORMATS = f"{', '.join((*LINES, '.json', *CSV))} (each also with {_GZIP}), {', '.join(BINARY)}"
+"""The formats, for people."""
 _BATCH_ROWS = 512
 _BUFFER_BYTES = 1 << 20
+_EXPECTED = "expected a list of objects, or an object a line"
+_MAX_FIELD = 1 << 30
+"""Characters of one value of CSV; Python's own limit is 131,072, less than many tests have."""
 
 
 class TableRow(NamedTuple):
@@ -32,18 +43,30 @@ class TableRow(NamedTuple):
     """Reason why the line could not be read; it has no fields then."""
 
 
+def format_of(path: PurePath) -> str:
+    """The suffix that names a file's format, without that of compression; "" for other files."""
+    plain = path.with_suffix("") if path.suffix == _GZIP else path
+    known = (*LINES, ".json", *CSV) if path.suffix == _GZIP else (*LINES, ".json", *CSV, *BINARY)
+    return plain.suffix if plain.suffix in known else ""
+
+
+def stem_of(path: PurePath) -> str:
+    """The name of a file without the suffixes of format and compression."""
+    return (path.with_suffix("") if path.suffix == _GZIP else path).stem
+
+
 def place_of(path: Path, number: int) -> str:
     """Place of a row, for messages to the user."""
-    row = f"row {number}" if path.suffix not in LINES else str(number)
+    row = f"row {number}" if format_of(path) not in LINES else str(number)
     return f"{path}:{row}"
 
 
 def read_columns(path: Path) -> list[str]:
-    """Names of the columns (JSON: keys of the first row), with dots in structures.
+    """Names of the columns (text: keys of the first row), with dots in structures.
 
     Raises InputError.
     """
-    if path.suffix in BINARY:
+    if format_of(path) in BINARY:
         with _open_binary(path) as opened:
             return _names_of(opened.schema)
     for row in read_rows(path, None, batch_rows=1):
@@ -59,54 +82,105 @@ def read_rows(
     columns: names to read, without dots; None: all. batch_rows: maximum number of rows in memory,
     where the format allows a limit.
     """
-    if path.suffix in BINARY:
+    kind = format_of(path)
+    if kind in BINARY:
         return _read_binary(path, None if columns is None else sorted(set(columns)), batch_rows)
-    return _read_json_array(path) if _is_array(path) else _read_lines(path)
+    if kind in CSV:
+        return _read_csv(path)
+    return _read_document(path) if kind == ".json" and _is_document(path) else _read_lines(path)
 
 
-# --- JSON ---------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------
 
 
-def _is_array(path: Path) -> bool:
-    """Whether a file is one JSON array, not one object per line."""
-    if path.suffix in LINES:
-        return False
+@contextlib.contextmanager
+def _open_text(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a text file in UTF-8, without its mark. Raises InputError."""
     try:
-        with path.open("rb") as file:
-            return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    except OSError as error:
+        with gzip.open(path) if path.suffix == _GZIP else path.open("rb") as file:
+            start = file.read(4)
+            if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise InputError(
+                    f"{path} is UTF-16; expected UTF-8: `iconv -f UTF-16 -t UTF-8` converts it"
+                )
+            file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _read_csv(path: Path) -> Iterator[TableRow]:
+    """Rows by the names in the first line; empty values are missing."""
+    csv.field_size_limit(_MAX_FIELD)
+    with _open_text(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        separator = "\t" if format_of(path) == ".tsv" else ","
+        rows = csv.DictReader(text, delimiter=separator, restkey="")
+        try:
+            for number, fields in enumerate(rows, 1):
+                if "" in fields:
+                    yield TableRow(number, {}, f"more values than the {len(fields) - 1} columns")
+                    continue
+                yield TableRow(number, {key: value for key, value in fields.items() if value})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _is_document(path: Path) -> bool:
+    """Whether a .json file is one value, not one object per line."""
+    with _open_text(path) as file:
+        lines = (line for line in file if line.strip())
+        first = next(lines, b"")
+        if first.lstrip().startswith(b"[") or not next(lines, b""):
+            return True
+    try:
+        msgspec.json.decode(first, type=msgspec.Raw)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _read_lines(path: Path) -> Iterator[TableRow]:
     decoder = msgspec.json.Decoder(dict[str, Any])
-    number = 0
-    try:
-        # Bytes: the text mode would split at a carriage return alone.
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    fields = _decode(decoder, line)
-                except (ValueError, RecursionError) as error:
-                    yield TableRow(number, {}, str(error))
-                    continue
-                yield TableRow(number, fields)
-    except OSError as error:
-        raise InputError(f"cannot read the prompts {path}: {error}") from error
+    # Bytes: the text mode would split at a carriage return alone.
+    with _open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                fields = _decode(decoder, line)
+            except (ValueError, RecursionError) as error:
+                yield TableRow(number, {}, str(error))
+                continue
+            yield TableRow(number, fields)
 
 
-def _read_json_array(path: Path) -> Iterator[TableRow]:
+def _read_document(path: Path) -> Iterator[TableRow]:
+    """Rows of one JSON value: a list of objects, also as the only value of an object; or a row."""
+    with _open_text(path) as file:
+        data = file.read()
     try:
-        rows = _decode(msgspec.json.Decoder(list[dict[str, Any]]), path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"cannot read the prompts {path}: {error}; expected a list of objects, or an object a "
-            "line"
-        ) from error
-    for number, fields in enumerate(rows, 1):
+        found = _decode(msgspec.json.Decoder(list[dict[str, Any]] | dict[str, Any]), data or b"[]")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the prompts {path}: {error}; {_EXPECTED}") from error
+    for number, fields in enumerate(_rows_in(found, path), 1):
         yield TableRow(number, {key: value for key, value in fields.items() if value is not None})
+
+
+def _rows_in(found: list[dict[str, Any]] | dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The rows of a document. Raises InputError for one that is written by columns."""
+    if isinstance(found, list):
+        return found
+    values = list(found.values())
+    if not all(isinstance(value, dict | list) for value in values):
+        return [found]
+    rows = values[0] if len(values) == 1 else None
+    if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        return rows
+    raise InputError(
+        f"cannot read the prompts {path}: it is one object of columns ({', '.join(found)}); "
+        f"{_EXPECTED}, as pandas writes it by to_json(orient='records', lines=True)"
+    )
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
@@ -164,7 +238,7 @@ def _open_binary(path: Path) -> Iterator[_Binary]:
     pyarrow = load_pyarrow()
     with contextlib.ExitStack() as stack:
         try:
-            if path.suffix == ".parquet":
+            if format_of(path) == ".parquet":
                 # With a buffer a column chunk is read piece by piece, not as a whole.
                 file = stack.enter_context(
                     pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
@@ -196,7 +270,7 @@ def _read_binary(path: Path, columns: Sequence[str] | None, batch_rows: int) -> 
 def _batches(opened: _Binary, path: Path, wanted: Sequence[str], batch_rows: int) -> Iterator[Any]:
     """Record batches of the wanted columns, in the order of the file."""
     source = opened.source
-    if path.suffix == ".parquet":
+    if format_of(path) == ".parquet":
         yield from source.iter_batches(
             batch_size=batch_rows, columns=list(wanted), use_threads=False
         )

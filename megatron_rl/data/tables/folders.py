@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.data.tables.files import SUFFIXES
+from megatron_rl.data.tables.files import CSV, FORMATS, format_of, stem_of
 
 _SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
@@ -23,7 +23,7 @@ _SPLITS = {
 """Word in the name of a file or folder -> split, as in `datasets`."""
 _PLAIN = {"data", "default"}
 """Folders that name no subset."""
-_SHARD = re.compile(r"-of-(\d{5})$")
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})")
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.S)
 
 
@@ -45,9 +45,9 @@ Parts = dict[tuple[str, str], list[Path]]
 def find_files(path: Path, *, subset: str = "", split: str = "") -> TableFiles:
     """The files of a path. Raises InputError for a missing or wrong choice."""
     if not path.is_dir():
-        if path.exists() and path.suffix not in SUFFIXES:
+        if path.exists() and not format_of(path):
             raise InputError(
-                f"{path} is of no format that is read: expected {', '.join(SUFFIXES)}, or a folder"
+                f"{path} is of no format that is read: expected {FORMATS}, or a folder"
             )
         if subset or split:
             raise InputError(f"{path} is one file: it has no subset or dataset_split to choose")
@@ -55,8 +55,8 @@ def find_files(path: Path, *, subset: str = "", split: str = "") -> TableFiles:
     parts = _saved(path) or _declared(path) or _named(path)
     if not parts:
         raise InputError(
-            f"{path} holds no prompts: expected files that end in {', '.join(SUFFIXES)}. A data "
-            "set that is a script is not run: its revision refs/convert/parquet has files"
+            f"{path} holds no prompts: expected files that end in {FORMATS}. A data set that is a "
+            "script is not run: its revision refs/convert/parquet has files"
         )
     return _choose(path, parts, subset, split)
 
@@ -91,16 +91,16 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
 
 def _check_shards(root: Path, files: list[Path]) -> None:
     """Raise InputError if a file of a numbered series is missing."""
+    series: dict[tuple[Path, str, int], int] = {}
     for file in files:
-        numbered = _SHARD.search(file.stem)
-        if numbered is None:
-            continue
-        count = int(numbered[1])
-        there = sum(other.stem.endswith(numbered[0]) for other in files)
+        if numbered := _SHARD.fullmatch(stem_of(file)):
+            key = (file.parent, numbered[1], int(numbered[2]))
+            series[key] = series.get(key, 0) + 1
+    for (folder, name, count), there in series.items():
         if there != count:
             raise InputError(
-                f"{root} holds {there} of the {count} files *{numbered[0]}{file.suffix}: copy or "
-                "download the rest"
+                f"{root} holds {there} of the {count} files "
+                f"{(folder / name).relative_to(root)}-*-of-{count:05}: copy or download the rest"
             )
 
 
@@ -184,18 +184,21 @@ def _matching(root: Path, pattern: str) -> list[Path]:
     """Files that a pattern in README.md matches. Raises InputError for files outside the folder."""
     if pattern.startswith(("/", "~")) or ".." in Path(pattern).parts or "://" in pattern:
         raise InputError(f"{root}/README.md names files outside the folder: {pattern!r}")
-    return [file for file in root.glob(pattern) if file.suffix in SUFFIXES and file.is_file()]
+    return [file for file in root.glob(pattern) if format_of(file) and file.is_file()]
 
 
 def _named(root: Path) -> Parts:
     """Files by names of folders and files; without a name of a split all are "train"."""
+    files = [file for file in root.rglob("*") if format_of(file) and file.is_file()]
+    files = [file for file in files if not _is_hidden(file.relative_to(root))]
+    # Beside files of another format, CSV is a table about them.
+    files = [file for file in files if format_of(file) not in CSV] or files
     parts: Parts = {}
-    for file in sorted(root.rglob("*"), key=lambda file: file.relative_to(root).as_posix()):
+    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
         inside = file.relative_to(root)
-        if file.suffix not in SUFFIXES or not file.is_file() or _is_hidden(inside):
-            continue
         folders = inside.parts[:-1]
-        split = _split_in(inside.stem) or next(filter(None, map(_split_in, reversed(folders))), "")
+        split = _split_in(stem_of(inside)) or _series_in(stem_of(inside))
+        split = split or next(filter(None, map(_split_in, reversed(folders))), "")
         own = [name for name in folders if name not in _PLAIN and not _split_in(name)]
         parts.setdefault(("/".join(own), split), []).append(file)
     if all(not split for _, split in parts):
@@ -214,3 +217,9 @@ def _split_in(name: str) -> str:
     """The split in a name; empty for none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), "")
+
+
+def _series_in(stem: str) -> str:
+    """The split of a numbered file of another name, as "math-00000-of-00001"; empty for none."""
+    numbered = _SHARD.fullmatch(stem)
+    return numbered[1] if numbered else ""

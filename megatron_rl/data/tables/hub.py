@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.kinds import read_as, with_hub_name
-from megatron_rl.data.tables.files import SUFFIXES
+from megatron_rl.data.tables.files import format_of
 from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.data.tables.source import Reading, read_table
@@ -144,7 +144,7 @@ def _choose(
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise InputError(f"{source.name} names a file outside its folder: {name!r}")
-            if path.suffix in SUFFIXES or name in described:
+            if format_of(path) or name in described:
                 target = root / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes((folder / path).read_bytes() if name in described else b"")

@@ -89,13 +89,15 @@ class RowReader:
         if not columns.question:
             found = {key: fields[key] for key in QUESTIONS if key in fields}
         else:
-            found = _question(value_of(fields, columns.question))
+            found = _question(value_of(fields, columns.question), columns.question)
         answer = value_of(fields, columns.answer) if columns.answer else None
         found |= self._tests(fields, answer)
         if "answer" not in found and answer is not None:
             found["answer"] = self._answers(take_part(answer, columns.part))
         elif "entry" in found:
             found["answer"] = ""
+        elif columns.answer and (columns.question or columns.answer != "answer"):
+            raise NoAnswer(f"the column {columns.answer!r} has no value")
         if columns.gym and isinstance(found.get("answer"), str | int | float):
             found["entry"] = _gym_entry(fields, str(found["answer"]), columns)
             found |= {"task": "reasoning_gym"} if self._is_open else {}
@@ -119,6 +121,13 @@ class RowReader:
         # In verification_info an answer or tests may stand.
         if columns.answer.startswith(f"{first}.") and answer is not None:
             tests = None
+        says = value_of(fields, columns.kind) if columns.kind else None
+        says = says if isinstance(says, str) else ""
+        is_code = _CODE_KIND.search(says.casefold()) is not None
+        if columns.kind == TASK_TYPE and says and not is_code:
+            if "math" not in says.casefold():
+                raise BadLine(f"{columns.kind} = {says!r} is neither math nor code", "other_kind")
+            tests = None
         entry = None
         if tests is not None:
             beside = {name: value_of(fields, name) for name in more}
@@ -128,11 +137,8 @@ class RowReader:
         if entry or (entry is not None and not answer):
             found = {"entry": _usable(entry), "answer": ""}
             return found | ({"task": CODE} if self._is_open else {})
-        says = value_of(fields, columns.kind) if columns.kind else None
-        if isinstance(says, str) and _CODE_KIND.search(says.casefold()):
+        if is_code:
             raise BadTests(f"{columns.kind} = {says!r}, but the row has no tests that are known")
-        if columns.kind == TASK_TYPE and isinstance(says, str) and "math" not in says.casefold():
-            raise BadLine(f"{columns.kind} = {says!r} is neither math nor code", "other_kind")
         if answer is None and columns.answer in ("", "answer") and first not in ("", OWN_TESTS):
             raise BadTests("the row has no tests")
         return {}
@@ -212,10 +218,10 @@ def _fault_of(error: Exception, fields: dict[str, Any], place: str) -> RowFault:
     return RowFault(place, reason, text if text.startswith(place) else f"{place}: {text}")
 
 
-def _question(value: Any) -> dict[str, Any]:
-    """The question with our key; messages keep only role and content. Raises NotText."""
-    if value is None:
-        return {}
+def _question(value: Any, column: str) -> dict[str, Any]:
+    """The question with our key; messages keep only role and content. Raises NotText, BadLine."""
+    if value is None or value == "" or value == []:
+        raise BadLine(f"the column {column!r} has no value: there is no question", "no_question")
     turns = plain_turns(value)
     return {"messages" if isinstance(turns, list) else "prompt": turns}
 

@@ -23,7 +23,14 @@ from megatron_rl.data.tables.columns import (
     find_columns,
     no_such_column,
 )
-from megatron_rl.data.tables.files import LINES, place_of, read_columns, read_rows
+from megatron_rl.data.tables.files import (
+    LINES,
+    format_of,
+    place_of,
+    read_columns,
+    read_rows,
+    stem_of,
+)
 from megatron_rl.data.tables.folders import TableFiles, find_files
 from megatron_rl.data.tables.rows import RowFault, RowReader
 from megatron_rl.data.tables.where import (
@@ -78,7 +85,7 @@ def is_in_our_form(source: PromptSource) -> bool:
     """Whether prompts.path is one JSONL file in our own form. Raises InputError."""
     files = _files_of(source)
     columns = _Table(source, files, str(source.path)).columns
-    is_lines = len(files.files) == 1 and files.files[0].suffix in LINES
+    is_lines = len(files.files) == 1 and format_of(files.files[0]) in LINES
     return is_lines and columns.is_own
 
 
@@ -110,6 +117,8 @@ def read_table(
             table.leave_out([found])
         else:
             faults.append(found if not faults else found._replace(text=""))
+    if not table.has_rows:
+        raise InputError(f"{label} has no rows: expected a question and its answer in each")
     table.check_given()
     if faults and (source.faulty == "refuse" or not prompts):
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
@@ -146,7 +155,7 @@ class _Table:
         self._files = files
         self._label = label
         self._conditions = parse_conditions(source.where)
-        self._is_lines = files.files[0].suffix in LINES
+        self._is_lines = format_of(files.files[0]) in LINES
         self._names_of_columns: list[str] = []
         self.columns = self._find_columns()
         self._reader = RowReader(source, self.columns)
@@ -158,17 +167,21 @@ class _Table:
         """Id of each prompt by its file and row."""
         self._left_out: Counter[str] = Counter()
         """Number of rows by reason."""
+        self.has_rows = False
+        """Whether any row was read."""
         self._first: dict[str, str] = {}
         """Reason -> place of the first such row."""
 
     def rows(self) -> Iterator[Prompt | RowFault]:
         """Each row that meets prompts.where, as a prompt or a fault."""
-        needed = {name.split(".")[0] for name in self.columns.names}
-        needed |= {condition.column.split(".")[0] for condition in self._conditions}
+        named = [*self.columns.names, *(condition.column for condition in self._conditions)]
+        # A name with a dot may be that of a column, too.
+        needed = {*named, *(name.split(".")[0] for name in named)}
         needed |= {name for name in self._names_of_columns if "placeholder" in name.casefold()}
         for file in self._files.files:
             for row in read_rows(file, None if self._keeps_columns else needed):
                 place = place_of(file, row.number)
+                self.has_rows = True
                 if row.fault:
                     yield RowFault(place, "no_json", f"{place}: {row.fault}")
                     continue
@@ -257,11 +270,15 @@ class _Table:
         return [said]
 
     def _find_columns(self) -> ColumnMap:
-        file = self._files.files[0]
-        # Few rows at once: some columns may be long.
-        rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
-        sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
-        names = list(dict.fromkeys(read_columns(file)))
+        for file in self._files.files:
+            # Few rows at once: some columns may be long.
+            rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
+            sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
+            names = list(dict.fromkeys(read_columns(file)))
+            if sample:
+                break
+        if not sample and not names and not self._is_lines:
+            raise InputError(f"{file} has no rows: expected a question and its answer in each")
         if self._is_lines:
             names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
         self._names_of_columns = every_name(names, sample)
@@ -272,9 +289,9 @@ class _Table:
     def _name_of(self, file: Path, number: int) -> str:
         """The id of a row without one."""
         if len(self._files.files) == 1:
-            return f"{file.stem}:{number}"
-        inside = file.relative_to(self._files.root).with_suffix("").as_posix()
-        return f"{inside}:{number}"
+            return f"{stem_of(file)}:{number}"
+        inside = file.relative_to(self._files.root)
+        return f"{inside.with_name(stem_of(inside)).as_posix()}:{number}"
 
     def _is_wanted(self, fields: dict[str, Any], place: str) -> bool:
         def is_true(condition: Condition) -> bool:

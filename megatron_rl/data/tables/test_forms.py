@@ -88,7 +88,14 @@ def tests_in_answer(answer: Any) -> str | None:
     is_tests = isinstance(answer, dict) and bool(answer)
     is_tests |= is_list and all(isinstance(one, dict) for one in answer)
     is_tests |= is_list and all(isinstance(x, str) and x.startswith("assert ") for x in answer)
-    return entry_of(answer) if is_tests else None
+    try:
+        return entry_of(answer) if is_tests else None
+    except BadTests as error:
+        keys = answer.keys() if isinstance(answer, dict) else answer[0]
+        raise BadTests(
+            f"the answer is an object ({', '.join(map(str, keys))}), which is neither a text nor "
+            f"usable tests: name its part by prompts.columns.answer; {error}"
+        ) from error
 
 
 # --- the question ---------------------------------------------------------------------------------

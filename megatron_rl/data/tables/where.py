@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.data.tables.plain_values import BadTests, read_literal
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(.+?)\s*", re.S)
+_REPR = re.compile(r"\s*\{\s*'")
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
@@ -90,12 +92,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def decoded(value: Any) -> Any:
-    """The object that a text holds as JSON; any other value unchanged."""
+    """The object that a text holds as JSON, or as repr() writes it; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
+        if not _REPR.match(value):
+            return value
+    try:
+        return read_literal(value, "no literal")
+    except BadTests:
         return value
 
 

@@ -1,0 +1,144 @@
+"""Text files as people have them: compressed, CSV, marks of encodings, JSON in one value."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.curation.rows import read_rows
+from megatron_rl.data.tables.source import Reading, read_files
+
+ROWS = [{"question": f"{n}+1, é?", "answer": f"so\n#### {n + 1}"} for n in range(3)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in ROWS).encode()
+TABLE = "question,answer\n" + "".join(f'"{r["question"]}","{r["answer"]}"\n' for r in ROWS)
+MARK = b"\xef\xbb\xbf"
+
+
+def read(path: Path, **source: Any) -> Reading:
+    return read_files(PromptSource(path=path, held_out_share=0.0, **source))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("a.jsonl", MARK + LINES, "1"),
+        ("a.jsonl.gz", gzip.compress(LINES), "1"),
+        ("a.json", LINES, "row 1"),
+        ("a.json", MARK + json.dumps(ROWS, indent=2).encode(), "row 1"),
+        ("a.json", json.dumps({"data": ROWS}).encode(), "row 1"),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode()), "row 1"),
+        ("a.csv", MARK + TABLE.replace("\n", "\r\n").encode(), "row 1"),
+        ("a.csv.gz", gzip.compress(TABLE.encode()), "row 1"),
+        ("a.tsv", TABLE.replace('","', '"\t"').replace("n,a", "n\ta").encode(), "row 1"),
+    ],
+)  # fmt: skip
+def test_text_of_every_kind_holds_the_same_rows(
+    tmp_path: Path, name: str, content: bytes, row: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    prompts = read(path).prompts
+    assert [(p.question, p.answer) for p in prompts] == [
+        ("0+1, é?", "1"), ("1+1, é?", "2"), ("2+1, é?", "3"),
+    ]  # fmt: skip
+    assert (prompts[0].id, prompts[0].place) == ("a:1", f"{path}:{row}")
+    assert [row.prompt.answer for row in read_rows(path, task="math")] == ["1", "2", "3"]
+
+
+def test_a_file_with_one_object_is_one_row(tmp_path: Path) -> None:
+    """MATH as its authors publish it: a file for each problem."""
+    for number in range(2):
+        problem = {"problem": f"p{number}", "level": "Level 5", "solution": f"\\boxed{{{number}}}"}
+        (tmp_path / f"{number}.json").write_text(json.dumps(problem, indent=4))
+    assert [p.answer for p in read(tmp_path).prompts] == ["0", "1"]
+
+
+def test_values_of_csv_may_be_structures_and_long_tests(tmp_path: Path) -> None:
+    tests = json.dumps({"inputs": ["1\n"] * 30_000, "outputs": ["2\n"] * 30_000})
+    verl = str({"ground_truth": "7", "style": "rule"})
+    turns = str([{"role": "user", "content": "it's 3+4?"}])
+    for name, row in {
+        "code": {"question": "Add.", "input_output": tests},
+        "verl": {"prompt": turns, "reward_model": verl},
+        "list": {"problem": "p", "answer": "['7', '7.0']"},
+    }.items():
+        cells = ",".join('"' + value.replace('"', '""') + '"' for value in row.values())
+        (tmp_path / f"{name}.csv").write_text(f"{','.join(row)}\n{cells}\n")
+    [code] = read(tmp_path / "code.csv").prompts
+    assert code.task == "code" and len(json.loads(code.entry)["cases"]) == 30_000
+    [verl_row] = read(tmp_path / "verl.csv").prompts
+    assert (verl_row.question, verl_row.answers) == ("it's 3+4?", ["7"])
+    assert read(tmp_path / "list.csv").prompts[0].answers == ["7", "7.0"]
+
+
+def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer\np,1\nq,2,3\nr\n")
+    with pytest.raises(InputError, match=r"2 of 3 .*a\.csv:row 2: more values than the 2 columns"):
+        read(path)
+    assert "1 no_json" in (said := read(path, faulty="drop").notes[0]) and "1 no_answer" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", LINES.decode().encode("utf-16"), "is UTF-16; expected UTF-8: `iconv"),
+        ("a.csv", b"question,answer\ncaf\xe9,1\n", "'utf-8' codec can't decode"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:30], "Compressed file ended before"),
+        ("a.jsonl.gz", LINES, "Not a gzipped file"),
+        ("a.json", b'{"question": {"0": "p"}, "answer": {"0": "1"}}',
+         "it is one object of columns .question, answer.; expected a list of objects"),
+        ("a.json", b"[]", "has no rows"),
+        ("a.jsonl", b"\n", "has no rows"),
+        ("a.csv", b"question,answer\n", "has no rows"),
+        ("a.parquet.gz", b"x", "is of no format that is read: expected .jsonl"),
+    ],
+)  # fmt: skip
+def test_other_files_are_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"{name}:? {said}"):
+        read(path)
+
+
+def lines_of(name: str) -> str:
+    return json.dumps({"question": name, "answer": "1"}) + "\n"
+
+
+@pytest.mark.parametrize("write", [str, lambda name: f"data/{name}"])
+def test_names_of_numbered_files_are_splits(tmp_path: Path, write: Callable[[str], str]) -> None:
+    """Skywork-OR1 and OpenMathReasoning have splits such as math, code, cot and tir."""
+    for name in ("math-00000-of-00001", "code-00000-of-00002", "code-00001-of-00002"):
+        path = tmp_path / write(f"{name}.jsonl.gz")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(lines_of(name).encode()))
+    with pytest.raises(
+        InputError, match=r"splits code, math: choose one by prompts\.dataset_split"
+    ):
+        read(tmp_path)
+    assert len(read(tmp_path, dataset_split="code").prompts) == 2
+    assert [p.question for p in read(tmp_path, dataset_split="math").prompts] == [
+        "math-00000-of-00001"
+    ]
+    path.unlink()
+    with pytest.raises(InputError, match="1 of the 2 files .*code-[*]-of-00002"):
+        read(tmp_path, dataset_split="code")
+
+
+def test_csv_beside_other_files_is_no_prompts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines_of("p"))
+    (tmp_path / "results.csv").write_text("model,score\nx,1\n")
+    assert [p.question for p in read(tmp_path).prompts] == ["p"]
+
+
+def test_an_empty_first_file_decides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"problem": "p", "expected_answer": "7"}\n')
+    assert [p.answer for p in read(tmp_path).prompts] == ["7"]
