@@ -17,15 +17,14 @@ from verification.math.forms import is_in_named_base
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
+from verification.math.remarks import forms_of, without_remarks
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.typed import (
     as_functions,
     as_reference_writes,
     is_renamed,
-    second_form,
     typed,
     with_rows,
-    without_remarks,
 )
 from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 
@@ -187,13 +186,15 @@ def spelled(answer: str, reference: str) -> tuple[str, str]:
 
 
 def _one_form(text: str) -> str:
-    """The first of two forms of one number, `1/2 or 0.5`."""
-    forms = second_form(text)
-    if forms is None:
-        return text
-    verdict = compare_plain(*map(normalise, forms), accept_missing_unit=False)
-    is_one = verdict is not None and verdict.is_correct
-    return forms[0] if is_one else text
+    """The first of several forms of one number, `1/2 or 0.5`."""
+    forms = forms_of(text)
+    return forms[0] if forms and all(_are_one(forms[0], form) for form in forms[1:]) else text
+
+
+def _are_one(form: str, other: str) -> bool:
+    first, second = normalise(form), normalise(other)
+    verdict = compare_plain(first, second, accept_missing_unit=False)
+    return verdict is not None and verdict.is_correct
 
 
 def _trim(text: str) -> str:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from verification.math.phrasing import bare_words
 
 _MAY_STATE = re.compile(
-    r"(?:where|for|with)(?![a-z])"
+    r"(?:where|for|with)(?![a-z])|an integer"
     r"|[,(] ?[A-Za-z] ?(?:\\(?:geq?|leq?|neq?|in)(?![a-z])|[<>=!≥≤≠∈])"
 )
 _FORMULA = re.compile(
     r"(?P<formula>[^,;<>≤≥∈]{1,300}?)"
-    r"(?:, ?(?:(?:for|where|with) )?| (?:for|where|with) |(?P<open> ?\((?=[A-Za-z] ?[\\<>=!≥≤≠∈])))"
-    r"(?:(?:all|any|every|each) )?(?P<tail>.{1,200})",
+    r"(?:, ?(?:(?:for|where|with) )?| (?:for|where|with) "
+    r"|(?P<open> ?\( ?(?=[A-Za-z] ?[\\<>=!≥≤≠∈]|[A-Za-z] (?:is )?(?:an? |any ))))"
+    r"(?P<all>(?:all|any|every|each) )?(?P<tail>.{1,200})",
     re.DOTALL,
 )
 # The formula states one thing.
@@ -28,12 +29,13 @@ _MEMBER = re.compile(
     rf"{_NAME} ?(?:\\in(?![a-z])|∈) ?"
     r"(?:\\(?:mathbb|Bbb) ?\{? ?(?P<letter>[NZQR]) ?\}?|(?P<sign>[ℕℤℚℝ]))"
     r"(?: ?(?:\^ ?\{? ?(?P<power>[+-]) ?\}?|(?P<raised>[⁺⁻])"
-    r"|_ ?\{? ?(?P<below>>|<|\\geq?|≥) ?0 ?\}?))?"
+    r"|(?P<index>_ ?\{? ?(?P<below>>|<|\\geq?|≥)? ?0 ?\}?)))?"
 )
-_WORDS = r"(?P<words>(?:[a-z-]{4,11} ){0,2}(?:integer|number)s?)"
-_IS = re.compile(rf"{_NAME} (?:is|being) (?:an? |any |some )?{_WORDS}")
+_WORDS = r"(?P<words>(?:[a-z-]{4,11} ){0,2}(?:integer|number|constant)s?)"
+_IS = re.compile(rf"{_NAME} (?:(?:is|being) (?:an? |any |some )?|an? |any |some ){_WORDS}")
 _OF = re.compile(
-    rf"{_WORDS} {_NAME}(?: ?(?P<sign>{_SIGN}) ?(?P<number>-?[0-9]{{1,9}}))?", re.IGNORECASE
+    rf"(?:an? |any |some )?{_WORDS} {_NAME}(?: ?(?P<sign>{_SIGN}) ?(?P<number>-?[0-9]{{1,9}}))?",
+    re.IGNORECASE,
 )
 _COUNTED = re.compile(
     rf"{_NAME} ?= ?(?P<first>[0-9]{{1,3}}), ?(?P<second>[0-9]{{1,3}})"
@@ -41,6 +43,7 @@ _COUNTED = re.compile(
 )
 _PERIOD = re.compile(r"\\(?:pi|circ|deg)|[°π]")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_COUNTERS = frozenset("nmk")
 _FIXED = "v"
 """A letter that no comparison takes for any integer."""
 _AND = re.compile(r" ?, ?(?:and )?| and ")
@@ -57,6 +60,7 @@ _SETS = {
     "Z": "integers", "N": "naturals", "R": "reals", "Q": "rationals", "ℤ": "integers",
     "ℕ": "naturals", "ℝ": "reals", "ℚ": "rationals", "integer": "integers",
     "natural number": "naturals", "real number": "reals", "rational number": "rationals",
+    "number": "reals", "constant": "reals", "real constant": "reals",
 }  # fmt: skip
 
 
@@ -68,6 +72,12 @@ class Domain(NamedTuple):
     """integers, naturals, reals or rationals; empty where the text says none."""
     bounds: frozenset[str]
     """Each a sign and a number; of integers without strict ones."""
+
+    def is_free_in(self, formula: str) -> bool:
+        """Whether it only says what the formula's letter counts, or that it is any real number."""
+        is_counter = self.numbers in ("integers", "naturals") or self.name in _COUNTERS
+        is_any = self.numbers in ("", "reals") and not self.bounds
+        return (is_counter or is_any) and self.name in _TOKEN.findall(formula)
 
 
 def may_state_domain(text: str) -> bool:
@@ -105,7 +115,8 @@ def split_domain(text: str) -> tuple[str, Domain | None]:
         if not tail.endswith(")"):
             return text, None
         tail = tail[:-1].rstrip()
-    domain = _read(tail)
+    is_any = bool(match["all"]) and re.fullmatch("[A-Za-z]", tail) is not None
+    domain = Domain(tail, "", frozenset()) if is_any else _read(tail)
     return (text, None) if domain is None else (match["formula"].strip(), domain)
 
 
@@ -130,8 +141,13 @@ def _condition(text: str) -> Domain | None:
     text = text.strip()
     member = _MEMBER.fullmatch(text)
     if member:
-        half = _HALVES[member["power"] or member["raised"] or member["below"] or ""]
-        numbers = _SETS[member["letter"] or member["sign"]]
+        from_zero = "≥" if member["index"] else ""
+        half = _HALVES[member["power"] or member["raised"] or member["below"] or from_zero]
+        numbers = (
+            "integers"
+            if from_zero and member["letter"] == "N"
+            else _SETS[member["letter"] or member["sign"]]
+        )
         return Domain(member["name"], numbers, frozenset({half} if half else ()))
     bound = _BOUND.fullmatch(text)
     if bound:
@@ -139,9 +155,9 @@ def _condition(text: str) -> Domain | None:
     words = _IS.fullmatch(text) or _OF.fullmatch(text)
     if words is None:
         return None
-    adjective, _, noun = words["words"].lower().removesuffix("s").partition(" ")
+    adjective, _, noun = _noun_of(words).partition(" ")
     if adjective not in _HALVES:
-        adjective, noun = "", words["words"].lower().removesuffix("s")
+        adjective, noun = "", _noun_of(words)
     if noun not in _SETS:
         return None
     half = _HALVES[adjective]
@@ -149,6 +165,10 @@ def _condition(text: str) -> Domain | None:
     if words.re is _OF and words["sign"]:
         bounds.add(_bound_of(words))
     return Domain(words["name"], _SETS[noun], frozenset(bounds))
+
+
+def _noun_of(words: re.Match[str]) -> str:
+    return words["words"].lower().removesuffix("s").removeprefix("arbitrary ")
 
 
 def _bound_of(match: re.Match[str]) -> str:

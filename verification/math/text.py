@@ -63,7 +63,8 @@ _DROPPED = {
 _COMMANDS = (
     dict.fromkeys(_SPACES, " ")
     | dict.fromkeys(_DROPPED, "")
-    | dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac")
+    | dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac", "\\nicefrac", "\\sfrac"], "\\frac")
+    | {f"\\var{name}": f"\\{name}" for name in ("theta", "phi", "epsilon", "rho", "sigma")}
     | dict.fromkeys(["\\dbinom", "\\tbinom"], "\\binom")
     | dict.fromkeys(["\\leq", "\\leqslant", "\\leqq"], "\\le")
     | dict.fromkeys(["\\geq", "\\geqslant", "\\geqq"], "\\ge")
@@ -146,7 +147,9 @@ _ALIASES = (
     )
     | dict.fromkeys(
         ["all real numbers", "all reals", "the real numbers", "real numbers", "all real x",
-         "all real values", "all real"],
+         "all real values", "all real", "any real number", "the set of all real numbers",
+         "the set of real numbers", "all real values of x", "every real number", "any real x",
+         "all real numbers x", "all values of x", "\\forall x\\in\\reals", "for all real x"],
         "\\reals",
     )
     | dict.fromkeys(

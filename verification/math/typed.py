@@ -1,30 +1,18 @@
-r"""Answers as people type them, and what they write around an answer.
+r"""Answers as people type them: names of letters and functions, sets, angles, rows of a matrix.
 
-Pure string code; runs in the verifier and its grading processes. `typed` works on one text:
-escaped LaTeX, Markdown, names of letters. `without_remarks` works on a pair, because a domain is a
-remark only where the other text has none.
+Pure string code; runs in the verifier and its grading processes. `typed` works on one text, the
+functions below it on a pair.
 """
 
 import functools
 import re
 
-from verification.math.domains import may_state_domain
-from verification.math.phrasing import TEXT, bare_words
+from verification.math.markup import unescaped, without_markup
+from verification.math.number_sets import spell_sets
+from verification.math.phrasing import bare_words
 
 # --- one text -------------------------------------------------------------------------------------
 
-_RUN = re.compile(r"\\+")
-_ESCAPED = re.compile(
-    r"\\\\(?:[{}$%]|\(.{0,1000}\\\\\)|\[.{0,1000}\\\\\]|(?:[dt]?frac|sqrt|pi|text|left|le|leq|ge|geq"
-    r"|ne|neq|infty|boxed|begin|pm|mp|angle|triangle|mathbb|mathrm|cos|sin|tan|ln|log|cdot|times|cup"
-    r"|cap|in|theta|alpha|beta|gamma|lambda|omega|phi|circ|binom|overline|quad|det)(?![A-Za-z]))",
-    re.DOTALL,
-)
-_STRONG = re.compile(
-    r"(?<![0-9A-Za-z)}\]*])(\*\*|__)(?=[^\s*_])([^*_]{1,200}(?:[*_][^*_]{1,200}){0,9})\1"
-    r"(?![0-9A-Za-z({\[\\*])"
-)
-_AROUND = ("```", "`", "**", "__", "*", "_")
 _GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|upsilon|phi"
     "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega"
@@ -32,7 +20,8 @@ _GREEK = (
 _MARKED = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf|mathbf)[a-z]*\*? ?\{[^{}]*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _KNOWN = re.compile(
-    rf"{_GREEK}|sqrt|cbrt|infinity|infty|union|degrees|radians|arcsin|arccos|arctan"
+    rf"{_GREEK}|[sS]qrt|cbrt|d?t?frac|infinity|infty|union|degrees|radians|(?:arc)?(?:sin|cos|tan)h?"
+    r"|binom(?:ial)?|comb"
 )
 _LETTER = re.compile(rf"(?<![\\A-Za-z])({_GREEK}|pi|Pi)(?![A-Za-z])")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
@@ -44,6 +33,17 @@ _MEMBER_OF = re.compile(
     rf"^(\\?(?:{_GREEK})|[A-Za-z](?:_[0-9A-Za-z])?) in ?"
     r"(?:(?=[(\[]|\\\{|\\left|\\mathbb)|\{(?P<items>[^{}]{1,200})\}$)"
 )
+# Program names of functions, and LaTeX's without the backslash.
+_CAPITAL = re.compile(r"(?<![\\A-Za-z])(Sqrt|Abs|Ln|Log|Exp|Sin|Cos|Tan|Max|Min)(?=\()")
+_COMMAND_TYPED = re.compile(r"(?<![\\A-Za-z])([dt]?frac|sqrt)(?= ?\{|(?<=sqrt)\[)")
+_FUNCTION_TYPED = re.compile(
+    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|(?:sin|cos|tan|cot)h?|csc|ln|lg|log)"
+    r"(?= ?[|0-9^√\\]| [A-Za-z](?![A-Za-z]) ?(?:[-+*/^)=|,]|$)|[xy](?![A-Za-z(]))"
+)
+_LOG_OF_PROGRAMS = re.compile(r"(?<![\\A-Za-z])log(2|10)(?= ?\()")
+_BINOMIAL = re.compile(
+    r"(?<![\\A-Za-z])(?:binom(?:ial)?|n?[cC]omb|nCr|choose) ?\(([^(),]{1,40}),([^(),]{1,40})\)"
+)
 _LOG = re.compile(
     r"(?<![\\A-Za-z])([A-Za-z]?)log ?_ ?"
     r"(?:([0-9]{1,9})(?= ?\(| [0-9A-Za-z\\])|(?=\{|[A-Za-z](?![A-Za-z])))"
@@ -52,54 +52,101 @@ _UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
 _CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
 _ABSOLUTE = re.compile(r"(?<![\\A-Za-z])abs ?\(([^()]{1,100})\)")
+_MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|dots|\.\.\.")
 _EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
-_ANGLE = re.compile(r"(?<![\\A-Za-z])(angle|triangle) (?=[A-Z]{1,3}(?![A-Za-z]))")
+_SIGNS = {
+    "∠": "\\angle ", "△": "\\triangle ", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "≔": "=",
+}  # fmt: skip
+_SIGN = re.compile(f"[{''.join(_SIGNS)}]")
+_LOW_DIGITS = re.compile(r"(?<=log)[₀-₉]{1,9}")
+_ANGLE = re.compile(
+    r"(?:\\text\{ ?(?P<marked>angle|triangle) ?\} ?|(?<![\\A-Za-z])(?P<bare>angle|triangle) )"
+    r"(?=[A-Z]{1,3}(?![A-Za-z]))"
+)
+_HAT = re.compile(r"\\widehat ?(?=\{ ?[A-Z]{3} ?\})")
+_DELTA = re.compile(r"\\Delta ?(?=[A-Z]{3}(?![A-Za-z]))")
+_MEASURE = re.compile(r"m ?(\\angle ?\{?[A-Z]{1,3}\}?)")
 _ANGLE_ENDS = re.compile(r"\\angle ?\{?([A-Z])([A-Z])([A-Z])(?![A-Za-z])\}?")
-
-
-def unescaped(text: str) -> str:
-    """The text with single backslashes, if all were doubled."""
-    if "\\\\" not in text or not _ESCAPED.search(text):
-        return text
-    if any(len(run) % 2 for run in _RUN.findall(text)):
-        return text
-    return _RUN.sub(lambda run: "\\" * (len(run[0]) // 2), text)
-
-
-def without_markdown(text: str) -> str:
-    """The text without stars, underscores and backquotes that set it in bold or as code."""
-    if not any(mark in text for mark in "*_`"):
-        return text
-    text = _STRONG.sub(r"\2", text.strip())
-    for mark in _AROUND:
-        inner = text[len(mark) : -len(mark)]
-        is_whole = text.startswith(mark) and text.endswith(mark) and mark[0] not in inner
-        if is_whole and inner.strip():
-            return inner.strip()
-    return text
 
 
 @functools.lru_cache(maxsize=1024)
 def typed(text: str) -> str:
     """The text with escapes, Markdown and typed names as LaTeX."""
-    text = without_markdown(unescaped(text))
-    if "∠" in text or "△" in text:
-        text = text.replace("∠", "\\angle ").replace("△", "\\triangle ")
-    if "angle" in text:
-        text = _ANGLE.sub(r"\\\1 ", text)
-        text = _ANGLE_ENDS.sub(_order_ends, text)
+    text = without_markup(unescaped(text))
+    if not text.isascii():
+        text = _SIGN.sub(lambda match: _SIGNS[match[0]], _LOW_DIGITS.sub(_spell_low_log, text))
+    if "angle" in text or "Delta" in text or "widehat" in text:
+        text = _with_triangles(text)
+    if ":=" in text or "\\colon" in text or "\\equiv" in text or "\\mapsto" in text:
+        text = _with_equals_sign(text)
     if "+" in text:
         text = _EITHER_SIGN.sub(r"\\pm ", text)
-    if any(mark in text for mark in ("Z", "R", "ℤ", "ℝ", "integers")):
-        text = half_sets(text)
+    if _MAY_BE_SET.search(text):
+        text = spell_sets(text)
     if not _NAMES_TYPED.search(text):
         return text
     return _spell_names(text)
 
 
+def _with_triangles(text: str) -> str:
+    """The text with one spelling of angles and triangles."""
+    if "\\Delta" in text:
+        text = _DELTA.sub(r"\\triangle ", text)
+    if "\\widehat" in text:
+        text = _HAT.sub(r"\\angle ", text)
+    if "angle" not in text:
+        return text
+    text = _ANGLE_ENDS.sub(_order_ends, _ANGLE.sub(_spell_angle, text))
+    measure = _MEASURE.fullmatch(text)
+    return measure[1] if measure else text
+
+
+_IS = re.compile(
+    r"(?P<name>[A-Za-z](?:_[0-9])?) ?(?:\\text ?\{ ?)?"
+    r"(?:(?<![A-Za-z])is(?: equal to)?|equals) ?\}? ?"
+    r"(?P<value>(?:[-0-9.($]|\\(?:[dt]?frac|sqrt|pi)(?![a-z])).{0,200})"
+)
+_COMPARED = re.compile(
+    r"(?P<name>[A-Za-z](?:_[0-9])?) ?(?:\\text ?\{ ?)?(?:is )?(?:strictly )?"
+    r"(?P<sign>greater|larger|less|smaller) than(?P<equal> or equal to)? ?\}? ?"
+    r"(?P<value>[-0-9.\\].{0,99})"
+)
+_DEFINED = re.compile(r":=|\\(?:coloneqq?|colonequals)(?![a-z]) ?")
+_IDENTICAL = re.compile(r"(?P<head>[A-Za-z]\([a-z]\)) ?\\equiv(?![a-z]) ?(?!.*mod)")
+_MAPPED = re.compile(
+    r"(?:(?P<head>[A-Za-z]) ?: ?)?(?P<name>[a-z]) ?\\mapsto(?![a-z]) ?(?P<value>.+)"
+)
+
+
+def _with_equals_sign(text: str) -> str:
+    """`x := 5`, `f: x \\mapsto 2x` and `f(x) \\equiv 2x` as equations."""
+    text = _DEFINED.sub("=", text)
+    if "\\equiv" in text:
+        return _IDENTICAL.sub(r"\g<head>=", text)
+    if "\\mapsto" in text:
+        mapped = _MAPPED.fullmatch(text)
+        text = f"{mapped['head'] or 'f'}({mapped['name']})={mapped['value']}" if mapped else text
+    return text
+
+
+def _with_sign_for_words(text: str) -> str:
+    """`x is 5` and `x is greater than 5` with signs."""
+    stated, compared = _IS.fullmatch(text), _COMPARED.fullmatch(text)
+    if compared:
+        sign = (">" if compared["sign"] in ("greater", "larger") else "<") + "=" * bool(
+            compared["equal"]
+        )
+        return f"{compared['name']}{sign}{compared['value']}"
+    return f"{stated['name']}={stated['value']}" if stated else text
+
+
 def with_letters(problem: str) -> str:
     """A problem with every typed name of a letter as LaTeX."""
     return _LETTER.sub(lambda match: f"\\{match[0]} ", problem)
+
+
+def _spell_angle(match: re.Match[str]) -> str:
+    return f"\\{match['marked'] or match['bare']} "
 
 
 def _order_ends(match: re.Match[str]) -> str:
@@ -108,6 +155,8 @@ def _order_ends(match: re.Match[str]) -> str:
 
 
 def _spell_names(text: str) -> str:
+    if "is" in text or "equals" in text or "than" in text:
+        text = _with_sign_for_words(text)
     outside = _MARKED.sub(" ", text)
     is_prose = any(not _KNOWN.fullmatch(word) for word in _WORD.findall(outside))
     kept: list[str] = []
@@ -116,12 +165,14 @@ def _spell_names(text: str) -> str:
         kept.append(match[0])
         return f"\0{len(kept) - 1}\0"
 
-    text = _MARKED.sub(keep, text.replace("\0", ""))
+    masked = _MARKED.sub(keep, text.replace("\0", ""))
+    if not _NAMES_TYPED.search(masked):
+        return text
+    text = masked
     text = _MEMBER_OF.sub(_spell_member, text) if " in" in text else text
-    if "log" in text:
-        text = _LOG.sub(_spell_log, text)
-    text = _UNION.sub(r"\\cup ", _INFINITY.sub(r"\\infty ", text))
-    text = _ABSOLUTE.sub(r"|\1|", _CUBE_ROOT.sub(r"\\sqrt[3]{\1}", _ROOT.sub(r"\\sqrt{\1}", text)))
+    for marks, pattern, spelling in _TYPED if is_prose else _TYPED_FORMULAS + _TYPED:
+        if any(mark in text for mark in marks):
+            text = pattern.sub(spelling, text)
     letters = _PI if is_prose else _LETTER
     text = letters.sub(
         lambda match: f"\\{match[0].lower() if match[0] == 'Pi' else match[0]} ", text
@@ -129,10 +180,8 @@ def _spell_names(text: str) -> str:
     return re.sub("\0([0-9]+)\0", lambda match: kept[int(match[1])], text)
 
 
-def _spell_member(match: re.Match[str]) -> str:
-    """`x in {1,2}` with LaTeX's sign and braces, where it begins the text."""
-    items = match["items"]
-    return f"{match[1]} \\in " + (f"\\{{{items}\\}}" if items else "")
+def _spell_function(match: re.Match[str]) -> str:
+    return f"\\{match[1]} "
 
 
 def _spell_log(match: re.Match[str]) -> str:
@@ -141,126 +190,40 @@ def _spell_log(match: re.Match[str]) -> str:
     return f"{match[1]}\\log_{base}"
 
 
-_POSITIVE = re.compile(
-    r"(?:\\(?:mathbb|Bbb) ?\{? ?(?P<letter>[ZR]) ?\}?|(?P<sign>[ℤℝ])"
-    r"|\\(?P<short>[ZR])(?![A-Za-z]))"
-    r" ?(?:\^ ?\{? ?(?P<power>[+-]) ?\}?|(?P<raised>[⁺⁻])"
-    r"|_ ?\{? ?(?:(?P<below>[<>]) ?0|(?P<index>[+-])) ?\}?)"
+# A pattern is tried where one of its marks occurs: a replacement with groups is compiled each time.
+_TYPED = (
+    (("Sq", "Abs", "Ln", "Log", "Exp", "Sin", "Cos", "Tan", "Max", "Min"), _CAPITAL,
+     lambda match: match[0].lower()),
+    (("log",), _LOG, _spell_log),
+    (("inf", "oo"), _INFINITY, r"\\infty "),
+    (("U", "u"), _UNION, r"\\cup "),
+    (("sqrt",), _ROOT, r"\\sqrt{\1}"),
+    (("cbrt",), _CUBE_ROOT, r"\\sqrt[3]{\1}"),
+    (("abs",), _ABSOLUTE, r"|\1|"),
+)  # fmt: skip
+_TYPED_FORMULAS = (
+    (("log2", "log10"), _LOG_OF_PROGRAMS, r"\\log_{\1}"),
+    (("frac", "sqrt"), _COMMAND_TYPED, r"\\\1"),
+    (("sin", "cos", "tan", "cot", "csc", "ln", "lg", "log"), _FUNCTION_TYPED, _spell_function),
+    (("binom", "omb", "nCr", "choose"), _BINOMIAL, r"\\binom{\1}{\2}"),
 )
-_POSITIVE_WORDS = re.compile(
-    r"(?:\\text\{)?(?:the )?(?:set of )?(?:all )?(positive|negative) integers\}?", re.IGNORECASE
-)
-_MEMBER = re.compile(r"[A-Za-z] ?\\in ?")
 
 
-def half_sets(text: str) -> str:
-    """The text with one spelling for positive and negative integers and real numbers."""
-    words = _POSITIVE_WORDS.fullmatch(text.strip())
-    if words:
-        return "\\integers^{+}" if words[1].lower() == "positive" else "\\integers^{-}"
-    whole = _POSITIVE.fullmatch(_MEMBER.sub("", text.strip(), count=1))
-    if whole is None:
-        return text
-    mark = whole["power"] or whole["below"] or whole["index"] or whole["raised"]
-    is_positive = mark in "+>⁺"
-    if (whole["letter"] or whole["sign"] or whole["short"]) in "Zℤ":
-        return "\\integers^{+}" if is_positive else "\\integers^{-}"
-    return "(0,\\infty)" if is_positive else "(-\\infty,0)"
+def _spell_low_log(match: re.Match[str]) -> str:
+    """`log₂3` to base 2."""
+    return f"_{{{''.join(chr(ord(digit) - 0x2050) for digit in match[0])}}}"
+
+
+def _spell_member(match: re.Match[str]) -> str:
+    """`x in {1,2}` with LaTeX's sign and braces, where it begins the text."""
+    items = match["items"]
+    return f"{match[1]} \\in " + (f"\\{{{items}\\}}" if items else "")
 
 
 # --- a pair ---------------------------------------------------------------------------------------
 
-_SET_WORDS = (
-    r"(?:a|an|any|some|arbitrary|positive|nonnegative|non-negative|natural|real|whole|integers?"
-    r"|numbers?|constants?)"
-)
-_NAMES = r"[A-Za-z](?:_[0-9])?(?:(?:, ?| and )[A-Za-z](?:_[0-9])?){0,3}"
-_DOMAIN = re.compile(
-    rf" ?,? ?(?:(?:where|with) {_NAMES} (?:is|are|being)(?: {_SET_WORDS}){{1,5}}"
-    rf"|(?:where|for)(?: all| any| every)?(?: {_SET_WORDS}){{1,4}} [A-Za-z]"
-    r"|(?:, ?|,? ?(?:where|for)(?: all| any| every)? )(?P<name>[nmk]) ?"
-    r"(?:(?:\\geq?(?![a-z])|>=?|≥) ?[0-9]{1,9}"
-    r"|(?:\\in|∈) ?(?:\\(?:mathbb|Bbb) ?\{? ?[NZ] ?\}?|[ℕℤ])"
-    r"(?: ?(?:\^\{?\+\}?|⁺))?)"
-    r"|(?:, ?|,? ?(?:where|for) )(?P<other>[A-Za-z]) ?(?:\\neq?(?![a-z])|!=|≠) ?-?[0-9]{1,3})\.?$"
-)
-_ANY_REMARK = re.compile(
-    r"where|for|with|since|because|ing |reject |only|, ?[a-z] ?[\\>≥≠∈!]"
-    r"|^\W{0,3}[ynft][eora]|\\text ?\{ ?[ynft][eora]",
-    re.IGNORECASE,
-)
-_REASON = re.compile(
-    r"(?: ?,? (?:since|because) | ?\( ?(?:rejecting|reject|discarding|ignoring|since|because) )"
-    r"(?P<why>[^()]{1,300})\)?$"
-)
-_ONLY = re.compile(
-    r" ?\(?,? ?(?:the )?only(?: (?:solution|answer|value))?\)?$"
-    r"|^only (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))|(?: is the only (?:solution|answer|value))$"
-)
-_FORMULA = re.compile(r"[^,;<>]{1,300}")
-_ANY_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|mathbf|mbox) ?\{([^{}]*)\}")
-_SAID = re.compile(
-    r"(yes|no|true|false)(?: ?[,.;:!] ?| [-–—] | (?=it (?:is|does|can)(?![a-z])))(.{1,200})",
-    re.IGNORECASE | re.DOTALL,
-)
-_DOUBT = re.compile(
-    r"(?<![a-z])(?:yes|true|false|wrong|but|however|unless|except|if|only|or|maybe|perhaps|untrue"
-    r"|incorrect|fails?|depends?|depending|sometimes|unlikely|unclear|unknown|otherwise|though"
-    r"|although|contradiction|instead|sorry|actually|wait"
-    r"|not (?:impossible|never|un[a-z]+))(?![a-z])"
-)
-_ANSWERS = frozenset({"yes", "no", "true", "false"})
-_DENIAL = re.compile(r"(?<![a-z])(?:not|no|never|none|impossible|cannot|neither|nor)(?![a-z])|n't")
-_HEDGE = re.compile(r"(?<![a-z])(?:or|maybe|perhaps|not|but)(?![a-z])", re.IGNORECASE)
 _FUNCTION = re.compile(r"\$?[A-Za-z]\(x\) ?= ?([^=]{1,500})")
 _GRAPH = re.compile(r"\$?y ?= ?([^=y]{1,500})")
-_SECOND = re.compile(
-    r"(?P<one>[^,;()]{1,100}?),? ?\(?(?:or|i\.e\.,?|that is,?) (?P<two>[^,;()]{1,100}?)\)?"
-)
-
-
-def without_remarks(text: str, other: str) -> str:
-    """The text without a domain, reason or `only` behind its value, if the other has none."""
-    if not _ANY_REMARK.search(text):
-        return text
-    said = _SAID.fullmatch(" ".join(_ANY_TEXT.sub(r" \1 ", text).replace("$", "").split()))
-    if said and _ANY_TEXT.sub(r"\1", other).strip(" .$").lower() in _ANSWERS:
-        return said[1] if _agrees(said[1].lower(), said[2].lower()) else text
-    bare = bare_words(text)
-    for pattern in (_DOMAIN, _REASON, _ONLY):
-        match = pattern.search(bare)
-        if match is None or pattern.search(" ".join(TEXT.sub(r" \1 ", other).split())):
-            continue
-        if pattern is _DOMAIN and may_state_domain(other):
-            continue
-        rest = (bare[: match.start()] + bare[match.end() :]).strip(" ,")
-        if _may_stand(pattern, match, rest):
-            return rest
-    return text
-
-
-def _may_stand(pattern: re.Pattern[str], match: re.Match[str], rest: str) -> bool:
-    if pattern is not _DOMAIN:
-        return bool(rest) and not _HEDGE.search(rest) or (pattern is _ONLY and " or " not in rest)
-    name = match["name"] or match["other"]
-    is_about = (
-        name is None or re.search(rf"(?<![A-Za-z\\]){name}|(?<=[0-9]){name}", rest) is not None
-    )
-    return is_about and _FORMULA.fullmatch(rest) is not None and not _HEDGE.search(rest)
-
-
-def _agrees(word: str, rest: str) -> bool:
-    if _DOUBT.search(rest):
-        return False
-    return bool(_DENIAL.search(rest)) == (word == "no") or rest.startswith(("since ", "because "))
-
-
-def second_form(text: str) -> tuple[str, str] | None:
-    """The two forms of `1/2 or 0.5`; None where the text has one form."""
-    if "or" not in text and "i.e." not in text and "that is" not in text:
-        return None
-    match = _SECOND.fullmatch(bare_words(text))
-    return None if match is None or match["one"] == match["two"] else (match["one"], match["two"])
 
 
 def as_functions(first: str, second: str) -> tuple[str, str]:
