@@ -75,7 +75,7 @@ class Node:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step has ended since the launcher's start, as far as this node knows."""
+        """Whether training has a step to save; only the first node knows when it has none."""
         return True
 
     def role(self, name: str) -> str:
@@ -175,8 +175,8 @@ class FirstNode(Node):
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step has ended since the launcher's start."""
-        return bool(self.view.state.steps)
+        """Whether a step has ended since the launcher's start, and training is not over."""
+        return self.stop.is_training and bool(self.view.state.steps)
 
     def look(self) -> None:
         """As on every node; then show new metrics. Also raises FolderTaken."""
@@ -250,7 +250,7 @@ def first_node(
 
 def orderly_stop(config: Config) -> OrderlyStop:
     """What a signal to the launcher of a vital node does."""
-    return OrderlyStop(config.run.dir, config.checkpoint.stop_timeout_s)
+    return OrderlyStop(config.run.dir, config.checkpoint.stop_timeout_s, config.train.steps)
 
 
 def open_supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Supervisor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cli.command_line.command import PROGRAM
-from megatron_rl.cli.command_line.printing import printable
+from megatron_rl.cli.command_line.printing import outlive_terminal, printable
 from megatron_rl.protocol.failure import Failure
 from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -60,7 +60,8 @@ def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda
     """
     log = logging.getLogger(PROGRAM)
     try:
-        work()
+        with outlive_terminal():
+            work()
     except Interrupted as stop:
         log.error("%s", f"ended by signal {int(str(stop.code)) - 128}. {last_words()}".rstrip())
         raise

@@ -106,9 +106,9 @@ class StallDeadline:
     @property
     def dismissal_s(self) -> float:
         """Limit for trainer ranks to ask once more after the end of training."""
-        # The last checkpoint is copied between the last weight sync and the last request.
-        checkpoint = self._config.checkpoint
-        return _DISMISS_S + (checkpoint.write_timeout_s if checkpoint.every_steps else 0.0)
+        # The last checkpoint is copied between the last weight sync and the last request. A run
+        # that is asked to stop has one whatever its configuration says.
+        return _DISMISS_S + self._config.checkpoint.write_timeout_s
 
     def check(self, now: float, *, is_work_out: bool, state: str) -> None:
         """Raise DeadlineExceeded, with the state of the queue, when nothing moved for too long.

@@ -100,6 +100,7 @@ def train(
             batches.announce(step, is_final=step == steps.stop)
         trainer.write_record(batch.step)
         checkpoints.save_if_due(step, trainer)
+        checkpoints.save_last_if_asked(step, trainer)
         metrics.add_entries(batch.metrics)
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
     if step < steps.stop:

@@ -4,10 +4,14 @@ Used by commands, the launcher and views of a run. One thread: a bar is drawn on
 reports `(done, total)`.
 """
 
+import contextlib
+import errno
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -37,6 +41,41 @@ def say(console: Console, *lines: str) -> None:
     """Print lines unchanged: rich does not wrap or color them, and reads no markup."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def outlive_terminal() -> Iterator[None]:
+    """Go on without output, inside, when the terminal or the reader of a pipe is gone."""
+    with contextlib.redirect_stdout(_LastingOutput(sys.stdout)):
+        yield
+
+
+class _LastingOutput:
+    """Standard output that turns to nowhere when it is closed at the other end."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._file.flush)
+
+    def _do(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            # Python flushes what is left when it ends, which must not fail either.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
 
 
 @contextmanager

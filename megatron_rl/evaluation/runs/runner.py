@@ -27,6 +27,7 @@ from megatron_rl.launcher.dry_run_text import NOTHING, evaluation_lines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import prepare_run_folder
 from megatron_rl.launcher.run_folder import CONFIG, locked
+from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.rollout_queue.evaluation import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
 from megatron_rl.data.prompts import prompts_of_run
@@ -61,6 +62,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     with locked(config.run.dir) as lock:
         # Again: another launcher may have changed the folder before this one got the lock.
         is_again = _check_earlier(config, label)
+        clear_stop(config.run.dir)
         missing = _missing(config, label, sets)
         if is_again:
             say(console, _again_text(config, missing))

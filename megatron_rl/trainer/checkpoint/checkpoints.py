@@ -23,6 +23,7 @@ from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import (
@@ -161,6 +162,15 @@ class Checkpoints:
         if step != self._newest_step:
             self._await_save()
             self._start(step, trainer)
+
+    def save_last_if_asked(self, step: int, trainer: Trainer) -> None:
+        """Save after the last step, if the run is asked to stop: its last evaluation may be lost.
+
+        Raises InputError, DeadlineExceeded as `save_if_due`.
+        """
+        is_last = step == self._last_step
+        if is_last and self._control.share(is_stop_requested(self._run_dir), bool):
+            self.save_at_stop(step, trainer)
 
     def is_due(self, step: int) -> bool:
         """Whether batch number `step` is followed by a checkpoint or an export; on every rank."""

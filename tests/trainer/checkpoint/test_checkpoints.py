@@ -26,6 +26,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     read_queue_state,
 )
 from megatron_rl.protocol.queue_state import PromptCursor, QueueState
+from megatron_rl.protocol.stop_request import clear_stop, request_stop
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint import background_save
 from megatron_rl.trainer.checkpoint.background_save import SavePlans
@@ -151,6 +152,29 @@ def test_due_steps_and_the_last_one_are_saved_and_old_ones_go(model: Path, tmp_p
     # Both replicas wrote a part of what they hold in common.
     sizes = [(folder / "step_000007" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert max(sizes) < 2 * min(sizes)
+
+
+def saved_when_asked(cfg: Config) -> list[bool]:
+    """Whether a checkpoint follows the last step but one, the last step, and the last one again."""
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy, last_step=7)
+        found = []
+        for step, is_asked in ((6, True), (7, False), (7, True)):
+            if is_asked and dist.get_rank() == 0:
+                request_stop(cfg.run.dir)
+            with checkpoints:
+                checkpoints.save_if_due(step, trainer)
+                checkpoints.save_last_if_asked(step, trainer)
+            found.append(bool(complete_checkpoints(cfg.run.dir / CHECKPOINTS)))
+            dist.barrier()
+            clear_stop(cfg.run.dir)
+    return found
+
+
+def test_the_last_step_is_saved_when_the_run_is_asked_to_stop(model: Path, tmp_path: Path) -> None:
+    # Rank 0 alone sees the request, as on a file system that shows a file late.
+    cfg = config(model, tmp_path, "checkpoint.every_steps=0", "parallel.data=2")
+    assert run_ranks(saved_when_asked, 2, cfg) == [[False, False, True]] * 2
 
 
 def slow_writer(cfg: Config) -> list[Any]:
