@@ -5,7 +5,9 @@ Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the 
 the longest first, because workers take one file after the other. Tests marked `gpu` have more time.
 """
 
+import subprocess
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,18 @@ kernels when they first use them."""
 def nothing_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run a role in this process do not tell those after them that a run has begun."""
     monkeypatch.setattr(process._Progress, "has_started", False)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
