@@ -1,6 +1,5 @@
 """A queue that is killed at any moment continues as if nothing had happened."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
 from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import References
+from tests.full_disk import fill_disk
 from tests.rollout_queue.played_queue import PlayedQueue
 
 LABEL = "secret.train"
@@ -124,9 +124,8 @@ class Cramped(Mortal):
         self.passes += 1
         if self.passes % 5 == 0:
             return super().outgoing(now)
-        disk, filler = os.statvfs(self._folder), self._folder / "filler"
         left = max(40_000, self.ledger._state_bytes // 2)
-        filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - left))
+        filler = fill_disk(self._folder, left_bytes=left)
         try:
             return super().outgoing(now)
         finally:
@@ -211,8 +210,7 @@ def test_a_disk_without_room_for_a_state_ends_the_queue_after_the_limit(
     (tmp_path / "run" / "ledger").symlink_to(small_disk)
     queue = PlayedQueue(tmp_path / "run", judge, held_out=6, train={"steps": 6})
     mortal = Mortal(queue, NEVER)
-    disk = os.statvfs(small_disk)
-    (small_disk / "filler").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 16_384))
+    fill_disk(small_disk, left_bytes=16_384)
     began = time.monotonic()
     with pytest.raises(InputError, match=r"ledger could not be written for 1 s: No space left"):
         while time.monotonic() < began + 30:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
@@ -203,8 +204,10 @@ def save_hf(
         for _ in tensors:
             pass
     else:
-        with staged(folder, replaces=replaces) as staging:
-            write_tensors(staging, tensors, shard_bytes)
+        # The others wait for patience_s: the error of rank 0, which names the cause, comes first.
+        limit_s = 0.9 * patience_s
+
+        def write_rest() -> None:
             copy_files(carried_files(source), staging)
             if chat_template:
                 # transformers prefers this file to the template in tokenizer_config.json.
@@ -213,4 +216,8 @@ def save_hf(
                 write_ends(ends, staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
+
+        with staged(folder, replaces=replaces) as staging:
+            write_tensors(staging, tensors, shard_bytes, limit_s=limit_s)
+            write_when_room(staging, write_rest, limit_s=limit_s)
     calls.end()
