@@ -5,7 +5,10 @@ Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the 
 the longest first, because workers take one file after the other. Tests marked `gpu` have more time.
 """
 
+import os
+import subprocess
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,29 @@ kernels when they first use them."""
 def nothing_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run a role in this process do not tell those after them that a run has begun."""
     monkeypatch.setattr(process._Progress, "has_started", False)
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of some MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size_mib: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("this user may not mount a file system")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(make_disk: Callable[[int], Path]) -> Path:
+    """A file system of 1 MiB."""
+    return make_disk(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

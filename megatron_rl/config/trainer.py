@@ -231,6 +231,11 @@ class TrainConfig(Section):
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""
 
+    @property
+    def disk_wait_s(self) -> float:
+        """Longest time that a rank waits for room on a disk: less than the others wait for it."""
+        return 0.9 * self.collective_timeout_s
+
     @model_validator(mode="after")
     def _check_profile(self) -> Self:
         _check_window("train.profile_steps", self.profile_steps)

@@ -17,6 +17,7 @@ from megatron_rl.protocol.render import Conversation, open_renderer
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
+from megatron_rl.protocol.whole_file import write_whole
 
 DROPPED = "prompts_dropped.jsonl"
 _RENDER_S = 900.0
@@ -103,7 +104,7 @@ def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:
     """Write the file, or remove it without dropped prompts."""
     path = run_dir / DROPPED
     if dropped:
-        path.write_bytes(msgspec.json.Encoder().encode_lines(dropped))
+        write_whole(path, msgspec.json.Encoder().encode_lines(dropped))
     else:
         path.unlink(missing_ok=True)
 

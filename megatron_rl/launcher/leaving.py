@@ -12,6 +12,7 @@ from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.process import ENDING_SIGNALS, Interrupted
 from megatron_rl.protocol.stop_request import has_stopped
 
+
 class HasLeft(Exception):
     """The node has left the run."""
 

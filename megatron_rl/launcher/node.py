@@ -29,6 +29,7 @@ from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gp
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.protocol.disk_room import WriteFailed
 from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, NODES, JsonlWriter
 from megatron_rl.protocol.node_messages import RoleRestart
 
@@ -202,8 +203,12 @@ class FirstNode(Node):
         self._write(values)
 
     def _write(self, values: dict[str, float | str]) -> None:
-        with closing(JsonlWriter(self.run_dir / "metrics.jsonl", "launch")) as metrics:
-            metrics.write(self.view.last_step, values)
+        try:
+            with closing(JsonlWriter(self.run_dir / "metrics.jsonl", "launch")) as metrics:
+                metrics.write(self.view.last_step, values)
+        except WriteFailed as error:
+            # The launcher watches the roles, and waits for no disk.
+            log.warning("the row %s is lost: %s", values, error.fault)
 
     def show(self, text: str) -> None:
         """Show what the run does now."""

@@ -1,4 +1,4 @@
-"""The first node's knowledge of the other nodes: which are there, and what the run lacks without one.
+"""The first node's knowledge of the other nodes: who is there, what the run lacks without one.
 
 Used by `node_link.py`. No sockets, no clock: times are monotonic seconds.
 """

@@ -12,9 +12,9 @@ others follow (`node_link.py`).
 | end          | nothing                                                                         |
 
 A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
-remaining processes, and the next phase begins when all nodes have done so. Nodes that joined follow too. A
-generator, verifier or scorer that dies, and a queue of the training that is killed, are restarted by the rules of
-`restarts.py`; the death of any other role ends the run.
+remaining processes, and the next phase begins when all nodes have done so. Nodes that joined follow
+too. A generator, verifier or scorer that dies, and a queue or trainer that is killed, are restarted
+by the rules of `restarts.py`; the death of any other role ends the run.
 """
 
 import logging

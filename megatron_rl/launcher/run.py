@@ -33,9 +33,11 @@ from megatron_rl.launcher.run_folder import (
     set_aside,
     write_config,
 )
+from megatron_rl.observe.deaths import RunFailed
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.checkpoint_folder import step_of
+from megatron_rl.protocol.disk_room import WriteFailed, disk_faults_named, write_when_room
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
 from megatron_rl.protocol.ledger import FOLDER as LEDGER
 from megatron_rl.protocol.ledger import remove_segments
@@ -61,8 +63,9 @@ def run(config: Config, console: Console) -> None:
         console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:
         # Checked again: another launcher may have held the lock until now.
-        beginning = check_run_folder(config)
-        config = begin(config, beginning, prompts, console)
+        with disk_faults_named(config.run.dir):
+            beginning = check_run_folder(config)
+            config = begin(config, beginning, prompts, console)
         with first_node(config, console, lock) as node:
             lead(node, is_resumed=beginning.checkpoint is not None)
         conclude(config, node.wall_s, console)
@@ -109,14 +112,23 @@ def _resumption_text(config: Config, resumed: Path) -> str:
 
 
 def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:
-    """Write and print the summary of a run that has ended; wall_s: seconds by phase."""
+    """Write and print the summary of a run that has ended; wall_s: seconds by phase.
+
+    Raises RunFailed when the disk stays full.
+    """
     run_dir = config.run.dir
 
     def facts() -> RunFacts:
         return run_facts(config, run_dir, wall_s, find_export(run_dir))
 
     summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts())
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    path, content = run_dir / "summary.json", json.dumps(summary, indent=2) + "\n"
+    try:
+        write_when_room(
+            path, lambda: write_whole(path, content), limit_s=config.checkpoint.write_timeout_s
+        )
+    except WriteFailed as error:
+        raise RunFailed(str(error)) from error
     # Facts are read again, because the text names the summary too.
     text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
     say(console, "\n" + text)

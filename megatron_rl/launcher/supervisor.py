@@ -6,6 +6,7 @@ open, the launcher is a child subreaper: a grandchild whose parent died becomes 
 finds every descendant, and a role restarts only when nothing is left of its earlier session.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -44,6 +45,7 @@ from megatron_rl.observe.deaths import (
     explain_death,
     how_it_ended,
 )
+from megatron_rl.protocol.disk_room import disk_fault
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
 from megatron_rl.protocol.node_messages import RoleRestart
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
@@ -105,7 +107,7 @@ class Role:
 class Supervisor:
     """Owner of all children; a context manager that leaves none behind.
 
-    Once a role has started, refused input leaves the context as RunFailed.
+    Once a role has started, refused input and a failed disk leave the context as RunFailed.
     """
 
     log_dir: Path
@@ -142,6 +144,8 @@ class Supervisor:
             self.stop()
         finally:
             set_subreaper(False)
+        if isinstance(error, OSError):
+            error = disk_fault(error, self.log_dir)
         if self._has_started and isinstance(error, ConfigError | InputError | WireError):
             raise RunFailed(str(error)) from error
 
@@ -276,7 +280,8 @@ class Supervisor:
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         count = self.replicas.note_restart(rule, time.monotonic())
-        with role.log_path.open("a") as out:
+        # A full disk keeps no role from its restart.
+        with contextlib.suppress(OSError), role.log_path.open("a") as out:
             how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
         new = self.start(

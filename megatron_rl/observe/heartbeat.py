@@ -25,6 +25,7 @@ import msgspec
 import megatron_rl
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import LOST_FOLDER, WriteFailed
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 ALIVE = "alive.json"
@@ -39,6 +40,10 @@ _JOIN_S = 5.0
 _BYTES = 1024
 
 log = logging.getLogger(__name__)
+
+
+GONE_S = 60.0
+"""A run folder that is gone or read-only for this long ends the run."""
 
 
 class FolderTaken(DeadlineExceeded):
@@ -127,6 +132,10 @@ class Heartbeat(Closing):
         )
         self.phase = phase
         self._taken_by: Beat | None = None
+        self._fault: OSError | None = None
+        """Why the run folder is gone or read-only."""
+        self._fault_since = 0.0
+        """time.monotonic() of the first such error in a row."""
         try:
             self._write()
         except OSError as error:
@@ -136,7 +145,10 @@ class Heartbeat(Closing):
         self._thread.start()
 
     def check(self) -> None:
-        """Raise FolderTaken when another launcher has the folder."""
+        """Raise FolderTaken when another launcher has the folder, WriteFailed after GONE_S."""
+        fault = self._fault
+        if fault is not None and time.monotonic() - self._fault_since > GONE_S:
+            raise WriteFailed(self._path, fault, waited_s=GONE_S) from fault
         if self._taken_by is not None:
             raise FolderTaken(
                 f"{self._path.parent} was taken by another launcher "
@@ -153,11 +165,20 @@ class Heartbeat(Closing):
                     self._taken_by = there
                 if self._taken_by is None:
                     self._advance()
-                has_failed = False
+                has_failed, self._fault = False, None
             except (OSError, InputError) as error:
+                self._note_fault(error)
                 if not has_failed:
                     log.warning("cannot write the heartbeat %s: %s", self._path, error)
                 has_failed = True
+
+    def _note_fault(self, error: Exception) -> None:
+        """Files that are open hide that their folder is gone."""
+        if not isinstance(error, OSError) or error.errno not in LOST_FOLDER:
+            return
+        if self._fault is None:
+            self._fault_since = time.monotonic()
+        self._fault = error
 
     def _advance(self, *, has_ended: bool = False) -> None:
         self._beat = msgspec.structs.replace(

@@ -13,7 +13,6 @@ The threads share only SimpleQueues (`record_files.py` says why).
 """
 
 import atexit
-import contextlib
 import logging
 import logging.handlers
 import queue
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import LIMIT_S, WriteFailed
 from megatron_rl.protocol.metrics import JsonlWriter
 
 log = logging.getLogger(__name__)
@@ -44,37 +44,38 @@ class _BoundedLine(queue.SimpleQueue[Any]):
 
 
 class BackgroundJsonlWriter(JsonlWriter, Closing):
-    """A `JsonlWriter` that writes in a thread.
+    """A `JsonlWriter` that writes in a thread, which waits for room on a full disk."""
 
-    After a failed write nothing more is written, because the end of the file may be torn.
-    """
-
-    def __init__(self, path: Path, source: str) -> None:
-        super().__init__(path, source)
-        self._path = path
+    def __init__(self, path: Path, source: str, *, limit_s: float = LIMIT_S) -> None:
+        super().__init__(path, source, limit_s=limit_s)
         self._line = _BoundedLine()
         """None ends the thread."""
+        self._failure: WriteFailed | None = None
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def _append(self, row: str) -> None:
+    def _append(self, row: bytes) -> None:
+        """Queue a row. Raises WriteFailed after a row that could not be written."""
+        if self._failure is not None:
+            raise self._failure
         self._line.put_nowait(row)
 
     def _run(self) -> None:
         try:
             while (row := self._line.get()) is not None:
                 super()._append(row)
-            super().close()
-        except OSError as error:
-            log.error("no more metrics are written to %s: %s", self._path, error)
-            with contextlib.suppress(OSError):
-                # `close` tries to write the buffer again.
-                super().close()
+        except WriteFailed as error:
+            log.error("%s", error)
+            self._failure = error
 
     def close(self) -> None:
         """Write all waiting rows and close the file."""
         self._line.put_nowait(None)
         self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("%d metrics rows were lost: %s is slow", self._line.qsize(), self._path)
+            return
+        super().close()
         if self._line.dropped:
             log.warning("%d metrics rows were lost: %s is slow", self._line.dropped, self._path)
 

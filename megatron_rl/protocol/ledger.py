@@ -12,12 +12,11 @@ the frames of a received message. A kill can tear only the end of a log, which t
 the CRC leaves out frames of `APART_BYTES` and more, the token arrays.
 """
 
-import errno
+import contextlib
 import logging
 import os
 import re
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +24,8 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.frames import APART_BYTES, Frame
 from megatron_rl.protocol.whole_file import PRIVATE_FILE
 
@@ -34,14 +33,13 @@ log = logging.getLogger(__name__)
 
 FOLDER = "ledger"
 STATE, LOG = ".state", ".log"
-_NAME = re.compile(r"(\d{6,})\.state")
+_PARTIAL = ".partial"
+_NAME = re.compile(r"(\d{6,})\.(?:state|log|partial)")
 _HEAD = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
 _MOST_BUFFERS = 1_000
 """Buffers of one write call; Linux takes 1024."""
 _MOST_BEGAN_BYTES = 4096
-_RETRY_S = 0.2
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
@@ -197,24 +195,10 @@ class LogFile(Closing):
         self._waiting += encode_record(record, frames)
 
     def flush(self) -> None:
-        """Write all waiting records. Raises InputError when the disk stays full, and OSError."""
-        until = time.monotonic() + self._limit_s
-        while self._waiting:
-            try:
-                self._write()
-            except OSError as error:
-                # A half-written record would hide all later ones.
-                self._cut()
-                if error.errno not in _NO_ROOM:
-                    raise
-                if time.monotonic() > until:
-                    raise InputError(
-                        f"the ledger {self._path} could not be written for {self._limit_s:.0f} s: "
-                        f"{error}. Make room, then start the run again: it resumes from its newest "
-                        "checkpoint"
-                    ) from error
-                log.warning("the queue waits for room on the disk of %s: %s", self._path, error)
-                time.sleep(_RETRY_S)
+        """Write all waiting records. Raises InputError when the disk fails or stays full."""
+        if self._waiting:
+            # A half-written record would hide all later ones.
+            write_when_room(self._path, self._write, limit_s=self._limit_s, undo=self._cut)
 
     def _write(self) -> None:
         parts = self._waiting
@@ -235,8 +219,13 @@ class LogFile(Closing):
 
 def segments(folder: Path) -> list[int]:
     """Numbers of the segments of a ledger, ascending."""
-    names = (_NAME.fullmatch(path.name) for path in folder.glob(f"*{STATE}"))
-    return sorted(int(match[1]) for match in names if match)
+    return sorted({number for number, path in _files(folder) if path.suffix == STATE})
+
+
+def _files(folder: Path) -> list[tuple[int, Path]]:
+    """The files of all segments with their numbers, also those that a kill has left."""
+    names = ((_NAME.fullmatch(path.name), path) for path in folder.glob("*"))
+    return [(int(match[1]), path) for match, path in names if match]
 
 
 def segment_path(folder: Path, number: int, suffix: str) -> Path:
@@ -250,13 +239,20 @@ def write_state(folder: Path, number: int, began: Began, dump: Callable[[BinaryI
     dump: writes the state into a file.
     """
     path = segment_path(folder, number, STATE)
-    partial = path.with_suffix(".partial")
-    partial.touch(PRIVATE_FILE)
-    with partial.open("wb") as file:
-        file.writelines(encode_record(began))
-        dump(file)
-    partial.replace(path)
-    return path.stat().st_size
+    partial = path.with_suffix(_PARTIAL)
+    try:
+        partial.touch(PRIVATE_FILE)
+        with partial.open("wb") as file:
+            file.writelines(encode_record(began))
+            dump(file)
+        size = partial.stat().st_size
+        partial.replace(path)
+    except OSError:
+        # What a full disk took of it is room for the log before it.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    return size
 
 
 def read_began(folder: Path, number: int) -> Began | None:
@@ -275,12 +271,10 @@ def read_state(folder: Path, number: int) -> memoryview:
 
 
 def remove_segments(folder: Path, *, before: int | None = None) -> None:
-    """Remove all segments, or those before a number. Raises OSError.
+    """Remove all segments, or those before a number, with what a kill has left. Raises OSError.
 
-    The state goes first: without it nobody reads the log.
+    States go first: without its state nobody reads a log.
     """
-    for number in segments(folder):
-        if before is not None and number >= before:
-            return
-        for suffix in (STATE, LOG):
-            segment_path(folder, number, suffix).unlink(missing_ok=True)
+    doomed = [path for number, path in _files(folder) if before is None or number < before]
+    for path in sorted(doomed, key=lambda path: path.suffix != STATE):
+        path.unlink(missing_ok=True)

@@ -3,14 +3,17 @@
 Imported by every process. A metric is reduced from its sum and count, never as a mean of means.
 """
 
+import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple
 
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.line_errors import complete_lines, line_error
 
 log = logging.getLogger(__name__)
@@ -97,22 +100,38 @@ class MetricSet:
 class JsonlWriter:
     """Appends one JSON object a line: {"time", "step", ...values}."""
 
-    def __init__(self, path: Path, source: str) -> None:
-        self._source = source
+    def __init__(self, path: Path, source: str, *, limit_s: float = 0.0) -> None:
+        """limit_s: how long a full disk is waited for."""
+        self._source, self._path, self._limit_s = source, path, limit_s
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", buffering=1)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Write the values of a step in one write call, so that processes may share the file."""
-        row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
-        self._append(json.dumps(row) + "\n")
+        """Write the values of a step in one write call, so that processes may share the file.
 
-    def _append(self, row: str) -> None:
-        self._file.write(row)
+        Raises WriteFailed; the file ends with a whole row.
+        """
+        row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
+        self._append((json.dumps(row) + "\n").encode())
+
+    def _append(self, row: bytes) -> None:
+        write_when_room(self._path, partial(self._write_row, row), limit_s=self._limit_s)
+
+    def _write_row(self, row: bytes) -> None:
+        done = os.write(self._file, row)
+        if done == len(row):
+            return
+        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        if end == os.fstat(self._file).st_size:
+            # At once, while the disk has no room for a row of another process.
+            os.ftruncate(self._file, end - done)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def drop_torn_line(path: Path) -> None:

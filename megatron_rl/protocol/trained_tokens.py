@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import FOLDER
 
 _NAME = re.compile(r"trained_(\d{6,})\.\d+\.npz")
@@ -36,29 +35,25 @@ class TrainedTokens(NamedTuple):
     advantages: np.ndarray
 
 
-def write_trained(
-    run_dir: Path,
-    step: int,
-    rank: int,
-    rollouts: np.ndarray,
-    ends: np.ndarray,
-    found: TrainedTokens,
-) -> None:
-    """Write the file of a step and data-parallel rank atomically.
+def trained_path(run_dir: Path, step: int, rank: int) -> Path:
+    """The file of a step and data-parallel rank."""
+    return run_dir / FOLDER / f"trained_{step:06d}.{rank}.npz"
 
-    rollouts: [S, 2], ends: [S]. Raises InputError if it cannot be written.
+
+def write_trained(path: Path, rollouts: np.ndarray, ends: np.ndarray, found: TrainedTokens) -> None:
+    """Write a file of `trained_path`, whole or not at all.
+
+    rollouts: [S, 2], ends: [S]. Raises OSError.
     """
-    path = run_dir / FOLDER / f"trained_{step:06d}.{rank}.npz"
     unfinished = path.with_name(f".{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             np.savez(file, rollouts=rollouts, ends=ends, **found._asdict())
         os.replace(unfinished, path)
-    except OSError as error:
-        raise InputError(
-            f"{path}: {error}; make room, or set expert.train.record_tokens=false"
-        ) from error
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def trained_files(run_dir: Path) -> list[tuple[int, Path]]:

@@ -17,10 +17,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, steps_by_name
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.stored_batches import BATCHES, remove_batches, write_batch
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.batches import BatchOrder, Fill, deal_batch, fill_minibatch
@@ -36,22 +38,29 @@ CLOSE_S = 30.0
 class BatchStore:
     """Stores the batches since the oldest kept checkpoint (`protocol/stored_batches.py`)."""
 
-    def __init__(self, run_dir: Path, *, keep_last: int) -> None:
-        """keep_last: number of newest checkpoints whose later batches are kept."""
+    def __init__(self, run_dir: Path, *, keep_last: int, limit_s: float) -> None:
+        """keep_last: number of newest checkpoints whose later batches are kept.
+
+        limit_s: how long a full disk is waited for.
+        """
+        self._limit_s = limit_s
         self._folder, self._checkpoints = run_dir / BATCHES, run_dir / CHECKPOINTS
         self._keep_last = keep_last
 
     def write(self, shares: list[RankBatch]) -> None:
         """Write a batch before any rank gets it, and remove those that are not needed any more.
 
-        Raises OSError.
+        Raises WriteFailed.
         """
-        self._folder.mkdir(exist_ok=True)
-        write_batch(self._folder, shares)
+        write_when_room(self._folder, partial(self._write, shares), limit_s=self._limit_s)
         # The newest checkpoint may still be written, so it does not count.
         steps = sorted(steps_by_name(self._checkpoints))[-self._keep_last - 1 :]
         if len(steps) > 1:
             remove_batches(self._folder, before=steps[0])
+
+    def _write(self, shares: list[RankBatch]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        write_batch(self._folder, shares)
 
 
 def _store_nothing(shares: list[RankBatch]) -> None:

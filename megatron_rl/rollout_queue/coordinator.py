@@ -345,10 +345,11 @@ class Coordinator:
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
         """Repeat overdue leases and requests. Raises DeadlineExceeded when the run stalls.
 
-        has_heard_all: no message waits unread. If False, no peer counts as silent yet, for at most
-        the heartbeat timeout.
+        has_heard_all: no message waits unread; else peers may be silent for the heartbeat timeout.
         """
         self._recorder.writer.check()
+        if self._recorder.writer.is_full:
+            self.deadline.note_progress(now)  # a slow or full disk has a limit of its own
         if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
             self._judged_at = now
             self._leases.expire(now)

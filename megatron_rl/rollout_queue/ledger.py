@@ -7,11 +7,12 @@ again: by generators (completions that were not confirmed), by the trainer (requ
 heartbeat that does not name a lease or request.
 
 A segment begins with the whole state. When its log has grown so that a replay would take long, the
-next one begins, and replaces it.
+next one begins, and replaces it. While the disk has no room for a state, the old segment goes on.
 """
 
 import hashlib
 import logging
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import Shortage, write_when_room
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.ledger import (
     LOG,
+    STATE,
     AnyRecord,
     Began,
     Counted,
@@ -49,6 +52,8 @@ LOG_PER_STATE = 4
 """A log may have this many times the bytes of the state before it, so that states cost little."""
 MOST_RECORDS = 50_000
 """Records of a log: their replay takes about two seconds."""
+CUT_AGAIN_S = 30.0
+"""Seconds between two tries to write a state for which the disk had no room."""
 
 
 class Parts(NamedTuple):
@@ -76,21 +81,24 @@ class Ledger(Closing):
         number: int = -1,
         log_file: LogFile | None = None,
     ) -> None:
-        """Begin a ledger, or continue segment `number` of one. Raises OSError.
+        """Begin a ledger, or continue segment `number` of one.
 
         label: of this start of the run. metrics_begin: bytes of metrics.jsonl at the beginning.
-        limit_s: how long a full disk is waited for.
+        limit_s: how long a full disk is waited for. Raises InputError when it stays full.
         """
         self._folder, self._parts, self._references = folder, parts, references
         self._coordinator, self._unix_s = parts.coordinator, unix_s
         self._start, self._metrics_begin = start_of(label), metrics_begin
         self._limit_s = limit_s
+        self._shortage = Shortage(folder, limit_s)
+        self._cut_at = 0.0
+        """time.monotonic() before which no segment begins."""
         self._number = number
         self._state_bytes = self._records = 0
         if log_file is None:
-            self._cut()
-        else:
-            self._file = log_file
+            first = segment_path(folder, number + 1, STATE)
+            log_file = write_when_room(first, self._begin_segment, limit_s=limit_s)
+        self._file = log_file
 
     def _add(self, record: AnyRecord, message: AnyMessage | None = None) -> None:
         self._records += 1
@@ -133,7 +141,7 @@ class Ledger(Closing):
     def outgoing(self, now: float) -> Sequence[Outgoing]:
         """As `Coordinator.outgoing`, once all that led to these messages is written.
 
-        Raises InputError when the disk stays full, and OSError.
+        Raises InputError when the disk fails or stays full.
         """
         writer, maker = self._parts.writer, self._parts.maker
         writer.look()
@@ -142,7 +150,7 @@ class Ledger(Closing):
         self._flush()
         most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes)
         if self._records > MOST_RECORDS or self._file.bytes > most_bytes:
-            self._cut()
+            self._cut_if_room()
         return messages
 
     def _flush(self) -> None:
@@ -174,19 +182,39 @@ class Ledger(Closing):
 
     # --- segments -------------------------------------------------------------------------------
 
-    def _cut(self) -> None:
-        """Begin a segment, and remove the one before it."""
-        if self._number >= 0:
-            self._flush()
-            self._file.close()
-        self._number += 1
-        self._records = 0
+    def _cut_if_room(self) -> None:
+        """Begin a segment and remove the one before it, or try again after CUT_AGAIN_S.
+
+        Raises InputError when the disk has no room for a state for too long.
+        """
+        if time.monotonic() < self._cut_at:
+            return
+        try:
+            file = self._begin_segment()
+        except OSError as error:
+            self._shortage.note(error)
+            self._cut_at = time.monotonic() + CUT_AGAIN_S
+            return
+        self._shortage.end()
+        self._file.close()
+        self._file = file
+        remove_segments(self._folder, before=self._number)
+
+    def _begin_segment(self) -> LogFile:
+        """Write the state of the next segment; returns its log. Raises OSError."""
+        number = self._number + 1
+        # The log comes first: a queue that is killed now continues the segment that has a state.
+        file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
         began = Began(self._start, self._metrics_begin, self._unix_s(0.0))
         write = partial(dump, self._parts, self._references)
-        self._state_bytes = write_state(self._folder, self._number, began, write)
-        self._file = LogFile(segment_path(self._folder, self._number, LOG), limit_s=self._limit_s)
-        log.info("segment %d of the ledger begins with %d bytes", self._number, self._state_bytes)
-        remove_segments(self._folder, before=self._number)
+        try:
+            self._state_bytes = write_state(self._folder, number, began, write)
+        except OSError:
+            file.close()
+            raise
+        self._number, self._records = number, 0
+        log.info("segment %d of the ledger begins with %d bytes", number, self._state_bytes)
+        return file
 
     def remove(self) -> None:
         """The run has ended well: nobody continues the ledger."""

@@ -10,8 +10,8 @@ without a thread. Two threads:
 |                  |                             |              | error                            |
 
 While `is_full`, the queue leases nothing and builds no batch, so only groups in flight add jobs. A
-job does not change after it is put. `write`, `check` and `close` raise a disk error of the thread,
-after which nothing more is written.
+job does not change after it is put. On a full disk the thread waits for room. `write`, `check` and
+`close` raise a disk error of the thread, after which nothing more is written.
 
 The threads share only SimpleQueues. A signal's exception may interrupt the loop anywhere; inside
 Python's own locks (queue.Queue, threading.Event, Thread.is_alive) it can leave a lock taken, lose
@@ -19,12 +19,14 @@ a wake-up, or make a running thread look ended.
 """
 
 import logging
+import os
 import queue
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -34,6 +36,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, steps_by_name
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.disk_room import WriteFailed, free_text, write_when_room
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
@@ -162,9 +165,18 @@ class Writer(Protocol):
 class RecordFiles:
     """Writes each job at once."""
 
-    def __init__(self, folder: Path, *, keeps_tokens: bool, thinner: Thinner | None = None) -> None:
-        """keeps_tokens: write arrays too. thinner: removes the arrays of old steps."""
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keeps_tokens: bool,
+        thinner: Thinner | None = None,
+        limit_s: float = 0.0,
+    ) -> None:
+        """keeps_tokens: write arrays too. thinner: removes the arrays of old steps. limit_s: how
+        long a full disk is waited for.
+        """
+        self.folder, self._limit_s = folder, limit_s
         self._thinner = thinner
         self._keeps_tokens = keeps_tokens
         self.put = 0
@@ -174,9 +186,20 @@ class RecordFiles:
         """Maximum number that waits."""
 
     def write(self, job: Job) -> None:
-        """Append to the files of a job. Raises OSError."""
+        """Append to the files of a job. Raises WriteFailed."""
         self.put += 1
         lines, words = (self.folder / (job.stem + suffix) for suffix in (LINES, WORDS))
+        sizes = {path: 0 if job.is_first else _size(path) for path in (lines, words)}
+        write_when_room(
+            lines,
+            partial(self._write, job, lines, words),
+            limit_s=self._limit_s,
+            undo=partial(_cut_back, sizes),
+        )
+        if job.formed_step is not None and self._thinner is not None:
+            self._thinner.thin(job.formed_step)
+
+    def _write(self, job: Job, lines: Path, words: Path) -> None:
         if job.is_first:
             # Lines first: no reader looks for words without lines.
             lines.unlink(missing_ok=True)
@@ -192,8 +215,6 @@ class RecordFiles:
             for record in records:
                 file.write(encoder.encode(record))
                 file.write(b"\n")
-        if job.formed_step is not None and self._thinner is not None:
-            self._thinner.thin(job.formed_step)
 
     @property
     def written(self) -> int:
@@ -202,6 +223,19 @@ class RecordFiles:
 
     def check(self) -> None:
         """Do nothing: `write` raised all errors."""
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def _cut_back(sizes: Mapping[Path, int]) -> None:
+    for path, size in sizes.items():
+        if not size:
+            path.unlink(missing_ok=True)
+        elif _size(path) > size:
+            os.truncate(path, size)
 
 
 def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecord]:
@@ -231,7 +265,7 @@ class RecordThread(Closing):
         """Written jobs that the loop has counted."""
         self._moved_at = time.monotonic()
         """When the loop last saw progress, or no waiting job."""
-        self._error: OSError | None = None
+        self._error: WriteFailed | None = None
         self._has_ended = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
@@ -241,13 +275,13 @@ class RecordThread(Closing):
             while (job := self._line.get()) is not None:
                 self._files.write(job)
                 self._written.put(None)
-        except OSError as error:
+        except WriteFailed as error:
             self._error = error
         finally:
             self._has_ended = True
 
     def write(self, job: Job) -> None:
-        """Queue a job. Raises InputError, DeadlineExceeded."""
+        """Queue a job. Raises WriteFailed, DeadlineExceeded."""
         self.check()
         self.put += 1
         self._line.put(job)
@@ -270,7 +304,7 @@ class RecordThread(Closing):
         return self.put - self.written > self.jobs
 
     def check(self) -> None:
-        """Raise InputError after a failed write, DeadlineExceeded if the disk is too slow."""
+        """Raise WriteFailed after a failed write, DeadlineExceeded if the disk is too slow."""
         self._check_error()
         waiting = self.put - self.written
         if waiting and time.monotonic() - self._moved_at > self._limit_s:
@@ -278,22 +312,19 @@ class RecordThread(Closing):
 
     def _check_error(self) -> None:
         if self._error is not None:
-            raise InputError(
-                f"rollouts could not be recorded in {self._files.folder}: {self._error}. Make room "
-                "or repair the disk, then start the run again: it resumes from its newest "
-                "checkpoint"
-            ) from self._error
+            raise self._error
         if self._has_ended:
             raise RuntimeError("the thread that records rollouts has ended; see its traceback")
 
     def _refuse_slow(self, waiting: int) -> None:
         raise DeadlineExceeded(
             f"{waiting} groups wait to be recorded in {self._files.folder}, and the disk took "
-            f"none for {self._limit_s:.0f} s (expert.checkpoint.write_timeout_s)"
+            f"none for {self._limit_s:.0f} s (expert.checkpoint.write_timeout_s); "
+            f"{free_text(self._files.folder)}"
         )
 
     def close(self) -> None:
-        """Write all waiting jobs and end the thread. Raises InputError, DeadlineExceeded."""
+        """Write all waiting jobs and end the thread. Raises WriteFailed, DeadlineExceeded."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -234,7 +234,9 @@ def main(
     prompts = prompts_of_run(config, dropped, cursor=state.cursor if state else None)
     log.info("%s", prompts.describe())
     with ExitStack() as stack:
-        metrics = BackgroundJsonlWriter(config.run.dir / "metrics.jsonl", "queue")
+        metrics = BackgroundJsonlWriter(
+            config.run.dir / "metrics.jsonl", "queue", limit_s=config.checkpoint.write_timeout_s
+        )
         stack.enter_context(closing(metrics))
         start = Start(
             config, prompts, state,
@@ -270,19 +272,25 @@ def _open_router(ports: PortsConfig, endpoint: Endpoint) -> Router:
 def _open_maker(config: Config) -> BatchThread:
     if not config.keeps_batches:
         return BatchThread()
-    store = BatchStore(config.run.dir, keep_last=config.checkpoint.keep_last)
+    checkpoint = config.checkpoint
+    store = BatchStore(
+        config.run.dir, keep_last=checkpoint.keep_last, limit_s=checkpoint.write_timeout_s
+    )
     return BatchThread(store=store.write)
 
 
 def _open_writer(config: Config, metrics: JsonlWriter) -> RecordThread:
     folder = config.run.dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    thinner = Thinner(config, metrics)
-    return RecordThread(
-        RecordFiles(folder, keeps_tokens=config.queue.record_tokens, thinner=thinner),
-        jobs=_RECORDED_BATCHES * max(stage.sampled_groups for stage in resolve_stages(config)),
-        limit_s=config.checkpoint.write_timeout_s,
+    limit_s = config.checkpoint.write_timeout_s
+    files = RecordFiles(
+        folder,
+        keeps_tokens=config.queue.record_tokens,
+        thinner=Thinner(config, metrics),
+        limit_s=limit_s,
     )
+    jobs = _RECORDED_BATCHES * max(stage.sampled_groups for stage in resolve_stages(config))
+    return RecordThread(files, jobs=jobs, limit_s=limit_s)
 
 
 def start() -> int:

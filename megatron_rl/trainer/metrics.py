@@ -39,9 +39,11 @@ _SHOWN = (
 class StepMetrics:
     """Reduces the metrics of one step; `flush` writes a row and a log line."""
 
-    def __init__(self, path: Path, source: str) -> None:
+    def __init__(self, path: Path, source: str, *, limit_s: float = 0.0) -> None:
+        """limit_s: how long a full disk is waited for."""
         self._set = MetricSet()
-        self._writer = JsonlWriter(path, source) if dist.get_rank() == 0 else None
+        is_writer = dist.get_rank() == 0
+        self._writer = JsonlWriter(path, source, limit_s=limit_s) if is_writer else None
 
     def write_start(self, facts: dict[str, str | int]) -> None:
         """Write the first row, with facts about the run."""

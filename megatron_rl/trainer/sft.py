@@ -62,7 +62,7 @@ def tune(
 
     source: "sft" or "sft_baseline", the name in metrics and profiles.
     """
-    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
+    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source, limit_s=cfg.train.disk_wait_s)
     note_started()
     with StepProfile(cfg.sft.profile_steps, cfg.run.dir / "profile" / source) as profile:
         for step, batch in batches:

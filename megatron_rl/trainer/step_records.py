@@ -4,6 +4,7 @@ Runs in trainer ranks.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch.profiler import profile
 
 from megatron_rl.backend.profiling import recorded_activities
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.trained_tokens import TrainedTokens, write_trained
+from megatron_rl.protocol.disk_room import write_when_room
+from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_path, write_trained
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,9 @@ class TokenRecord:
     has the format.
     """
 
-    def __init__(self, run_dir: Path, dp_rank: int) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, dp_rank: int, *, limit_s: float = 0.0) -> None:
+        """limit_s: how long a full disk is waited for."""
+        self._run_dir, self._limit_s = run_dir, limit_s
         self._dp_rank = dp_rank
         self._microbatches: list[Tensor] = []
         self._rollouts: list[tuple[int, int]] = []
@@ -52,12 +55,14 @@ class TokenRecord:
         self._microbatches.clear()
 
     def write(self, step: int) -> None:
-        """Write the batch of `step` and forget it. Raises InputError where that fails."""
+        """Write the batch of `step` and forget it. Raises WriteFailed."""
         if self._found:
             ends = np.cumsum([part.shape[1] for part in self._found])
             found = TrainedTokens(*np.concatenate(self._found, axis=1))
             rollouts = np.array(self._rollouts, np.int64)
-            write_trained(self._run_dir, step, self._dp_rank, rollouts, ends, found)
+            path = trained_path(self._run_dir, step, self._dp_rank)
+            write = partial(write_trained, path, rollouts, ends, found)
+            write_when_room(path, write, limit_s=self._limit_s)
         self._rollouts.clear()
         self._found.clear()
 

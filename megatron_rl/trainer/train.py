@@ -25,6 +25,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.endpoints import WEIGHTS
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import FIRST_STEP
@@ -164,14 +165,20 @@ def main(cfg: Config, scorer_address: str) -> None:
             with open_syncer(cfg, policy, control) as weights:
                 if batches.stored.steps:
                     weights.wait_until_level(batches.stored.steps[-1])
-                metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+                metrics = StepMetrics(
+                    cfg.run.dir / "metrics.jsonl", "trainer", limit_s=cfg.train.disk_wait_s
+                )
                 metrics.write_start(describe(cfg, policy, weights) | {FIRST_STEP: steps.start})
                 with failures_noted():
                     done = train(trainer, batches, weights, checkpoints, metrics, steps)
         if done == cfg.train.steps:
             policy.export(cfg, "final")
         elif control.rank == 0:
-            answer_stop(cfg.run.dir, done)
+            write_when_room(
+                cfg.run.dir,
+                partial(answer_stop, cfg.run.dir, done),
+                limit_s=cfg.checkpoint.write_timeout_s,
+            )
 
 
 def open_control(cfg: Config, policy: Policy) -> Control:
@@ -315,7 +322,8 @@ def open_record(cfg: Config) -> TokenRecord | None:
     """The record of single tokens' values, if the run keeps one."""
     if not cfg.train.record_tokens:
         return None
-    return TokenRecord(cfg.run.dir, parallel_state.get_data_parallel_rank())
+    dp_rank = parallel_state.get_data_parallel_rank()
+    return TokenRecord(cfg.run.dir, dp_rank, limit_s=cfg.train.disk_wait_s)
 
 
 def open_checkpoints(

@@ -24,6 +24,7 @@ from megatron_rl.observe.heartbeat import (
     find_living,
     read_beat,
 )
+from megatron_rl.protocol.disk_room import WriteFailed
 
 HOLD = """
 import sys, time
@@ -35,6 +36,49 @@ with locked(Path(sys.argv[1]), "waiting"):
 """
 # What a clock that goes wrong by a day makes of it does not count.
 FAR = Beat("far", 7, "another machine", 5, time.time() + 86_400.0, "training", 3)
+
+
+@pytest.mark.parametrize("how", ["gone", "read-only"])
+def test_a_run_folder_that_is_lost_is_named_and_may_come_back(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    run_dir = small_disk / "run"
+    run_dir.mkdir()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    with Heartbeat(run_dir) as beats:
+        if how == "gone":
+            run_dir.rename(small_disk / "elsewhere")
+        else:
+            subprocess.run(remount, check=True)
+        await_fault(beats, has_one=True)
+        beats.check()  # not for long enough
+        if how == "gone":
+            (small_disk / "elsewhere").rename(run_dir)
+        else:
+            subprocess.run([*remount[:2], "remount,rw", str(small_disk)], check=True)
+        await_fault(beats, has_one=False)
+        monkeypatch.setattr(heartbeat, "GONE_S", 0.2)
+        beats.check()
+        if how == "gone":
+            run_dir.rename(small_disk / "elsewhere")
+        else:
+            subprocess.run(remount, check=True)
+        await_fault(beats, has_one=True)
+        time.sleep(0.3)
+        said = {
+            "gone": "the folder .*/run is gone. Bring it back",
+            "read-only": "Mount its disk for",
+        }
+        with pytest.raises(WriteFailed, match=f"alive.json could not be written.*{said[how]}"):
+            beats.check()
+
+
+def await_fault(beats: Heartbeat, *, has_one: bool) -> None:
+    until = time.monotonic() + 30
+    while (beats._fault is not None) != has_one:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def leave(folder: Path, beat: Beat) -> None:

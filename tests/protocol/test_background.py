@@ -12,7 +12,9 @@ import pytest
 
 from megatron_rl.protocol import background
 from megatron_rl.protocol.background import BackgroundJsonlWriter
+from megatron_rl.protocol.disk_room import WriteFailed
 from megatron_rl.protocol.process import set_up_logging
+from tests.full_disk import fill_disk
 
 TEXT = "x" * 1000
 ROWS = 300
@@ -70,18 +72,37 @@ def test_rows_beyond_the_bound_are_counted(
     os.close(pipe)
 
 
-def test_a_full_disk_ends_the_rows_and_not_the_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    os.symlink("/dev/full", tmp_path / "metrics.jsonl")
+def test_rows_wait_for_room_and_none_is_torn(small_disk: Path) -> None:
+    """Of two processes that share a file."""
+    path = small_disk / "metrics.jsonl"
     with (
-        caplog.at_level("ERROR"),
-        BackgroundJsonlWriter(tmp_path / "metrics.jsonl", "generator-0") as writer,
+        BackgroundJsonlWriter(path, "queue", limit_s=60.0) as first,
+        BackgroundJsonlWriter(path, "trainer", limit_s=60.0) as second,
     ):
+        filler = fill_disk(small_disk, left_bytes=20_000)
+        for step in range(100):
+            first.write(step, {"a": TEXT})
+            second.write(step, {"a": TEXT})
+        until = time.monotonic() + 30
+        while path.stat().st_size < 16_000 and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        before = path.read_bytes()
+        assert before.endswith(b"}\n") and before.count(b"\n") < 30
+        filler.unlink()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for source in ("queue", "trainer"):
+        assert [row["step"] for row in rows if row["source"] == source] == list(range(100))
+
+
+def test_rows_without_room_end_the_process_after_the_limit(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "metrics.jsonl")
+    with BackgroundJsonlWriter(tmp_path / "metrics.jsonl", "queue", limit_s=0.5) as writer:
         writer.write(1, {"a": 1.0})
-        writer._thread.join(10)
-        writer.write(2, {"a": 1.0})
-    assert "no more metrics are written" in caplog.text and "No space left" in caplog.text
+        assert writer._thread.is_alive()
+        writer._thread.join(30)
+        with pytest.raises(WriteFailed, match=r"metrics.jsonl could not .*No space left.* resumes"):
+            writer.write(2, {"a": 1.0})
 
 
 def test_log_lines_are_written_by_a_thread_with_one_prefix(tmp_path: Path) -> None:

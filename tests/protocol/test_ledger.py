@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -79,18 +78,6 @@ def test_a_flipped_bit_hides_what_follows_and_nothing_before(tmp_path: Path) -> 
         whole[place] ^= 4
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_is_waited_for_and_leaves_no_half_record(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(800_000))
     frames = [bytes(100_000)] * 5
@@ -117,7 +104,9 @@ def test_a_disk_that_stays_full_is_refused_and_the_log_is_whole(small_disk: Path
         file.append(Ticked(1.0, True, 0.0))
         file.flush()
         file.append(Ticked(2.0, True, 0.0), [bytes(2_000_000)])
-        with pytest.raises(InputError, match=r"could not be written for 0 s.*No space left"):
+        with pytest.raises(
+            InputError, match=r"/log could not .* for 0 s: No space left.* has 0\.001"
+        ):
             file.flush()
     assert [entry.record for entry in read_entries(small_disk / "log")] == [Ticked(1.0, True, 0.0)]
 
@@ -137,6 +126,27 @@ def test_segments_are_whole_or_not_there(tmp_path: Path) -> None:
     remove_segments(tmp_path)
     assert list(tmp_path.iterdir()) == []
     remove_segments(tmp_path / "missing")
+
+
+def test_a_state_that_does_not_fit_leaves_its_room_to_others(small_disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_state(small_disk, 3, Began("start", 7, 0.5), lambda file: file.write(bytes(2 << 20)))
+    assert list(small_disk.iterdir()) == []
+    (small_disk / "other").write_bytes(bytes(1_000_000))
+
+
+def test_what_a_kill_has_left_is_removed_with_the_segments(tmp_path: Path) -> None:
+    """The log of a removed state, and a state that was being written."""
+    write = partial(write_ten_thousand, b"a")
+    write_state(tmp_path, 5, Began("start", 7, 0.5), write)
+    for name in ("000003.log", "000004.partial", "000005.log", "000006.log", "000006.partial"):
+        (tmp_path / name).touch()
+    assert segments(tmp_path) == [5]
+    remove_segments(tmp_path, before=5)
+    names = ["000005.log", "000005.state", "000006.log", "000006.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    remove_segments(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:

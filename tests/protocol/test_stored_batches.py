@@ -63,7 +63,7 @@ def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
 
 
 def test_batches_stay_as_long_as_a_kept_checkpoint_needs_them(tmp_path: Path) -> None:
-    store, folder = BatchStore(tmp_path, keep_last=2), tmp_path / BATCHES
+    store, folder = BatchStore(tmp_path, keep_last=2, limit_s=1.0), tmp_path / BATCHES
 
     def kept_after(step: int) -> list[int]:
         store.write(deal_batch(order_of(2, 2, step)))

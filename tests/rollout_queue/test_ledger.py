@@ -1,11 +1,13 @@
 """A queue that is killed at any moment continues as if nothing had happened."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import SaveState, Score
@@ -18,6 +20,7 @@ from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.recovery import Live, recover
 from megatron_rl.rollout_queue.stall import UnixTime
 from megatron_rl.rollout_queue.states import References
+from tests.full_disk import fill_disk
 from tests.rollout_queue.played_queue import PlayedQueue
 
 LABEL = "secret.train"
@@ -33,7 +36,7 @@ class Mortal:
     def __init__(self, queue: PlayedQueue, every: int) -> None:
         self._every, self._calls, self.deaths = every, 0, 0
         self._folder = queue.config.run.dir / "ledger"
-        self._folder.mkdir()
+        self._folder.mkdir(exist_ok=True)
         made = queue.coordinator
         prompts = made._training._prompts
         self._unix_s = made._recorder._to_unix_s = UnixTime()
@@ -111,10 +114,31 @@ def judge(prompt: str, index: int) -> Score | str | None:
     return Score(float(right), {"correct": float(right)}, "right" if right else "wrong")
 
 
-def play(folder: Path, every: int) -> tuple[PlayedQueue, Mortal]:
-    folder.mkdir()
+class Cramped(Mortal):
+    """Its disk has room for a state in every fifth pass only."""
+
+    failures = 0
+    passes = 0
+
+    def outgoing(self, now: float) -> Sequence[Outgoing]:
+        self.passes += 1
+        if self.passes % 5 == 0:
+            return super().outgoing(now)
+        left = max(40_000, self.ledger._state_bytes // 2)
+        filler = fill_disk(self._folder, left_bytes=left)
+        try:
+            return super().outgoing(now)
+        finally:
+            filler.unlink()
+            self.failures += self.ledger._shortage._since_s is not None
+
+
+def play(
+    folder: Path, every: int, make: Callable[[PlayedQueue, int], Mortal] = Mortal
+) -> tuple[PlayedQueue, Mortal]:
+    folder.mkdir(exist_ok=True)
     queue = PlayedQueue(folder, judge, held_out=6, eval={"every_steps": 2}, train={"steps": 6})
-    mortal = queue.coordinator = Mortal(queue, every)
+    mortal = queue.coordinator = make(queue, every)
     queue.start()
     for version in range(1, 7):
         for _ in range(60):
@@ -159,3 +183,42 @@ def test_a_queue_killed_after_every_nth_event_deals_the_same_batches(
     assert queue.leased == unkilled.leased
     assert queue.graded == unkilled.graded
     assert files_of(queue.config.run.dir) == files_of(unkilled.config.run.dir)
+
+
+def test_a_queue_without_room_for_its_states_goes_on_with_the_old_segment(
+    tmp_path: Path, unkilled: PlayedQueue, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MOST_RECORDS", 7)
+    monkeypatch.setattr(ledger, "CUT_AGAIN_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger").symlink_to(small_disk)
+    queue, mortal = play(tmp_path / "run", 11, Cramped)
+    assert mortal.deaths >= 5 and mortal.failures >= 5
+    assert mortal.ledger._number >= 5
+    assert as_bytes(queue.batches) == as_bytes(unkilled.batches)
+    assert queue.leased == unkilled.leased
+    assert files_of(queue.config.run.dir) == files_of(unkilled.config.run.dir)
+
+
+def test_a_disk_without_room_for_a_state_ends_the_queue_after_the_limit(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was written until then can be continued."""
+    monkeypatch.setattr(ledger, "MOST_RECORDS", 7)
+    monkeypatch.setattr(ledger, "CUT_AGAIN_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger").symlink_to(small_disk)
+    queue = PlayedQueue(tmp_path / "run", judge, held_out=6, train={"steps": 6})
+    mortal = Mortal(queue, NEVER)
+    fill_disk(small_disk, left_bytes=16_384)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"ledger could not be written for 1 s: No space left"):
+        while time.monotonic() < began + 30:
+            mortal.outgoing(0.0)
+            time.sleep(0.01)
+    assert time.monotonic() - began > 0.9
+    assert sorted(path.name for path in small_disk.glob("0*")) == [
+        "000000.log", "000000.state", "000001.log"
+    ]  # fmt: skip
+    mortal._die()
+    assert mortal.ledger._number == 0 and mortal.ledger._file.bytes > 0

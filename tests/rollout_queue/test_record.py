@@ -14,7 +14,12 @@ from megatron_rl.protocol.rollout_files import (
     read_rollouts,
     rollout_files,
 )
-from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_files, write_trained
+from megatron_rl.protocol.trained_tokens import (
+    TrainedTokens,
+    trained_files,
+    trained_path,
+    write_trained,
+)
 from megatron_rl.protocol.types import (
     UNGRADABLE,
     Lease,
@@ -175,7 +180,9 @@ def test_steps_that_are_taken_again_replace_lines_and_arrays_together(tmp_path: 
     for step in (0, 1, 2):
         first.write_dropped(make_group(10 * step, [0.1], tokens=[9]), ZERO_VARIANCE)
         first.write_step(step, [make_group(10 * step + 1, [0.1], tokens=[8])], now=4.0)
-        write_trained(tmp_path, step, 0, np.array([[10 * step + 1, 0]]), np.array([8]), ONES)
+        write_trained(
+            trained_path(tmp_path, step, 0), np.array([[10 * step + 1, 0]]), np.array([8]), ONES
+        )
     again = Recorder(tmp_path)
     again.resume_at(1)
     before = [(0, 0, 9), (0, 1, 8)]

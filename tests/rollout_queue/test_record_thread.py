@@ -16,6 +16,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import Job, RecordFiles, RecordThread
+from tests.full_disk import fill_disk
 from tests.rollout_queue.makers import make_group, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -165,8 +166,30 @@ def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
         "check": recorder.writer.check,
         "close": thread.close,
     }[meets_it]
-    with pytest.raises(InputError, match=r"could not be recorded in .*No space left.* resumes"):
+    with pytest.raises(
+        InputError, match=r"could not be written: No space left.* files free. Make room"
+    ):
         act()
+
+
+def test_records_wait_for_room_and_are_whole(tmp_path: Path, small_disk: Path) -> None:
+    fill(Recorder(tmp_path))
+    thread = RecordThread(
+        RecordFiles(rollouts_dir(small_disk), keeps_tokens=True, limit_s=60), jobs=50, limit_s=60
+    )
+    recorder = Recorder(small_disk, writer=thread)
+    # Each file takes a page: the third write of words, or that of its lines, fails.
+    filler = fill_disk(small_disk, left_bytes=5 * 4096)
+    with thread:
+        fill(recorder)
+        until = time.monotonic() + 30
+        while recorder.writer.written < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert recorder.writer.written < recorder.writer.put
+        filler.unlink()
+    found = {path.name: path.read_bytes() for path in (small_disk / "rollouts").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in (tmp_path / "rollouts").iterdir()}
 
 
 class NoFiles(RecordFiles):

@@ -19,7 +19,12 @@ from megatron_rl.protocol.rollout_files import (
     read_records,
     rollout_files,
 )
-from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_files, write_trained
+from megatron_rl.protocol.trained_tokens import (
+    TrainedTokens,
+    trained_files,
+    trained_path,
+    write_trained,
+)
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import NOT_REMOVED, RecordFiles, Thinner
@@ -56,7 +61,9 @@ def record(recorder: Recorder, steps: range, *, groups: int = 2) -> None:
         recorder.write_dropped(make_group(100 + step, [0.0, 0.0]), ZERO_VARIANCE)
         made = [make_group(groups * step + n, MIXED, versions=(step,)) for n in range(groups)]
         recorder.write_step(step, made, now=4.0)
-        write_trained(recorder.run_dir, step, 0, np.array([[step, 0]]), np.array([6]), ONES)
+        write_trained(
+            trained_path(recorder.run_dir, step, 0), np.array([[step, 0]]), np.array([6]), ONES
+        )
 
 
 def steps_with_tokens(run_dir: Path) -> dict[str, list[int]]:

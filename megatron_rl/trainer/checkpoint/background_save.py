@@ -9,7 +9,8 @@ Runs in trainer ranks.
 |        | ranks                                                          |                       |
 | writer | one a save: writes this rank's file, syncs it, takes its digest | nothing              |
 
-The writer touches only the copies and issues no collective. A thread rather than Megatron's forked
+The writer touches only the copies and issues no collective. On a full disk it removes its file and
+starts again when there is room. A thread rather than Megatron's forked
 writers: these need a manager process that imports the program anew, and fork a process that
 computes. It cannot outlive the rank: after a kill nothing still writes.
 """
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.protocol.checkpoint_folder import FileRecord, record_file
+from megatron_rl.protocol.disk_room import WriteFailed, os_errors_of, write_when_room
 
 
 class SaveFailed(RuntimeError):
@@ -56,10 +58,16 @@ class SaveFailed(RuntimeError):
 class BackgroundSave:
     """One save in flight on this rank."""
 
-    def __init__(self, state: dict[str, Any], folder: Path, plans: "SavePlans") -> None:
-        """Copy the state and start writing it to an empty folder. Collective over all ranks."""
+    def __init__(
+        self, state: dict[str, Any], folder: Path, plans: "SavePlans", *, limit_s: float = 0.0
+    ) -> None:
+        """Copy the state and start writing it to an empty folder. Collective over all ranks.
+
+        limit_s: how long a full disk is waited for.
+        """
         self._finalize, self._writer = plans.begin(state, folder)
-        self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
+        write = partial(self._writer.write, limit_s)
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._started = time.monotonic()
         self._thread.start()
 
@@ -182,21 +190,37 @@ class _HostCopyWriter(FileSystemWriter):
         self.files: dict[str, FileRecord] = {}
         self.ended = 0.0
 
-    def write(self) -> None:
-        """Write the copies; `retrieve_write_results` returns the outcome, also an error."""
+    def write(self, limit_s: float) -> None:
+        """Write the copies, once the disk has room for them.
+
+        limit_s: how long that is waited for. `retrieve_write_results` returns the outcome, also an
+        error.
+        """
+        path = Path(self.path)
         try:
-            if self._plan.items:
-                self._outcome = self.write_data(self._plan, self._copies).wait()
-            else:
-                self._outcome = []
+            self._outcome = write_when_room(
+                path, self._write_copies, limit_s=limit_s, undo=self._remove_files
+            )
             names = {result.storage_data.relative_path for result in self._outcome}
-            self.files = {name: record_file(Path(self.path) / name) for name in names}
-        # torch's archive writer turns a failed write into a RuntimeError.
+            self.files = {name: record_file(path / name) for name in names}
+        except WriteFailed as error:
+            self._outcome = _wrap_exception(RuntimeError(error.fault))
         except (OSError, RuntimeError) as error:
             self._outcome = _wrap_exception(error)
         finally:
             self._copies = _Copies({})
             self.ended = time.monotonic()
+
+    def _write_copies(self) -> list[WriteResult]:
+        if not self._plan.items:
+            return []
+        # torch's archive writer turns a failed write into a RuntimeError.
+        with os_errors_of(RuntimeError):
+            return self.write_data(self._plan, self._copies).wait()
+
+    def _remove_files(self) -> None:
+        for path in Path(self.path).glob(f"{self._plan.storage_data.prefix}*"):
+            path.unlink()
 
     def retrieve_write_results(self) -> Any:
         """The place of each written item, or the error; Megatron's finalization asks for it."""

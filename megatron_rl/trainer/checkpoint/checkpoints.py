@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -21,6 +22,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import FileRecord
+from megatron_rl.protocol.disk_room import WriteFailed, await_room, write_when_room
 from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.stop_request import is_stop_requested
@@ -213,10 +215,14 @@ class Checkpoints:
         folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
         deadline = time.monotonic() + self._cfg.write_timeout_s
         self._on_rank_0(step, lambda: _make_empty(folder))
+        # Megatron writes common.pt now and the metadata in the end, without another try.
+        self._await_room(step, folder)
         content = sharded_state(trainer, step)
         self._plans = self._plans or SavePlans()
         try:
-            save = BackgroundSave(content, folder, self._plans)
+            # Its error names the cause, so it comes before that of the deadline.
+            limit_s = 0.9 * self._cfg.write_timeout_s
+            save = BackgroundSave(content, folder, self._plans, limit_s=limit_s)
         # torch's archive writer turns a failed write into a RuntimeError.
         except (OSError, RuntimeError) as error:
             raise self._failure(step, str(error)) from error
@@ -237,6 +243,7 @@ class Checkpoints:
     def _complete(self, saving: _Save) -> None:
         """After all ranks have written: write metadata and COMPLETE, rename, drop old ones."""
         self._saving = None
+        self._await_room(saving.step, saving.folder)
         try:
             saving.save.finalize()
         except (SaveFailed, OSError) as error:
@@ -264,14 +271,21 @@ class Checkpoints:
         for step in self._superfluous(found):
             checkpoint_folder.discard(found[step])
 
+    def _await_room(self, step: int, folder: Path) -> None:
+        """Wait for room for Megatron's own small files; on failure every rank raises InputError."""
+        self._on_rank_0(step, partial(await_room, folder, self._cfg.write_timeout_s))
+
     def _on_rank_0(self, step: int, work: Callable[[], None]) -> None:
-        """Change the folder on rank 0; on failure every rank raises InputError."""
+        """Change the folder on rank 0; on failure every rank raises InputError.
+
+        work: may be repeated, when the disk was full.
+        """
         problem = ""
         if self._control.rank == 0:
             try:
-                work()
-            except OSError as error:
-                problem = str(error)
+                write_when_room(self._folder, work, limit_s=self._cfg.write_timeout_s)
+            except WriteFailed as error:
+                problem = error.fault
         problem = self._control.share(problem, str)
         if problem:
             raise self._failure(step, problem)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.disk_room import write_when_room
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
@@ -199,9 +200,15 @@ def save_hf(
         for _ in tensors:
             pass
     else:
-        with staged(folder, replaces=replaces) as staging:
-            write_tensors(staging, tensors, shard_bytes)
+        # The others wait for patience_s: the error of rank 0, which names the cause, comes first.
+        limit_s = 0.9 * patience_s
+
+        def write_rest() -> None:
             ModelFiles(tuple(carried_files(source)), run).write(staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
+
+        with staged(folder, replaces=replaces) as staging:
+            write_tensors(staging, tensors, shard_bytes, limit_s=limit_s)
+            write_when_room(staging, write_rest, limit_s=limit_s)
     calls.end()

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
 from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import shown
@@ -110,16 +112,21 @@ def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list
         yield bucket
 
 
-def write_tensors(folder: Path, tensors: Iterable[NamedTensor], shard_bytes: int) -> None:
+def write_tensors(
+    folder: Path, tensors: Iterable[NamedTensor], shard_bytes: int, *, limit_s: float = 0.0
+) -> None:
     """Write safetensors of about `shard_bytes` each, with an index if there are several.
 
-    Holds one shard and the tensor after it.
+    Holds one shard and the tensor after it. limit_s: how long a full disk is waited for. Raises
+    WriteFailed.
     """
     files: list[list[str]] = []
     total_bytes = 0
     for bucket in bucketed(tensors, shard_bytes):
         held = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-        save_file(held, _part(folder, len(files)), metadata={"format": "pt"})
+        part = _part(folder, len(files))
+        write = partial(_save_part, held, part)
+        write_when_room(part, write, limit_s=limit_s, undo=partial(part.unlink, missing_ok=True))
         files.append(list(held))
         total_bytes += sum(tensor.nbytes for tensor in held.values())
         # The next shard is built before these names are bound again.
@@ -136,6 +143,11 @@ def write_tensors(folder: Path, tensors: Iterable[NamedTensor], shard_bytes: int
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _save_part(held: dict[str, torch.Tensor], part: Path) -> None:
+    with os_errors_of(SafetensorError):
+        save_file(held, part, metadata={"format": "pt"})
 
 
 def _part(folder: Path, number: int) -> Path:

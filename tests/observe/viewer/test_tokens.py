@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.viewer.index import Place
 from megatron_rl.observe.viewer.tokens import load_decoder, pieces, read_record, view_tokens
-from megatron_rl.protocol.trained_tokens import TrainedTokens, write_trained
+from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_path, write_trained
 from tests.observe.viewer.made_up import record, write, write_words
 
 
@@ -69,8 +69,13 @@ def test_what_the_trainer_found_is_shown_beside(tmp_path: Path, tokenizer: Token
     values = np.arange(3 * (count + 1), dtype=np.float32).reshape(3, count + 1)
     found = TrainedTokens(*values)
     # Of another replica; the second rollout of it is too short to be that of the line.
-    write_trained(tmp_path, 2, 1, np.array([[7, 0], [7, 1]]), np.array([count, count + 1]), found)
-    write_trained(tmp_path, 2, 0, np.array([[8, 0]]), np.array([count + 1]), found)
+    write_trained(
+        trained_path(tmp_path, 2, 1),
+        np.array([[7, 0], [7, 1]]),
+        np.array([count, count + 1]),
+        found,
+    )
+    write_trained(trained_path(tmp_path, 2, 0), np.array([[8, 0]]), np.array([count + 1]), found)
     lines = path.read_bytes().splitlines(keepends=True)
     first = Place(path, 0, len(lines[0]) - 1)
     seen = view_tokens(first, read_record(first), tokenizer).trained

@@ -36,6 +36,7 @@ from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.sync.control import Control
 from tests.distributed import run_ranks
+from tests.full_disk import fill_disk
 from tests.tiny_models import PLAIN, write_model
 
 
@@ -318,6 +319,47 @@ def test_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
         assert message.startswith(f"the checkpoint of step 4 could not be written to {tmp_path}")
         assert left == ["step_000002"] and afterwards == [2, 6]
     assert "rank 1: " in outcomes[0][0] and "File too large" in outcomes[0][0]
+
+
+def crowded_disk(cfg: Config) -> list[Any]:
+    """The disk is full while this rank writes its part, and again before the metadata."""
+    write_data, tries = background_save.FileSystemWriter.write_data, []
+
+    def crowded(*args: Any) -> Any:
+        if not tries:
+            fill_disk(cfg.run.dir, left_bytes=20_000)
+        tries.append(1)
+        return write_data(*args)
+
+    background_save.FileSystemWriter.write_data = crowded
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        with torch.no_grad():
+            for parameter in policy.chunks[0].parameters():
+                parameter.fill_(2.0)
+        checkpoints.save_if_due(2, trainer)
+        save, until = checkpoints._saving.save, time.monotonic() + 60
+        while len(tries) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        found = [save.is_written]
+        (cfg.run.dir / "filler").unlink()
+        found.append(save.wait(until))
+        threading.Timer(1.0, fill_disk(cfg.run.dir).unlink).start()
+        started = time.monotonic()
+        checkpoints._await_save()
+        return [*found, time.monotonic() - started > 0.9]
+
+
+def test_a_full_disk_is_waited_for_and_the_checkpoint_is_whole(
+    model: Path, make_disk: Callable[[int], Path]
+) -> None:
+    run_dir = make_disk(40)
+    cfg = config(model, run_dir)
+    assert run_ranks(crowded_disk, 1, cfg) == [[False, True, True]]
+    assert [path.name for path in (run_dir / CHECKPOINTS).iterdir()] == ["step_000002"]
+    names = {path.name for path in (run_dir / CHECKPOINTS / "step_000002").iterdir()}
+    assert ".room" not in names and "__0_0.distcp" in names
+    assert run_ranks(resumed, 1, cfg) == [(2, 0, {2.0})]
 
 
 def resume(cfg: Config) -> str:

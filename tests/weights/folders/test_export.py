@@ -1,6 +1,7 @@
 """Export gives back what was loaded, and a folder that transformers can load."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,15 +16,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.protocol.disk_room import WriteFailed
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders import export
 from megatron_rl.weights.folders.export import ExportCalls, export_tensors, save_hf, senders
-from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.folders.hf_folder import bucketed, write_tensors
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import Share, as_matrix
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
 from tests.distributed import run_ranks
+from tests.full_disk import fill_disk
 from tests.tiny_models import QWEN3_MOE, VOCAB, full_logits, load_on_rank, write_model
 
 
@@ -165,18 +168,38 @@ def test_what_travels_goes_in_batches_and_leaves_no_keys(tmp_path: Path) -> None
     assert first[2] == second[2] == 0
 
 
+def test_shards_wait_for_room_and_are_whole(small_disk: Path) -> None:
+    tensors = {f"{n}": torch.full([20_000], float(n)) for n in range(8)}
+    timer = threading.Timer(1.0, fill_disk(small_disk, left_bytes=200_000).unlink)
+    timer.start()
+    started = time.monotonic()
+    write_tensors(small_disk, tensors.items(), 160_000, limit_s=60.0)
+    assert time.monotonic() - started > 0.9
+    names = sorted(path.name for path in small_disk.iterdir())
+    shards = [f"model-{n}-of-00004.safetensors" for n in ("00001", "00002", "00003", "00004")]
+    assert names == [*shards, "model.safetensors.index.json"]
+    found = {
+        name: tensor for shard in shards for name, tensor in load_file(small_disk / shard).items()
+    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    fill_disk(small_disk, left_bytes=50_000)
+    with pytest.raises(WriteFailed, match=r"part-0.safetensors could not .*: No space left on"):
+        write_tensors(small_disk, tensors.items(), 160_000)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["filler", *names]
+
+
 def slow_export(folder: Path, pause_s: float, patience_s: float) -> str:
     """Rank 0 takes long between two tensors and long at the end."""
     real = export.write_tensors
 
-    def slow(staging: Path, tensors: Any, shard_bytes: int) -> None:
+    def slow(staging: Path, tensors: Any, shard_bytes: int, **known: float) -> None:
         def delayed() -> Iterator[tuple[str, Tensor]]:
             for number, named in enumerate(tensors):
                 if number == 3:
                     time.sleep(pause_s)
                 yield named
 
-        real(staging, delayed(), shard_bytes)
+        real(staging, delayed(), shard_bytes, **known)
         time.sleep(pause_s)
 
     export.write_tensors = slow
