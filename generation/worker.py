@@ -167,6 +167,8 @@ class GeneratorWorker:
             while True:
                 message = await self._queue.next_message(RECEIVE_S)
                 match message:
+                    case Lease(lease_id) if lease_id in serving:
+                        log.warning("lease %d came twice", lease_id)
                     case Lease():
                         self._owed[message.lease_id] = set(message.indices)
                         task = leases.create_task(self._serve(message))

@@ -7,6 +7,8 @@ import enum
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Name, Size
+
 
 class PhaseKind(enum.StrEnum):
     """Phases of a run; see `launcher/phases.py`."""
@@ -26,38 +28,38 @@ class RoleRestart(msgspec.Struct, frozen=True):
     """Replicas of one kind do the same work: "generator", "verifier"."""
     exit_code: int
     """Exit code of the process that died; minus the number of a signal that killed it."""
-    count: int
+    count: Count
     """Restarts of the replica within the window of its rule, this one included."""
-    limit: int
-    number: int = 0
+    limit: Count
+    number: Count = 0
     """Counts the restarts of a node from 1; 0: on the first node."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """State of a node: sent about once a second, after every change, and when it ends early."""
 
-    node: int
+    node: Count
     """Its number, from 1; the first node, 0, sends no state."""
-    nodes: int
+    nodes: Size
     """Number of nodes that it was started with."""
-    address: str
+    address: Name
     """Where the other nodes reach it."""
     session: int
     """Differs after a restart."""
-    ended: int
+    ended: Count
     """Number of the phase whose processes it has ended; 0: none yet."""
     error: str = ""
     """Why it leaves the run."""
     restarts: tuple[RoleRestart, ...] = ()
     """The latest restarts; each is sent several times, and counts once by its number."""
-    given_up: dict[str, int] = {}
+    given_up: dict[str, Count] = {}
     """Kind of role -> replicas that used up their restarts."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The current phase for all nodes: the answer to every NodeState."""
 
-    number: int
+    number: Count
     """From 1."""
     kind: PhaseKind
     label: str = ""
@@ -70,9 +72,9 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
     """Why the first node leaves the run."""
-    given_up: dict[str, int] = {}
+    given_up: dict[str, Count] = {}
     """As in NodeState, summed over all nodes."""
-    addresses: dict[int, str] = {}
+    addresses: dict[Count, Name] = {}
     """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []
     """Replicas that the queue heard before and no longer hears."""

@@ -43,6 +43,27 @@ class PendingGroup:
         """Sorts groups: evaluations first, then in the order of training."""
         return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
+    def count_as_lost(self, indices: list[int]) -> None:
+        """Count the latest attempts of completions as losses."""
+        self.attempts.subtract(indices)
+        self.losses.update(indices)
+
+
+@dataclasses.dataclass
+class OpenLease:
+    """A lease with unreturned completions. Times are monotonic seconds."""
+
+    pending: PendingGroup
+    missing: set[int]
+    generator: str
+    leased_at: float
+    active_at: float
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a completion."""
+        return self.pending.group.sampling.max_new_tokens
+
 
 class Eligible(NamedTuple):
     """Generators that may take completions now."""
