@@ -15,8 +15,8 @@ Concurrency, one event loop:
 
 The first of these tasks to end, `_serve` excepted, ends the process. So does an engine that
 answers a `_serve` with nonsense or not in time. A malformed message drops the open requests of its
-sender alone. Each replica has at most `expert.scorer.max_running` open requests and so `_serve`
-tasks; the engine runs as many at once.
+sender alone (`wire.Router.refuse` counts it). Each replica has at most `expert.scorer.max_running`
+open requests and so `_serve` tasks; the engine runs as many at once.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from megatron_rl.protocol.types import Stop
 from megatron_rl.protocol.wire import WireError
 
 ROLE = "scorer-0"
-MAX_REFUSED = 100
-"""The scorer ends with the next message that it cannot read: somebody speaks another protocol."""
+MOST_OPEN = 4_096
+"""Open requests of all peers; expert.scorer.max_running bounds those of a healthy one."""
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +68,9 @@ class Scorer:
         self._room = asyncio.Semaphore(max_running)
         self._open: dict[tuple[str, int], asyncio.Task[None]] = {}
         """The task of each request, by peer and request_id."""
-        self._refused = 0
 
     async def run(self) -> None:
-        """Serve until the trainer says Stop. Raises EngineError, and WireError at the limit."""
+        """Serve until the trainer says Stop. Raises EngineError."""
         await end_with_first(self._receive(), self._watch_engine())
 
     async def _receive(self) -> None:
@@ -79,9 +78,7 @@ class Scorer:
             await self._receive_requests()
         except ExceptionGroup as group:
             # A fault of the engine is logged as one line, not as a group with a traceback.
-            known = next(
-                (e for e in group.exceptions if isinstance(e, EngineError | WireError)), None
-            )
+            known = next((e for e in group.exceptions if isinstance(e, EngineError)), None)
             if known is None:
                 raise
             raise known from None
@@ -92,11 +89,13 @@ class Scorer:
                 try:
                     peer, message = await self._router.next_message()
                 except WireError as error:
-                    self._refuse(error.peer, str(error))
+                    self._refuse(error.peer, error)
                     continue
                 match message:
                     case LogprobRequest(request_id):
-                        if (peer, request_id) not in self._open:
+                        if len(self._open) >= MOST_OPEN:
+                            self._refuse(peer, WireError(f"{MOST_OPEN} requests are open"))
+                        elif (peer, request_id) not in self._open:
                             task = serving.create_task(self._serve(peer, message))
                             self._open[peer, request_id] = task
                             task.add_done_callback(partial(self._forget, (peer, request_id)))
@@ -104,25 +103,20 @@ class Scorer:
                         log.info("%s said stop: %s", peer, message.reason)
                         break
                     case _:
-                        self._refuse(peer, f"the scorer takes no {type(message).__name__}")
+                        kind = type(message).__name__
+                        self._refuse(peer, WireError(f"the scorer takes no {kind}"))
             for task in self._open.values():
                 task.cancel()
 
     def _forget(self, asked: tuple[str, int], task: object) -> None:
         del self._open[asked]
 
-    def _refuse(self, peer: str, why: str) -> None:
+    def _refuse(self, peer: str, error: WireError) -> None:
         """Drop the requests of a peer whose message makes no sense; other peers are served.
 
-        A healthy peer asks for its requests again. Raises WireError at the limit.
+        A healthy peer asks for its requests again.
         """
-        self._refused += 1
-        log.error("a message of %s is refused: %s", peer, why)
-        if self._refused > MAX_REFUSED:
-            raise WireError(
-                f"{self._refused} messages were refused, allowed are {MAX_REFUSED}; the last one, "
-                f"of {peer}: {why}. Do all processes run the same release?"
-            )
+        self._router.refuse(peer, error)
         for (name, _), task in self._open.items():
             if name == peer:
                 task.cancel()

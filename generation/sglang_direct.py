@@ -30,6 +30,8 @@ from megatron_rl.protocol.engine_requests import (
 )
 from megatron_rl.protocol.types import Sampling
 
+_CHOICE_BYTES = 4
+
 
 def direct_request(
     setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, prefix_key: str
@@ -58,6 +60,8 @@ def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
     if ended.finish not in ("stop", "length"):
         raise EngineError(f"{engine} ended a completion by {ended.finish}: {ended.message}")
     token_ids, logprobs = ended.token_ids, ended.logprobs
+    if len(ended.expert_choices) % _CHOICE_BYTES:
+        raise EngineError(f"{engine} sent {len(ended.expert_choices)} bytes of expert choices")
     if len(logprobs) != len(token_ids):
         raise EngineError(f"{engine} sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
     try:

@@ -200,6 +200,8 @@ class GeneratorWorker:
                     case Lease() if self._is_leaving:
                         # It crossed the announcement, which does not name it.
                         continue
+                    case Lease(lease_id) if lease_id in serving:
+                        log.warning("lease %d came twice", lease_id)
                     case Lease():
                         self._owed[message.lease_id] = set(message.indices)
                         task = leases.create_task(self._serve(message))

@@ -155,14 +155,8 @@ class FirstNodeLink(NodeLink):
     def exchange(self, now: float) -> None:
         if self._router is None:
             return
-        while (received := self._router.receive(0)) is not None:
-            peer, message = received
-            if not isinstance(message, NodeState):
-                raise WireError(f"{peer} sent {type(message).__name__} to the first node")
-            self._attendance.note(message, now)
-            self._peers.add(peer)
-            if self._phase is not None:
-                self._router.send(peer, self._told(self._phase))
+        while self._receive(self._router, now):
+            pass
         lost = self._attendance.find_lost(now)
         self.given_up_elsewhere = self._attendance.given_up()
         self.addresses |= self._attendance.addresses()
@@ -178,6 +172,24 @@ class FirstNodeLink(NodeLink):
             if why and left < least:
                 return f"{why}, and {left} of {replicas} {kind}s are fewer than {least}"
         return ""
+
+    def _receive(self, router: Router, now: float) -> bool:
+        """Handle the next message, if there is one; returns whether another may wait."""
+        try:
+            received = router.receive(0)
+        except WireError as error:
+            # A node whose states cannot be read is missed like a silent one.
+            router.refuse(error.peer, error)
+            return True
+        if received is None:
+            return False
+        peer, message = received
+        assert isinstance(message, NodeState), "the endpoint takes nothing else"
+        self._attendance.note(message, now)
+        self._peers.add(peer)
+        if self._phase is not None:
+            router.send(peer, self._told(self._phase))
+        return True
 
     def _told(self, phase: RunPhase) -> RunPhase:
         given_up = sum_of(self.given_up, self._attendance.given_up())

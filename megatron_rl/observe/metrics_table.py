@@ -49,8 +49,8 @@ QUEUE = (
           "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
     Entry("queue/messages_turned_away", "rejected messages of processes of another phase or start "
           "of the run", "0", "end processes of an earlier job; logs/queue.log names them", "count"),
-    Entry("queue/messages_refused", "unreadable or unexpected messages; their sender loses its "
-          "leases, and 100 of them end the run", "0",
+    Entry("queue/messages_refused", "unreadable, unexpected or faulty messages; their sender "
+          "loses its leases, and after each 100 of them its process ends", "0",
           "logs/queue.log names the sender, which may run another release", "count"),
     Entry("queue/loop_stalled_s", "seconds in which the queue's loop stalled; they do not count as "
           "silence of other processes", "0",

@@ -5,6 +5,8 @@ Imported by every process. On the verify endpoint; they share the ids of score r
 
 import msgspec
 
+from megatron_rl.protocol.limits import Id, Version
+
 NO_ANSWER = -1
 """Class of a completion without an answer."""
 
@@ -12,7 +14,7 @@ NO_ANSWER = -1
 class ClassRequest(msgspec.Struct, frozen=True, tag="ClassRequest"):
     """Find the completions of one prompt with equal answers; none of the answers is right."""
 
-    request_id: int
+    request_id: Id
     """From the same counter as the ids of score requests; a ScoreFailed may answer it."""
     task: str
     texts: list[str]
@@ -23,10 +25,16 @@ class ClassRequest(msgspec.Struct, frozen=True, tag="ClassRequest"):
     entry: str = ""
     """The prompt's `entry`, only for a user-defined comparison."""
 
+    def find_fault(self) -> str:
+        """Why the request contradicts itself; "" if it does not."""
+        if len(self.texts) == len(self.prompt_tails):
+            return ""
+        return f"{len(self.texts)} texts and {len(self.prompt_tails)} prompt tails"
+
 
 class ClassDone(msgspec.Struct, frozen=True, tag="ClassDone"):
     """The classes of a request."""
 
-    request_id: int
-    classes: list[int]
+    request_id: Id
+    classes: list[Version]
     """For each text: 0, 1, ... in order of first appearance, or NO_ANSWER."""

@@ -6,9 +6,11 @@ Unix socket in a folder that only this user can enter.
 """
 
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from megatron_rl.protocol.limits import Count, Finite, Name
 
 SOCKET_VARIABLE = "MEGATRON_RL_REQUESTS"
 """Environment variable of the server: path of the generator's socket; if unset, only HTTP."""
@@ -17,15 +19,17 @@ NAME_PREFIX = "mrl-"
 FIRST_SUFFIX = "-0."
 """Suffix of the name of the first completion of a request."""
 _LENGTH = struct.Struct("<I")
+MOST_BYTES = 1 << 30
+"""Of a message; a longer one is not waited for."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     """Generator -> scheduler: generate a completion for each name."""
 
-    names: list[str]
-    """No name is a prefix of another, because SGLang aborts by prefix."""
-    prompt_ids: list[int]
-    max_new_tokens: int
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    """At least one. No name is a prefix of another, because SGLang aborts by prefix."""
+    prompt_ids: list[Count]
+    max_new_tokens: Count
     temperature: float
     top_p: float
     top_k: int
@@ -49,19 +53,19 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     """Scheduler -> generator, in lists: a completion has ended."""
 
     name: str
-    token_ids: list[int]
+    token_ids: list[Count]
     logprobs: list[float]
-    spans: list[tuple[str, int, int]]
+    spans: list[tuple[Name, Count, Count]]
     """(version, first token, token after the last) in order."""
     finish: str
     """"stop", "length", or "abort"."""
     message: str
     """The reason of an abort."""
-    cached_tokens: int
+    cached_tokens: Count
     """Prompt tokens whose keys and values were cached."""
     expert_choices: bytes = b""
     """As in Completion."""
-    first_token_at: float = -1.0
+    first_token_at: Finite = -1.0
     """As in Completion; both processes run on one node."""
 
 
@@ -87,10 +91,16 @@ def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any
     start = 0
     while len(buffer) - start >= _LENGTH.size:
         (size,) = _LENGTH.unpack_from(buffer, start)
+        if size > MOST_BYTES:
+            raise msgspec.DecodeError(f"a message of {size} bytes begins; allowed: {MOST_BYTES}")
         end = start + _LENGTH.size + size
         if len(buffer) < end:
             break
-        messages.append(decoder.decode(bytes(buffer[start + _LENGTH.size : end])))
+        try:
+            messages.append(decoder.decode(bytes(buffer[start + _LENGTH.size : end])))
+        # msgspec raises other errors for texts that are no UTF-8, and arrays in arrays in arrays.
+        except (ValueError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
         start = end
     del buffer[:start]
     return messages

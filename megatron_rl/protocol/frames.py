@@ -2,7 +2,7 @@
 
 Imported by every process, mostly through `wire.py`. An array of at least `APART_BYTES` has a
 separate frame, so that a process forwards a rollout without a copy: received arrays are views of
-the network's buffers. Nothing is pickled.
+the network's buffers. Nothing is pickled. Limits of numbers are those of `limits.py`.
 """
 
 import functools
@@ -105,6 +105,12 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
 
+def _find_fault(message: Any) -> str:
+    """Why a peer may not send a message of a kind that says so; "" if it may."""
+    find = getattr(message, "find_fault", None)
+    return "" if find is None else find()
+
+
 def decode(frame: Frame, kind: Any = AnyMessage) -> Any:
     """The message of one frame. Raises WireError."""
     return decode_frames([frame], kind)
@@ -120,8 +126,11 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
             raise ValueError(
                 f"{len(_apart.frames)} array frames came, and the message names {_apart.used}"
             )
+        if fault := _find_fault(message):
+            raise ValueError(fault)
         return message
-    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
+    # RecursionError: msgspec's answer to arrays in arrays in arrays.
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(
             f"received a frame of {len(head)} bytes that is no message: {error}"
         ) from error

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Id, Seconds, Version
+
 PROMPT_UNRENDERABLE = "prompt_unrenderable"
 """The prompt cannot be tokenized, or leaves no room for a completion."""
 
@@ -9,12 +11,12 @@ PROMPT_UNRENDERABLE = "prompt_unrenderable"
 class EngineActivity(msgspec.Struct, frozen=True):
     """Sums since a generator was first ready to serve."""
 
-    idle_s: float = 0.0
-    busy_s: float = 0.0
+    idle_s: Seconds = 0.0
+    busy_s: Seconds = 0.0
     """Seconds with a completion in flight."""
-    tokens: int = 0
+    tokens: Id = 0
     """Tokens of finished completions."""
-    running: int = 0
+    running: Count = 0
     """Completions in flight now."""
 
 
@@ -24,15 +26,15 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     The queue computes free room = capacity - leased and not yet returned.
     """
 
-    capacity: int
+    capacity: Count
     """Maximum number of completions at once."""
-    version: int
+    version: Version
     """Policy version of its weights; -1 before the first weight sync, when it takes no leases."""
     session: int
     """Differs after a restart: leases of the earlier session are lost."""
     is_held: bool = False
     """It keeps this version; it told the syncer before."""
-    leases: list[int] | None = None
+    leases: list[Id] | None = None
     """Ids of its unfinished leases; None: not reported."""
     activity: EngineActivity | None = None
     """Sums since the session began, so that a lost heartbeat loses nothing; None: not reported."""
@@ -50,8 +52,8 @@ class Hold(msgspec.Struct, frozen=True, tag="Hold"):
 class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     """The engine could not generate this completion; the queue leases it again."""
 
-    lease_id: int
-    index: int
+    lease_id: Id
+    index: Count
     reason: str
     drop_as: str = ""
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
@@ -60,11 +62,11 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
 class RolloutsTaken(msgspec.Struct, frozen=True, tag="RolloutsTaken"):
     """The queue has these completions on its disk, or does not need them. Sent once a second."""
 
-    completions: list[tuple[int, int]]
+    completions: list[tuple[Id, Count]]
     """(lease id, index)."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
     """Stop the remaining completions of a lease. No answer."""
 
-    lease_id: int
+    lease_id: Id

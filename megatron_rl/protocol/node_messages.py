@@ -7,6 +7,8 @@ import enum
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Name, Size
+
 
 class PhaseKind(enum.StrEnum):
     """Phases of a run; see `launcher/phases.py`."""
@@ -26,33 +28,33 @@ class RoleRestart(msgspec.Struct, frozen=True):
     """Replicas of one kind do the same work: "generator", "verifier"."""
     exit_code: int
     """Exit code of the process that died; minus the number of a signal that killed it."""
-    count: int
+    count: Count
     """Restarts of the replica within the window of its rule, this one included."""
-    limit: int
-    number: int = 0
+    limit: Count
+    number: Count = 0
     """Counts the restarts of a node from 1; 0: on the first node."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """State of a node: sent about once a second, after every change, and when it ends early."""
 
-    node: int
+    node: Count
     """Its number, from 1; the first node, 0, sends no state. From `nodes` on: it joined later."""
-    nodes: int
+    nodes: Size
     """Number of nodes that the run was started with."""
-    address: str
+    address: Name
     """Where the other nodes reach it."""
     session: int
     """Differs after a restart."""
-    ended: int
+    ended: Count
     """Number of the phase whose processes it has ended; 0: none yet."""
     error: str = ""
     """Why it leaves the run."""
     restarts: tuple[RoleRestart, ...] = ()
     """The latest restarts; each is sent several times, and counts once by its number."""
-    given_up: dict[str, int] = {}
+    given_up: dict[str, Count] = {}
     """Kind of role -> replicas that used up their restarts."""
-    replicas: dict[str, int] = {}
+    replicas: dict[str, Count] = {}
     """Kind of role -> its replicas on this node."""
     is_joined: bool = False
     """It was started by `megatron-rl join`: its replicas come on top of the configured ones."""
@@ -65,7 +67,7 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The current phase for all nodes: the answer to every NodeState."""
 
-    number: int
+    number: Count
     """From 1."""
     kind: PhaseKind
     label: str = ""
@@ -80,7 +82,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """Why the first node leaves the run."""
     given_up: dict[str, int] = {}
     """As in NodeState, summed over all nodes; less than 0 where more have joined."""
-    addresses: dict[int, str] = {}
+    addresses: dict[Count, Name] = {}
     """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []
     """Replicas that the queue heard before and no longer hears."""

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Finite
+
 
 def normalized(text: str) -> str:
     """Equal for texts that differ only in case and spacing."""
@@ -11,11 +13,11 @@ def normalized(text: str) -> str:
 class LengthRule(msgspec.Struct, frozen=True):
     """The soft penalty near the length limit (`verification/score.py`)."""
 
-    max_tokens: int
+    max_tokens: Count
     """The paper's l_max."""
-    margin_tokens: int
+    margin_tokens: Count
     """The paper's l_cache; 0: no penalty."""
-    largest: float
+    largest: Finite
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """JSON that the task's grader needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""
     """Language of the response, such as "fr"; empty: that of the question."""
-    pass_rate: float | None = None
+    pass_rate: Finite | None = None
     """Share of right completions in an earlier grading; None: unknown."""
     place: str = ""
     """Source as file:line, for messages to the user."""

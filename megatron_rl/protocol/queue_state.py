@@ -5,15 +5,17 @@ Imported by every process.
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Id
+
 
 class PromptCursor(msgspec.Struct, frozen=True):
     """Position in the stream of train prompts."""
 
-    draws: int
+    draws: Id
     """Number of drawn prompts."""
-    taken: list[int]
+    taken: list[Id]
     """Number of drawn prompts by source."""
-    sizes: list[int]
+    sizes: list[Id]
     """Number of train prompts by source."""
     seed: int
     """`run.seed`, which orders the prompts."""
@@ -22,9 +24,9 @@ class PromptCursor(msgspec.Struct, frozen=True):
 class UnfinishedGroup(msgspec.Struct, frozen=True):
     """A training group that is not trained on."""
 
-    number: int
+    number: Id
     prompt_id: str
-    stage: int = 0
+    stage: Count = 0
     """The stage whose rules sample it."""
 
 
@@ -73,9 +75,9 @@ class UnfinishedEvaluation(msgspec.Struct, frozen=True):
 class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
     """State of the queue from which it resumes after `step` batches; JSON in a checkpoint."""
 
-    step: int
+    step: Count
     cursor: PromptCursor
-    groups_opened: int
+    groups_opened: Id
     """Number of the next group."""
     unfinished: list[UnfinishedGroup]
     """Groups that are neither trained on nor counted as dropped: they are generated again."""

@@ -5,6 +5,8 @@ Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel 
 (see `frames.py`).
 """
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 
@@ -15,6 +17,17 @@ from megatron_rl.protocol.generator_messages import (
     Hold,
     RolloutFailed,
     RolloutsTaken,
+)
+from megatron_rl.protocol.limits import (
+    Count,
+    Finite,
+    Id,
+    Name,
+    Share,
+    Size,
+    Version,
+    find_bad_floats,
+    find_bad_ids,
 )
 from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.node_messages import NodeState, RunPhase
@@ -46,13 +59,13 @@ from megatron_rl.protocol.weight_messages import (
 class Sampling(msgspec.Struct, frozen=True):
     """How to sample completions."""
 
-    max_new_tokens: int
-    temperature: float
+    max_new_tokens: Count
+    temperature: Finite
     """0 means greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Share = 1.0
+    top_k: Count = 0
     """0: all tokens."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     stop: tuple[str, ...] = ()
     """Strings that end a completion; all its tokens are kept."""
     seed: int = 0
@@ -63,9 +76,9 @@ class Sampling(msgspec.Struct, frozen=True):
 class VersionSpan(msgspec.Struct, frozen=True):
     """Completion tokens [start, end) were sampled from policy `version`."""
 
-    version: int
-    start: int
-    end: int
+    version: Version
+    start: Count
+    end: Count
 
 
 def _no_choices() -> np.ndarray:
@@ -79,7 +92,7 @@ ROUNDING_NATS = 1e-3
 class GoldAnswer(msgspec.Struct, frozen=True):
     """The reference answer that may replace the answer of a completion."""
 
-    thought_tokens: int
+    thought_tokens: Count
     """Completion tokens before the answer."""
     token_ids: np.ndarray
     """[answer tokens] int32; empty if the completion has no place for it."""
@@ -90,8 +103,8 @@ class GoldAnswer(msgspec.Struct, frozen=True):
 class Rollout(msgspec.Struct, frozen=True):
     """One finished completion of a leased group."""
 
-    lease_id: int
-    index: int
+    lease_id: Id
+    index: Count
     """Position inside the group, 0 .. group size - 1."""
     prompt_ids: np.ndarray
     """[prompt tokens] int32."""
@@ -109,7 +122,7 @@ class Rollout(msgspec.Struct, frozen=True):
     experts need it; empty without train.router_replay."""
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open the thoughts for the model."""
-    first_token_s: float = -1.0
+    first_token_s: Finite = -1.0
     """Seconds between lease and first token, by the generator's clock; -1: unknown."""
     gold: GoldAnswer | None = None
     """Only with algorithm.gold."""
@@ -125,15 +138,18 @@ class Rollout(msgspec.Struct, frozen=True):
         return max(span.version for span in self.spans)
 
 
+_MOST_PARTS = 100
+
+
 class Score(msgspec.Struct, frozen=True):
     """The verdict on one completion."""
 
-    reward: float
-    parts: dict[str, float]
+    reward: Finite
+    parts: Annotated[dict[Name, Finite], msgspec.Meta(max_length=_MOST_PARTS)]
     """Parts that sum to the reward: "format", "correct", "length", "language", extra rewards."""
-    reason: str
+    reason: Name
     """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
-    tests: tuple[int, int] = (0, 0)
+    tests: tuple[Count, Count] = (0, 0)
     """(passed, all) tests of a program, if reward.code_credit counts them."""
     detail: str = ""
     """The first test that a program failed, and its output."""
@@ -161,25 +177,39 @@ class TrainSequence(msgspec.Struct, frozen=True):
 
     token_ids: np.ndarray
     """[prompt + completion tokens] int32."""
-    prompt_length: int
+    prompt_length: Count
     generator_logprobs: np.ndarray
     """[completion tokens] float32; zeros for SFT examples."""
     token_versions: np.ndarray
     """[completion tokens] int32: policy version that sampled each token."""
-    advantage: float
-    weight: float
+    advantage: Finite
+    weight: Finite
     """Loss weight of every completion token."""
-    reward: float = 0.0
+    reward: Finite = 0.0
     group: int = 0
     """Number of its group in the minibatch; -1: padding."""
     member: int = 0
     """Place in its group."""
-    gold_tokens: int = 0
+    gold_tokens: Count = 0
     """Number of tokens at the end that are a reference answer, which no policy sampled."""
     rollout: tuple[int, int] = (-1, 0)
     """Recorded group and index of its rollout; (-1, 0): this run did not sample it."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """As in Rollout."""
+
+    def find_fault(self) -> str:
+        """Why it cannot be trained on; "" if it can."""
+        completion = len(self.token_ids) - self.prompt_length
+        lengths = len(self.generator_logprobs), len(self.token_versions)
+        if lengths != (completion, completion):
+            return f"{lengths} logprobs and versions of {completion} completion tokens"
+        if self.gold_tokens > completion:
+            return f"{self.gold_tokens} gold tokens of {completion}"
+        if self.token_versions.dtype != np.int32:
+            return f"token versions are {self.token_versions.dtype}, expected int32"
+        return find_bad_ids("token ids", self.token_ids) or find_bad_floats(
+            "logprobs", self.generator_logprobs
+        )
 
 
 class MinibatchShare(msgspec.Struct, frozen=True):
@@ -189,22 +219,32 @@ class MinibatchShare(msgspec.Struct, frozen=True):
     """
 
     microbatches: list[list[TrainSequence]]
-    groups: int = 0
+    groups: Count = 0
     """Groups of the whole minibatch, over all ranks."""
-    members: int = 0
+    members: Count = 0
     """Size of the largest group."""
-    temperature: float = 1.0
+    temperature: Finite = 1.0
     """Sampling temperature of the batch: the trained policy is softmax(logits / temperature)."""
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
     """One data-parallel rank's part of a batch."""
 
-    step: int
-    dp_rank: int
+    step: Count
+    dp_rank: Count
     minibatches: list[MinibatchShare]
     metrics: dict[str, tuple[float, float, Reduce]]
     """Queue metrics of this batch: name -> (sum, count, reduce); only dp_rank 0 receives them."""
+
+    def find_fault(self) -> str:
+        """Why the batch cannot be trained on; "" if it can."""
+        sequences = (
+            sequence
+            for share in self.minibatches
+            for microbatch in share.microbatches
+            for sequence in microbatch
+        )
+        return next(filter(None, (sequence.find_fault() for sequence in sequences)), "")
 
 
 # --- prompts endpoint: queue (ROUTER) <-> generators (DEALER) -----------------------------------
@@ -213,11 +253,15 @@ class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Generate some or all completions (`indices`) of a group."""
 
-    lease_id: int
+    lease_id: Id
     prompt: Prompt
     """Without its `entry`."""
-    indices: list[int]
+    indices: list[Count]
     sampling: Sampling
+
+    def find_fault(self) -> str:
+        """Why it cannot be served; "" if it can."""
+        return "" if len(set(self.indices)) == len(self.indices) else f"indices {self.indices}"
 
 
 class RolloutDone(msgspec.Struct, frozen=True, tag="RolloutDone"):
@@ -232,11 +276,11 @@ class RolloutDone(msgspec.Struct, frozen=True, tag="RolloutDone"):
 class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     """State of a verifier, sent at start and as heartbeat."""
 
-    capacity: dict[str, int]
+    capacity: dict[Name, Count]
     """Worker pool -> requests it accepts at once."""
     session: int
     """Differs after a restart: requests of the earlier session are lost."""
-    requests: list[int] | None = None
+    requests: list[Id] | None = None
     """Ids of its unanswered requests; None: not reported."""
     is_leaving: bool = False
     """As in GeneratorReady, with requests in place of leases."""
@@ -250,7 +294,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     answer: str
     entry: str
     text: str
-    completion_tokens: int
+    completion_tokens: Count
     is_finished: bool
     """False when the completion was cut at the length limit."""
     problem: str = ""
@@ -270,7 +314,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
     """The verdict on a request."""
 
-    request_id: int
+    request_id: Id
     score: Score
 
 
@@ -290,10 +334,10 @@ def sendable(reason: str) -> str:
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
     """No verdict, and never a reward of 0; the queue repeats the request."""
 
-    request_id: int
+    request_id: Id
     reason: str
     """The error, for people."""
-    kind: str = UNGRADABLE
+    kind: Annotated[str, msgspec.Meta(pattern="^(ungradable|not_graded)$")] = UNGRADABLE
     """UNGRADABLE or NOT_GRADED: the reason to drop the completion after the last attempt."""
 
     def __post_init__(self) -> None:
@@ -309,10 +353,10 @@ class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
     It repeats this every few seconds until an answer comes, so that a lost message does no harm.
     """
 
-    step: int
-    dp_rank: int
-    dp_size: int
-    held_version: int = -1
+    step: Count
+    dp_rank: Count
+    dp_size: Size
+    held_version: Version = -1
     """The last synced version, in case WeightsSynced was lost; -1: not reported."""
     is_final: bool = False
     """As in WeightsSynced, of held_version."""
@@ -321,14 +365,14 @@ class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
 class WeightsSynced(msgspec.Struct, frozen=True, tag="WeightsSynced"):
     """All generators hold `version`; `is_final` after the last optimizer step."""
 
-    version: int
+    version: Version
     is_final: bool = False
 
 
 class SaveState(msgspec.Struct, frozen=True, tag="SaveState"):
     """The trainer saves a checkpoint after `step` batches; answered by QueueState."""
 
-    step: int
+    step: Count
 
 
 class Stop(msgspec.Struct, frozen=True, tag="Stop"):

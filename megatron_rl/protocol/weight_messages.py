@@ -5,20 +5,22 @@ Imported by every process, mostly through `types.py`. docs/weights.md describes 
 
 import msgspec
 
+from megatron_rl.protocol.limits import Count, Name, Port, Seconds, Size, Version
+
 
 class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """A generator asks to receive weights; its engine has `world_size` ranks."""
 
-    world_size: int
-    engine: str
-    engine_version: str
+    world_size: Size
+    engine: Name
+    engine_version: Name
     session: int = 0
     """Grows when the generator restarts."""
-    ffn_multiple: int = 1
+    ffn_multiple: Size = 1
     """The engine pads the MLP units of a rank to a multiple of this."""
-    expert_parallel: int = 1
+    expert_parallel: Size = 1
     """Number of engine ranks that share the experts, with each expert whole on one rank."""
-    version: int = -1
+    version: Version = -1
     """Its policy version; -1: none, so it needs a whole weight sync."""
     is_held: bool = False
     """It keeps that version for now: skip it."""
@@ -43,16 +45,16 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     """Take parcels from the trainer ranks 0..rank_offset-1; see `exchange/engine_rank.py`."""
 
     address: str
-    port: int
+    port: Port
     """Port of the exchange's store, which has the plan."""
     group_name: str
     backend: str
-    rank_offset: int
-    world_size: int
-    attempt: int
+    rank_offset: Count
+    world_size: Size
+    attempt: Count
     """Number of the transfer in its group."""
-    version: int
-    deadline_s: float
+    version: Count
+    deadline_s: Seconds
 
 
 class PassOn(msgspec.Struct, frozen=True, tag="PassOn"):
@@ -62,11 +64,11 @@ class PassOn(msgspec.Struct, frozen=True, tag="PassOn"):
     """
 
     address: str
-    port: int
+    port: Port
     """Port of the exchange's store with the other engine, which has the plan."""
     group_name: str
-    version: int
-    deadline_s: float
+    version: Count
+    deadline_s: Seconds
     """Deadline of a transfer."""
     kept: list[str] = []
     """Groups with other engines to keep; the engine leaves all others."""
@@ -81,7 +83,7 @@ class Load(msgspec.Struct, frozen=True, tag="Load"):
     """Load a Hugging Face folder."""
 
     folder: str
-    version: int
+    version: Count
 
 
 class Fence(msgspec.Struct, frozen=True, tag="Fence"):
@@ -98,12 +100,12 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
     """Join the weight group as ranks rank_offset .. rank_offset + world_size of the engine - 1."""
 
     address: str
-    port: int
-    rank_offset: int
-    world_size: int
+    port: Port
+    rank_offset: Count
+    world_size: Size
     group_name: str
     backend: str
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Pause(msgspec.Struct, frozen=True, tag="Pause"):
@@ -123,14 +125,19 @@ class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):
 
     names: list[str]
     dtypes: list[str]
-    shapes: list[list[int]]
-    version: int
+    shapes: list[list[Count]]
+    version: Count
+
+    def find_fault(self) -> str:
+        """Why the lists do not belong together; "" if they do."""
+        lengths = len(self.names), len(self.dtypes), len(self.shapes)
+        return "" if len(set(lengths)) == 1 else f"names, dtypes, shapes of {lengths} tensors"
 
 
 class Resume(msgspec.Struct, frozen=True, tag="Resume"):
     """Continue; later tokens carry `version`."""
 
-    version: int
+    version: Count
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="LeaveGroup"):
@@ -140,11 +147,11 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag="LeaveGroup"):
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
     """The generator obeyed the message named `done`."""
 
-    done: str
+    done: Name
 
 
 class Failed(msgspec.Struct, frozen=True, tag="Failed"):
     """The generator could not obey the message named `doing`."""
 
-    doing: str
+    doing: Name
     reason: str

@@ -31,13 +31,17 @@ from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 
 HIGH_WATER_MESSAGES = 20_000
+MOST_FRAME_BYTES = 2 << 30
+"""Size of a frame from which on ZeroMQ disconnects its sender, before memory is allocated."""
+MAX_REFUSED = 100
+"""A ROUTER turns a peer away after each so many refused messages: it speaks another protocol."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
-"""The first of two frames; the second is empty, so that a stranger does not learn the label.
-msgpack never uses this byte, so no message begins with it."""
+"""The first of two frames. The second tells a peer with the label why; it is empty for a stranger,
+which does not learn the label. msgpack never uses this byte, so no message begins with it."""
 _TURNED_AWAY_NAMES = 1_000
-"""Maximum number of strangers that are counted by name; others count as OTHERS."""
+"""Maximum number of peers that are counted by name; others count as OTHERS."""
 OTHERS = "(others)"
 _HEARTBEAT_MS = 15_000
 _SILENCE_MS = 120_000
@@ -80,6 +84,7 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
         self._own.setsockopt(zmq.LINGER, 2_000)
         self._own.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self._own.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        self._own.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES)
         for option, value in _KEEPALIVE.items():
             self._own.setsockopt(option, value)
         return self._own
@@ -108,8 +113,13 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 def check_welcome(frames: list[Frame], address: str, label: str) -> None:
-    """Raise TurnedAway if a ROUTER with another label answered."""
+    """Raise TurnedAway if a ROUTER with another label answered.
+
+    Raise WireError if it refused MAX_REFUSED messages of this process.
+    """
     if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
+        if why := bytes(frames[1]).decode(errors="replace"):
+            raise WireError(f"{address} turns this process away: {why}")
         raise TurnedAway(
             f"{address} does not serve this process{_of_phase(label)}: their labels differ "
             "(expert.ports.label). This process is left over from an earlier phase or job, or two "
@@ -137,6 +147,11 @@ def labelled(name: str, label: str) -> bytes:
     return (f"{name}{_LABEL_MARK}{label}" if label else name).encode()
 
 
+def _counted(name: str, counts: Counter[str]) -> str:
+    """The name under which a peer is counted, so that a counter stays small."""
+    return name if name in counts or len(counts) < _TURNED_AWAY_NAMES else OTHERS
+
+
 class Router(Closing):
     """A bound ROUTER with many peers, known by the identities of their DEALERs."""
 
@@ -150,6 +165,8 @@ class Router(Closing):
         self._endpoint, self._label = endpoint, label
         self.turned_away: Counter[str] = Counter()
         """Number of rejected messages by sender."""
+        self.refused: Counter[str] = Counter()
+        """Number of messages by sender that make no sense."""
         self._context = _Context()
         self.socket = self._context.open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -196,8 +213,10 @@ class Router(Closing):
     def _hear(self, arrived: list[Frame]) -> tuple[str, AnyMessage] | None:
         """(peer, message) of a received message; None if it is turned away."""
         identity, *frames = arrived
-        peer, _, label = bytes(identity).decode(errors="replace").partition(_LABEL_MARK)
-        if label == self._label:
+        name = bytes(identity).decode(errors="replace")
+        peer, _, label = name.partition(_LABEL_MARK)
+        # Names come into logs and metrics, so they must not hold control characters.
+        if label == self._label and name.isprintable():
             return self._decode(peer, frames)
         self._turn_away(bytes(identity))
         return None
@@ -213,8 +232,7 @@ class Router(Closing):
 
     def _turn_away(self, identity: bytes) -> None:
         name = identity.decode(errors="replace")
-        if name not in self.turned_away and len(self.turned_away) >= _TURNED_AWAY_NAMES:
-            name = OTHERS
+        name = _counted(name if name.isprintable() else ascii(name), self.turned_away)
         if name not in self.turned_away:
             peer, _, label = name.partition(_LABEL_MARK)
             log.warning(
@@ -222,8 +240,26 @@ class Router(Closing):
                 "process%s", peer, _of_phase(label), _of_phase(self._label),
             )  # fmt: skip
         self.turned_away[name] += 1
+        self._dismiss(identity, "")
+
+    def refuse(self, peer: str, error: WireError) -> None:
+        """Count and log a message that makes no sense; at each MAX_REFUSED turn its sender away.
+
+        Its process ends, and the rules for restarts decide about another one.
+        """
+        name = _counted(peer, self.refused)
+        self.refused[name] += 1
+        count = self.refused[name]
+        is_limit = count % MAX_REFUSED == 0
+        if count < MAX_REFUSED or is_limit:
+            log.error("message %d of %s is refused: %s", count, peer, error)
+        if is_limit and name != OTHERS:
+            why = f"{count} of its messages were refused, the last one: {error}. Do all processes "
+            self._dismiss(labelled(peer, self._label), f"{why}run the same release?")
+
+    def _dismiss(self, identity: bytes, why: str) -> None:
         try:
-            self._send_now([identity, _TURNED_AWAY, b""])
+            self._send_now([identity, _TURNED_AWAY, why.encode(errors="replace")])
         except zmq.ZMQError as error:
             # The peer is gone, or its queue is full: its next message gets the answer.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

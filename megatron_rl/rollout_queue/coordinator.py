@@ -31,6 +31,7 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import BatchOrder
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
+from megatron_rl.rollout_queue.faults import limits_of
 from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
 from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
@@ -91,7 +92,7 @@ class Coordinator:
         self._builder = None
         if self._training is not None:
             self._builder = BatchBuilder(config, self._training, self._ends, prompts.held_out)
-        self._requests = BatchRequests(config.train.steps)
+        self._requests = BatchRequests(config.train.steps if self._training else 0)
         self._maker = maker or BatchMaker()
         self._states = StateRequests(recorder)
         self.deadline = StallDeadline(config, now)
@@ -108,7 +109,7 @@ class Coordinator:
         """Create the objects that open groups, lease and grade completions, and end groups."""
         config = self._config
         self._activity = Activity(config, prompts)
-        self._leases = Leases(config.queue)
+        self._leases = Leases(config.queue, limits_of(config))
         self._opener = GroupOpener(
             config.queue, self._leases, evaluations=self._evaluations, training=self._training
         )
@@ -133,6 +134,7 @@ class Coordinator:
         self._opener.count = state.groups_opened
         self._evaluations.resume(state)
         self._first_version = state.step
+        self._leases.limits.note_version(state.step)
 
     # --- incoming -------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class Coordinator:
                 f"the trainer begins with version {synced.version}, the queue with "
                 f"{self._first_version}: start both with the same checkpoint.resume"
             )
+        self._leases.limits.check_version(synced.version)
         grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
         self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
         self._synced, self._synced_at = synced.version, now
@@ -271,6 +274,8 @@ class Coordinator:
         if order is not None:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
+            # Generators may hold it before the queue hears of the sync.
+            self._leases.limits.note_version(order.step + 1)
             self._maker.put(order)
         self._maker.look()
         for peer, answer in self._requests.answers(self._maker.batch):
@@ -304,11 +309,6 @@ class Coordinator:
         """(endpoint, name) of all live generators and verifiers."""
         generators, verifiers = self._leases.generators, self._scoring.verifiers
         return {(PROMPTS, name) for name in generators} | {(VERIFY, name) for name in verifiers}
-
-    @property
-    def built_steps(self) -> int:
-        """Number of built batches."""
-        return self._requests.built_steps
 
     @property
     def is_dealing(self) -> bool:

@@ -9,12 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import numpy as np
-
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
-from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling, ScoredRollout
+from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 
 
@@ -67,7 +65,6 @@ class RolloutTally:
 NO_VERSION = -1
 """Version of tokens that no policy of the run sampled."""
 _EQUAL_REWARDS = 1e-9
-_FINISH_REASONS = ("stop", "length")
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
@@ -289,35 +286,6 @@ class GroupBook:
 def unfinished_of(group: Group) -> UnfinishedGroup:
     """The record of a group in a checkpoint."""
     return UnfinishedGroup(group.number, group.prompt.id, group.stage)
-
-
-def find_fault(rollout: Rollout) -> str:
-    """Why a rollout is inconsistent or cannot be trained on; empty if it can."""
-    tokens = len(rollout.token_ids)
-    if not tokens or not len(rollout.prompt_ids):
-        return f"{len(rollout.prompt_ids)} prompt tokens and {tokens} completion tokens"
-    if len(rollout.logprobs) != tokens:
-        return f"{len(rollout.logprobs)} logprobs for {tokens} tokens"
-    edges = [0] + [span.end for span in rollout.spans]
-    starts = [span.start for span in rollout.spans]
-    if starts != edges[:-1] or edges[-1] != tokens:
-        return f"version spans {rollout.spans} do not cover {tokens} tokens"
-    if rollout.oldest_version < 0:
-        return f"version {rollout.oldest_version}, that of weights which nobody synced"
-    if rollout.finish_reason not in _FINISH_REASONS:
-        return f"finish_reason {rollout.finish_reason!r}, expected one of {_FINISH_REASONS}"
-    return _find_bad_numbers(rollout)
-
-
-def _find_bad_numbers(rollout: Rollout) -> str:
-    lowest_id = min(rollout.prompt_ids.min(), rollout.token_ids.min())
-    if lowest_id < 0:
-        return f"token id {lowest_id}"
-    is_sound = np.isfinite(rollout.logprobs) & (rollout.logprobs <= ROUNDING_NATS)
-    if not is_sound.all():
-        position = int(np.argmin(is_sound))
-        return f"logprob {rollout.logprobs[position]} of token {position}"
-    return ""
 
 
 def has_gold(scored: ScoredRollout) -> bool:

@@ -11,7 +11,6 @@ heartbeats do not name the lease. What a leaving generator gives back counts as 
 cancels leases that it no longer needs.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection
 
@@ -29,33 +28,33 @@ from megatron_rl.rollout_queue.drop_reasons import (
     GroupFailure,
     TooManyFailures,
 )
-from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
+from megatron_rl.rollout_queue.faults import FaultyRollout, RolloutLimits, find_fault
+from megatron_rl.rollout_queue.groups import Group, Origin
 from megatron_rl.rollout_queue.peers import Peer, Peers, PeerSelection
-from megatron_rl.rollout_queue.unleased_groups import Eligible, PendingGroup, UnleasedGroups
+from megatron_rl.rollout_queue.unleased_groups import (
+    Eligible,
+    OpenLease,
+    PendingGroup,
+    UnleasedGroups,
+)
 
 log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass
-class _OpenLease:
-    pending: PendingGroup
-    missing: set[int]
-    generator: str
-    leased_at: float
-    active_at: float
+_CANCELS_A_HEARTBEAT = 1_000
+"""Unknown leases that one heartbeat cancels; the next heartbeat names the others again."""
 
 
 class Leases:
     """All leases, their generators, and the completions that wait for a lease."""
 
-    def __init__(self, config: QueueConfig) -> None:
-        self._config = config
+    def __init__(self, config: QueueConfig, limits: RolloutLimits | None = None) -> None:
+        self._config, self.limits = config, limits or RolloutLimits()
         self.fence_grace_s = config.lease_timeout_s
         """A generator without weights keeps its leases for this long."""
         self._breaker = EngineBreaker()
         self._last_failure = ""
         self._generators = Peers("generator")
-        self._open: dict[int, _OpenLease] = {}
+        self._open: dict[int, OpenLease] = {}
         self._groups: dict[int, PendingGroup] = {}
         self._waiting = UnleasedGroups()
         self._next_id = 0
@@ -65,7 +64,11 @@ class Leases:
         """Rollouts that arrived after the queue gave up their lease."""
 
     def announce(self, name: str, ready: GeneratorReady, now: float) -> None:
-        """Update a generator's state; repair leases on which it and the queue disagree."""
+        """Update a generator's state; repair leases on which it and the queue disagree.
+
+        Raises WireError for a version that there is not.
+        """
+        self.limits.check_version(ready.version)
         if name in self._generators and self._generators[name].session != ready.session:
             self._breaker.forget(name)
         lost = self._generators.announce(
@@ -80,7 +83,8 @@ class Leases:
         if ready.leases is None:
             return
         reported, known = set(ready.leases), self._generators[name].handed_out.keys()
-        self._cancels += [(name, Cancel(lease_id)) for lease_id in sorted(reported - known)]
+        unknown = sorted(reported - known)[:_CANCELS_A_HEARTBEAT]
+        self._cancels += [(name, Cancel(lease_id)) for lease_id in unknown]
         lost = self._generators.find_lost(name, reported, now)
         self._withdraw(lost, f"a message of it was lost between {name} and the queue")
 
@@ -141,7 +145,7 @@ class Leases:
         prompt = msgspec.structs.replace(group.prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling)
         self._next_id += 1
-        self._open[lease.lease_id] = _OpenLease(pending, set(indices), name, now, now)
+        self._open[lease.lease_id] = OpenLease(pending, set(indices), name, now, now)
         pending.lease_ids.add(lease.lease_id)
         self._generators.hand_out(name, lease.lease_id, count)
         return name, lease
@@ -149,11 +153,17 @@ class Leases:
     # --- coming back ----------------------------------------------------------------------------
 
     def take_rollout(self, name: str, rollout: Rollout, now: float) -> Group | None:
-        """The group of a returned rollout; None if its lease was given up or it is faulty."""
-        fault = find_fault(rollout)
+        """The group of a returned rollout; None if its lease was given up.
+
+        Raises FaultyRollout, after the completion is queued again.
+        """
+        lease = self._open.get(rollout.lease_id)
+        fault = find_fault(rollout, self.limits, most_tokens=lease.most_tokens if lease else None)
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
-            return None
+            raise FaultyRollout(
+                f"completion {rollout.index} of lease {rollout.lease_id} has {fault}"
+            )
         if self._is_mixed(rollout):
             why = "its tokens are not all of the version that is measured"
             failure = RolloutFailed(rollout.lease_id, rollout.index, why)
@@ -253,7 +263,7 @@ class Leases:
         """Forget a generator that cannot be reached."""
         self._lose(self._generators.drop(name), f"generator {name} is gone")
 
-    def _return(self, name: str, lease_id: int, index: int, now: float) -> _OpenLease | None:
+    def _return(self, name: str, lease_id: int, index: int, now: float) -> OpenLease | None:
         self._generators.hear(name, now)
         lease = self._open.get(lease_id)
         if lease is None or lease.generator != name or index not in lease.missing:

@@ -176,8 +176,7 @@ class Scoring:
         request = self._take(name, done, now)
         if request is None:
             return None
-        if request.rollout is None:
-            raise WireError(f"{name} answered a request for classes with a score")
+        assert request.rollout is not None
         return request.group, ScoredRollout(request.rollout, done.score)
 
     def take_classes(self, name: str, done: ClassDone, now: float) -> Group | None:
@@ -185,11 +184,17 @@ class Scoring:
         request = self._take(name, done, now)
         if request is None or request.group.is_abandoned:
             return None
-        set_classes(name, request.group, request.message, done)
+        set_classes(request.group, done.classes)
         return request.group
 
     def _take(self, name: str, done: ScoreDone | ClassDone, now: float) -> _Request | None:
-        """The answered request; None when another verifier was asked meanwhile."""
+        """The answered request; None when another verifier was asked meanwhile.
+
+        Raises WireError for an answer to another question, and keeps the request.
+        """
+        request = self._requests.get(done.request_id)
+        if request is not None and request.verifier == name:
+            _check_answer(name, request.message, done)
         if not self._return(name, done.request_id, now):
             return None
         return self._requests.pop(done.request_id)
@@ -363,17 +368,31 @@ def class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassR
     )
 
 
-def set_classes(verifier: str, group: Group, request: object, done: ClassDone) -> None:
-    """Set the classes of a group. Raises WireError for an answer to another request."""
-    indices = _to_compare(group)
-    if not isinstance(request, ClassRequest) or len(done.classes) != len(indices):
+def _check_answer(
+    verifier: str, request: ScoreRequest | ClassRequest, done: ScoreDone | ClassDone
+) -> None:
+    """Raise WireError for an answer to another question."""
+    if isinstance(request, ScoreRequest):
+        if isinstance(done, ClassDone):
+            raise WireError(f"{verifier} answered a request for a score with classes")
+    elif isinstance(done, ScoreDone):
+        raise WireError(f"{verifier} answered a request for classes with a score")
+    elif len(done.classes) != len(request.texts):
         raise WireError(
-            f"{verifier} sent {len(done.classes)} classes to {type(request).__name__} "
-            f"{done.request_id} about {len(indices)} answers"
+            f"{verifier} sent {len(done.classes)} classes of the {len(request.texts)} answers of "
+            f"request {done.request_id}"
         )
+    elif max(done.classes, default=0) >= len(request.texts):
+        raise WireError(
+            f"{verifier} sent classes {done.classes!r:.200} of request {done.request_id}"
+        )
+
+
+def set_classes(group: Group, found: list[int]) -> None:
+    """Set the classes of a group. found: those of its answers that are not right."""
     classes = dict.fromkeys(group.scored, RIGHT)
-    for index, found in zip(indices, done.classes, strict=True):
-        classes[index] = NO_ANSWER if found == NO_ANSWER else RIGHT + 1 + found
+    for index, one in zip(_to_compare(group), found, strict=True):
+        classes[index] = NO_ANSWER if one == NO_ANSWER else RIGHT + 1 + one
     group.classes = classes
 
 

@@ -38,6 +38,7 @@ from megatron_rl.protocol.types import AnyMessage, RolloutDone
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchStore, BatchThread
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
+from megatron_rl.rollout_queue.faults import FaultyRollout
 from megatron_rl.rollout_queue.ledger import Ledger
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread, Thinner
 from megatron_rl.rollout_queue.stall import LoopClock
@@ -59,8 +60,6 @@ FILES = 512
 """Files and sockets of the queue, without the two sockets to each peer."""
 REFUSED = "queue/messages_refused"
 """Metric: messages that could not be read, or that contradict the state."""
-MAX_REFUSED = 100
-"""More refused messages end the run: a peer speaks another protocol."""
 STALLED = "queue/loop_stalled_s"
 """Metric: seconds for which the loop stood still."""
 _RECORDED_BATCHES = 2
@@ -122,9 +121,8 @@ class _Inbox:
         self._clock = clock
         self._taken: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         """(lease id, index) of completions to confirm once the ledger has them, by generator."""
-        self._heard: set[tuple[str, str]] = set()
-        """(endpoint, name) of peers that sent something."""
-        self._refused = 0
+        self._missing: set[tuple[str, str]] = set()
+        """(endpoint, name) of the peers of a killed queue that have sent nothing yet."""
         self._told: dict[str, float] = {}
 
     def await_peers(self, poller: zmq.Poller) -> None:
@@ -132,13 +130,11 @@ class _Inbox:
 
         A message to a peer that is not connected would count as its loss.
         """
-        missing, until = self._coordinator.peers, time.monotonic() + RECONNECT_S
-        while missing and time.monotonic() < until:
+        self._missing, until = self._coordinator.peers, time.monotonic() + RECONNECT_S
+        while self._missing and time.monotonic() < until:
             poller.poll(int(1000 * LOOK_S))
             self._clock.read()
-            self._heard.clear()
             self.receive_bursts()
-            missing -= self._heard
 
     def pop_taken(self) -> list[Outgoing]:
         """Confirmations of the completions since the last call."""
@@ -150,7 +146,7 @@ class _Inbox:
         return taken
 
     def drain(self) -> bool:
-        """Read waiting messages; returns whether none waits any more. Raises WireError."""
+        """Read waiting messages; returns whether none waits any more. Raises as `_hand_on`."""
         until = time.monotonic() + DRAIN_S
         while self.receive_bursts():
             if time.monotonic() > until:
@@ -158,7 +154,10 @@ class _Inbox:
         return True
 
     def receive_bursts(self) -> bool:
-        """Read from every endpoint for a while; returns whether more may wait. Raises WireError."""
+        """Read from every endpoint for a while; returns whether more may wait.
+
+        Raises as `_hand_on`.
+        """
         return any([self._receive_burst(*endpoint) for endpoint in self._routers.items()])
 
     def _receive_burst(self, endpoint: str, router: Router) -> bool:
@@ -175,7 +174,8 @@ class _Inbox:
         return True
 
     def _hand_on(self, endpoint: str, peer: str, message: AnyMessage) -> None:
-        self._heard.add((endpoint, peer))
+        """Raises WireError when trainer and queue contradict each other."""
+        self._missing.discard((endpoint, peer))
         if isinstance(message, RolloutDone):
             lease_id, index = message.rollout.lease_id, message.rollout.index
             self._taken[peer].append((lease_id, index))
@@ -188,21 +188,17 @@ class _Inbox:
             self._refuse(endpoint, peer, error)
 
     def _refuse(self, endpoint: str, peer: str, error: WireError) -> None:
-        """Give the work of the message's sender to others. Raises WireError over MAX_REFUSED."""
-        self._refused += 1
-        log.error("a message of %s is refused: %s", peer, error)
-        self._coordinator.lose(endpoint, peer)
-        if self._refused > MAX_REFUSED:
-            raise WireError(
-                f"{self._refused} messages were refused, which is the limit; the last one, of "
-                f"{peer}: {error}"
-            ) from error
+        """Count a message that makes no sense, and give the work of its sender to others."""
+        self._routers[endpoint].refuse(peer, error)
+        # The completion of a faulty rollout is leased again; its generator keeps the others.
+        if not isinstance(error, FaultyRollout):
+            self._coordinator.lose(endpoint, peer)
 
     def write_counts(self) -> None:
         """Write the counts that grew since the last row."""
         counts = {
             TURNED_AWAY: sum(router.turned_away.total() for router in self._routers.values()),
-            REFUSED: self._refused,
+            REFUSED: sum(router.refused.total() for router in self._routers.values()),
             STALLED: round(self._clock.stalled_s, 3),
         }
         grown = {

@@ -49,6 +49,22 @@ class PendingGroup:
         self.losses.update(indices)
 
 
+@dataclasses.dataclass
+class OpenLease:
+    """A lease with unreturned completions. Times are monotonic seconds."""
+
+    pending: PendingGroup
+    missing: set[int]
+    generator: str
+    leased_at: float
+    active_at: float
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a completion."""
+        return self.pending.group.sampling.max_new_tokens
+
+
 class Eligible(NamedTuple):
     """Generators that may take completions now."""
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from generation.async_sockets import AsyncDealer, AsyncRouter
-from generation.scorer import MAX_REFUSED, Scorer
+from generation.scorer import Scorer
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
 from megatron_rl.protocol.types import GeneratorReady, Stop
-from megatron_rl.protocol.wire import TurnedAway, WireError
+from megatron_rl.protocol.wire import MAX_REFUSED, TurnedAway, WireError
 from tests.ports import free_port
 
 LIMIT_S = 10.0
@@ -105,8 +105,6 @@ async def disturb(port: int, *, refused: int) -> Zeros:
         negative = LogprobRequest(4, np.array([5, -1], np.int32), 1)
         for one in (floats, negative):
             bad.send(one)
-        if refused > MAX_REFUSED:
-            await asyncio.wait_for(serving, LIMIT_S)
         assert await answers(bad, 2) == [("LogprobsFailed", 3), ("LogprobsFailed", 4)]
         engine.may_answer.set()
         assert await answers(good, 1) == [("LogprobsDone", 1)]
@@ -125,9 +123,24 @@ def test_a_senseless_message_costs_its_sender_and_not_the_scorer() -> None:
     assert sorted(engine.asked) == [3, 4, 4]
 
 
-def test_a_scorer_that_understands_nobody_ends() -> None:
-    said = (
-        f"{MAX_REFUSED + 1} messages were refused, allowed are {MAX_REFUSED}; the last one, of bad"
-    )
-    with pytest.raises(WireError, match=said):
-        asyncio.run(disturb(free_port(), refused=MAX_REFUSED + 1))
+def test_a_peer_that_makes_no_sense_is_turned_away_and_the_scorer_serves_on() -> None:
+    async def disturb_for_long(port: int) -> None:
+        address, engine = f"127.0.0.1:{port}", Zeros()
+        engine.may_answer.set()
+        with (
+            AsyncRouter("127.0.0.1", port) as router,
+            AsyncDealer(address, "good") as good,
+            AsyncDealer(address, "bad") as bad,
+        ):
+            serving = asyncio.create_task(Scorer(engine, router, 8).run())
+            for _ in range(MAX_REFUSED):
+                await bad._awaitable.send_multipart([b"\xc3", b"no message"])
+            with pytest.raises(WireError, match="turns this process away: 100 of its messages"):
+                await bad.next_message(LIMIT_S)
+            good.send(request(1))
+            assert await answers(good, 1) == [("LogprobsDone", 1)]
+            assert router.refused == {"bad": MAX_REFUSED}
+            good.send(Stop("the end"))
+            await asyncio.wait_for(serving, LIMIT_S)
+
+    asyncio.run(disturb_for_long(free_port()))

@@ -2,7 +2,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from megatron_rl.protocol.queue_state import (
 )
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
 from megatron_rl.protocol.types import (
+    NOT_GRADED,
     AnyMessage,
     ChatMessage,
     Lease,
@@ -68,7 +69,7 @@ def same(one: Any, two: Any) -> bool:
 
 def sequence(length: int) -> TrainSequence:
     return TrainSequence(
-        np.arange(length, dtype=np.int32) - 2, 1, np.full(length - 1, -1 / 3, np.float32),
+        np.arange(length, dtype=np.int32), 1, np.full(length - 1, -1 / 3, np.float32),
         np.arange(length - 1, dtype=np.int32), advantage=-0.25, weight=1e-9,
     )  # fmt: skip
 
@@ -102,10 +103,10 @@ def examples() -> list[Any]:
 
 def plain(kind: type) -> Any:
     """A message of a kind whose fields are plain."""
-    values = {
+    values: dict[Any, Any] = {
         PhaseKind: PhaseKind.SFT_BASELINE,
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
-        list[int]: [0, -1], list[int] | None: [7, 2**40],
+        list[int]: [0, 3], list[int] | None: [7, 2**40],
         list[tuple[int, int]]: [(2**40, 1)],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"}, dict[int, str]: {0: "10.0.0.1", 1: "10.0.0.2"},
@@ -113,7 +114,9 @@ def plain(kind: type) -> Any:
         EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
         tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
     }  # fmt: skip
-    return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
+    hints = get_type_hints(kind)  # without Annotated
+    found = {field.name: values[hints[field.name]] for field in msgspec.structs.fields(kind)}
+    return kind(**found | ({"kind": NOT_GRADED} if kind is ScoreFailed else {}))
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda m: type(m).__name__)

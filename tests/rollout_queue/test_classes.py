@@ -207,6 +207,7 @@ def test_groups_that_are_not_needed_any_more_are_withdrawn(tmp_path: Path) -> No
     queue.play(10)
     asked = len(queue.class_requests)
     assert asked
+    queue.coordinator._leases.limits.note_version(4)
     queue.coordinator.handle("batches", "t", WeightsSynced(4, is_final=True), queue.now)
     queue.classify = lambda request: [0, 0, -1]
     for request in queue.class_requests[:asked]:
@@ -301,13 +302,36 @@ def test_an_entry_goes_to_comparisons_of_ones_own_alone() -> None:
     assert {r.task: r.entry for r in requests} == {"code": "", "mine": '{"cases": []}'}
 
 
-def test_an_answer_to_another_question_is_a_wire_error() -> None:
+@pytest.mark.parametrize(
+    ("classes", "words"),
+    [
+        ([0, 1, 2], "sent 3 classes of the 2 answers of request 0"),
+        ([0, 2], r"sent classes \[0, 2\] of request 0"),
+        (None, "answered a request for classes with a score"),
+    ],
+)
+def test_an_answer_to_another_question_is_refused_and_the_request_stays(
+    classes: list[int] | None, words: str
+) -> None:
     scoring = scoring_with("v", "w")
     scoring.submit_classes(scored_group())
     name, request = scoring.next_request(0.0)
-    with pytest.raises(WireError, match="sent 3 classes to ClassRequest 0 about 2 answers"):
-        scoring.take_classes(name, ClassDone(request.request_id, [0, 1, 2]), 1.0)
-    scoring.submit_classes(scored_group())
-    name, request = scoring.next_request(1.0)
-    with pytest.raises(WireError, match="answered a request for classes with a score"):
-        scoring.take_score(name, ScoreDone(request.request_id, make_score(1.0)), 2.0)
+    with pytest.raises(WireError, match=words):
+        if classes is None:
+            scoring.take_score(name, ScoreDone(request.request_id, make_score(1.0)), 1.0)
+        else:
+            scoring.take_classes(name, ClassDone(request.request_id, classes), 1.0)
+    # As the server does after a refused message.
+    scoring.drop_verifier(name)
+    other, again = scoring.next_request(1.0)
+    assert other != name and again == request
+    assert scoring.take_classes(other, ClassDone(request.request_id, [0, 1]), 2.0) is not None
+
+
+def test_classes_do_not_answer_a_request_for_a_score() -> None:
+    scoring = scoring_with("v")
+    scoring.submit(scored_group(), make_rollout())
+    name, request = scoring.next_request(0.0)
+    with pytest.raises(WireError, match="answered a request for a score with classes"):
+        scoring.take_classes(name, ClassDone(request.request_id, []), 1.0)
+    assert scoring.take_score(name, ScoreDone(request.request_id, make_score(1.0)), 2.0) is not None

@@ -266,6 +266,7 @@ def test_leases_left_when_training_ends_are_cancelled(tmp_path: Path) -> None:
         peers.finish(peers.split("held_out"))
         left = len(peers.split("train"))
         peers.version = 1
+        coordinator._leases.limits.note_version(1)
         peers.announce()
         coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), 0.0)
         peers.pump()
@@ -278,9 +279,10 @@ def test_a_fenced_generator_keeps_its_leases_for_a_weight_sync_and_a_half(tmp_pa
     queue = {"max_staleness": 1, "heartbeat_timeout_s": 10.0, "lease_timeout_s": 600.0}
     with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
         # 40 s lie between two weight syncs, so the grace is 60 s.
+        coordinator._leases.limits.note_version(1)
         for version, now in ((0, 0.0), (1, 40.0)):
-            coordinator.handle("prompts", "g", GeneratorReady(4, version, session=1), now)
             coordinator.handle("batches", "t", WeightsSynced(version), now)
+            coordinator.handle("prompts", "g", GeneratorReady(4, version, session=1), now)
         sent = [outgoing.message for outgoing in coordinator.outgoing(40.0)]
         leased = {message.lease_id for message in sent if isinstance(message, Lease)}
         assert leased
@@ -299,6 +301,7 @@ def test_a_weight_sync_that_a_later_one_overtook_does_not_set_the_version_back(
     tmp_path: Path,
 ) -> None:
     with open_coordinator(tmp_path, train=TRAIN) as coordinator:
+        coordinator._leases.limits.note_version(2)
         for version, now in ((0, 0.0), (2, 40.0)):
             coordinator.handle("batches", "t", WeightsSynced(version), now)
         before = (coordinator._synced, coordinator._synced_at)
@@ -336,6 +339,7 @@ def test_a_queue_that_has_finished_training_cannot_be_asked_to_stop(tmp_path: Pa
     with open_coordinator(tmp_path, held_out=2, train=TRAIN | {"steps": 1}) as coordinator:
         peers = Peers(coordinator, capacity=24)
         peers.version = 1
+        coordinator._leases.limits.note_version(1)
         coordinator.handle("batches", "t", WeightsSynced(0), 0.0)
         coordinator.handle("batches", "t", WeightsSynced(1, is_final=True), 0.0)
         coordinator.stop_training()

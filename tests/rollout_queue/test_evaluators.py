@@ -167,6 +167,7 @@ def test_tokens_of_another_version_do_not_count_in_an_evaluation(tmp_path: Path)
     with open_coordinator(tmp_path, held_out=1, **BESIDE) as coordinator:
         pair = Pair(coordinator)
         pair.sync(0)
+        coordinator._leases.limits.note_version(1)
         assert pair.finish("held_out", 1, version=1) == 1
         assert len([item for item in pair.open if item[1].prompt.split == "held_out"]) == 1
         pair.finish("held_out")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from megatron_rl.protocol.packing import deal
@@ -25,7 +27,8 @@ class OfManyLengths(PlayedQueue):
         self.made += 1
         text = f"{lease.prompt.id}/{index}"
         tokens = 10 + self.made * 7919 % 2990
-        return make_rollout(index, lease_id=lease.lease_id, tokens=tokens, text=text)
+        rollout = make_rollout(index, lease_id=lease.lease_id, tokens=tokens, text=text)
+        return msgspec.structs.replace(rollout, token_ids=np.zeros(tokens, np.int32))
 
 
 @pytest.mark.parametrize("packing", ["tokens", "flops"])

@@ -1,9 +1,6 @@
 import dataclasses
-import math
 import random
-import re
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -11,14 +8,13 @@ from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
-from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
+from megatron_rl.protocol.types import Score, ScoredRollout
 from megatron_rl.rollout_queue.drop_reasons import ZERO_VARIANCE
 from megatron_rl.rollout_queue.groups import (
     DroppedGroups,
     Group,
     GroupBook,
     RolloutTally,
-    find_fault,
 )
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
@@ -197,45 +193,6 @@ def test_part_of_the_reward_that_few_rollouts_have_is_a_mean_over_all_of_them() 
     values = metrics.values()
     assert values["reward/style"] == pytest.approx(0.5 / 3)
     assert values["reward/format"] == pytest.approx(0.2 / 3)
-
-
-def test_rollout_that_contradicts_itself_is_found() -> None:
-    good = make_rollout(tokens=4, versions=(0, 2))
-    assert find_fault(good) == ""
-    replace = msgspec.structs.replace
-    assert "3 logprobs for 4" in find_fault(replace(good, logprobs=good.logprobs[:3]))
-    assert "do not cover" in find_fault(replace(good, spans=[VersionSpan(0, 0, 3)]))
-    assert "do not cover" in find_fault(replace(good, spans=[]))
-    assert "0 completion tokens" in find_fault(replace(good, token_ids=good.token_ids[:0]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logprobs": [-0.5, math.nan, -0.5, -0.5]}, "logprob nan of token 1"),
-        ({"logprobs": [-0.5, -0.5, -math.inf, -0.5]}, "logprob -inf of token 2"),
-        ({"logprobs": [math.inf, -0.5, -0.5, -0.5]}, "logprob inf of token 0"),
-        ({"logprobs": [-0.5, -0.5, -0.5, 0.01]}, "logprob 0.0.* of token 3"),
-        ({"spans": [VersionSpan(-1, 0, 1), VersionSpan(2, 1, 4)]}, "version -1"),
-        ({"token_ids": [5, 6, -7, 8]}, "token id -7"),
-        ({"prompt_ids": [5, -1]}, "token id -1"),
-        ({"finish_reason": "abort"}, "finish_reason 'abort'"),
-        ({"finish_reason": ""}, "finish_reason ''"),
-    ],
-)
-def test_rollout_that_cannot_be_trained_on_is_found(change: dict, message: str) -> None:
-    kinds = {"logprobs": np.float32, "token_ids": np.int32, "prompt_ids": np.int32}
-    typed = {key: np.array(v, kinds[key]) if key in kinds else v for key, v in change.items()}
-    good = make_rollout(tokens=4, versions=(0, 2))
-    assert re.match(message, find_fault(msgspec.structs.replace(good, **typed)))
-
-
-def test_certain_tokens_and_both_ends_of_a_completion_are_sound() -> None:
-    # A logprob of 0 is certainty; float32 softmax may round it up a little.
-    certain = np.array([0.0, 1e-6, -40.0], np.float32)
-    for finish_reason in ("stop", "length"):
-        rollout = make_rollout(tokens=3, finish_reason=finish_reason)
-        assert find_fault(msgspec.structs.replace(rollout, logprobs=certain)) == ""
 
 
 def test_counts_by_stage_are_those_of_a_look_at_every_group() -> None:

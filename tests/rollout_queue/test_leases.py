@@ -14,6 +14,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.drop_reasons import ATTEMPTS_EXHAUSTED
+from megatron_rl.rollout_queue.faults import FaultyRollout
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_prompt, make_rollout
@@ -223,7 +224,8 @@ def test_failed_and_faulty_completions_are_tried_again_up_to_the_limit() -> None
     issued = issue(leases, now=1.0)
     assert issued is not None and issued[2] == [0] and leases.pop_failures() == []
     faulty = make_rollout(0, lease_id=issued[1], tokens=0)
-    assert leases.take_rollout("g", faulty, 2.0) is None
+    with pytest.raises(FaultyRollout, match=f"completion 0 of lease {issued[1]} has 2 prompt tok"):
+        leases.take_rollout("g", faulty, 2.0)
     [failure] = leases.pop_failures()
     assert failure.group is group and failure.reason == ATTEMPTS_EXHAUSTED
     assert "completions [0] were tried 2 times" in failure.detail

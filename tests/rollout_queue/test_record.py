@@ -46,6 +46,8 @@ class SendingQueue(PlayedQueue):
         self.chance = np.random.default_rng(0)
         self.sent: dict[bytes, Rollout] = {}
         """By the bytes of the token ids, which never come twice."""
+        # Its completions are ahead of the trainer's batches.
+        self.coordinator._leases.limits.note_version(1)
 
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         plain = super()._rollout(lease, index)

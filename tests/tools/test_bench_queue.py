@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.cli import main as cli
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.types import RolloutDone
-from megatron_rl.rollout_queue.groups import find_fault
+from megatron_rl.rollout_queue.faults import RolloutLimits, find_fault
 from tests.launcher.test_examples import COMMON, EXAMPLES, SLURM
 from tools.bench.measuring import read_times
 from tools.bench.queue import (
@@ -97,7 +97,7 @@ def test_a_scripted_rollout_is_sound_and_as_large_as_it_is_said_to_be(
 ) -> None:
     load = variants(is_quick=False)[name].load
     rollout = Template(load).rollout(lease_id=1, index=0, version=3)
-    assert find_fault(rollout) == ""
+    assert find_fault(rollout, RolloutLimits()) == ""
     assert (rollout.oldest_version, rollout.newest_version) == (2, 3)
     sent = sum(map(len, encode_frames(RolloutDone(rollout))))
     assert load.rollout_bytes == pytest.approx(sent, rel=0.01)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from megatron_rl.protocol.endpoints import WEIGHTS, names_of
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.002
 """Seconds between two polls of a condition: no message announces a key in a store."""
+_ORDERS = frozenset(names_of(WEIGHTS.dealer_hears))
 PING_S = 0.5
 """Sending is what notices a socket that is gone: ROUTER sockets report no lost connection."""
 
@@ -61,19 +63,30 @@ class GeneratorLink:
                     self._let_start(peer, session)
                 case Hello():
                     self._greet(peer, message)
-                case Ack():
+                # Those of strangers count for nothing.
+                case Ack() if self._knows(peer):
                     self._acks.setdefault(peer, set()).add(message.done)
-                case Failed():
+                case Failed() if self._knows(peer):
                     self._failures[peer] = f"{message.doing}: {message.reason}"
+
+    def _knows(self, peer: str) -> bool:
+        return peer in self.peers or peer in self._sessions
 
     def _receive(self, wait_s: float) -> tuple[str, AnyMessage] | None:
         try:
-            return self._router.receive(wait_s)
+            received = self._router.receive(wait_s)
         except WireError as error:
-            # A message of one generator must not end training for the others.
-            if not error.peer:
-                raise
-            return error.peer, Failed("message", str(error))
+            return self._refuse(error.peer, error)
+        if received is not None:
+            peer, message = received
+            if isinstance(message, Ack) and message.done not in _ORDERS:
+                return self._refuse(peer, WireError(f"there is no order {message.done!r}"))
+        return received
+
+    def _refuse(self, peer: str, error: WireError) -> tuple[str, AnyMessage]:
+        """A message of one generator must not end training for the others."""
+        self._router.refuse(peer, error)
+        return peer, Failed("message", str(error))
 
     def _greet(self, peer: str, hello: Hello) -> None:
         # A generator that is not served repeats its Hello: only a new session is a restart.

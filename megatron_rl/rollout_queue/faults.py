@@ -1,0 +1,126 @@
+"""What is wrong with a rollout that an engine returned. Pure, except `limits_of`.
+
+Used by the rollout queue. The completion of a faulty rollout is leased again.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.limits import INT32_MAX, find_bad_floats, find_bad_ids
+from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
+from megatron_rl.protocol.wire import WireError
+
+_FINISH_REASONS = ("stop", "length")
+_CHOICE_DTYPES = (np.uint8, np.int16, np.int32)
+
+
+class FaultyRollout(WireError):
+    """A rollout was taken as a failure of its engine."""
+
+
+@dataclasses.dataclass
+class RolloutLimits:
+    """What holds for all rollouts now."""
+
+    last_id: int = INT32_MAX
+    """The largest token id of the model."""
+    tokens: int = INT32_MAX
+    """Maximum length of prompt and completion together."""
+    has_choices: bool = True
+    """Whether rollouts may bring expert choices."""
+    newest_version: int = INT32_MAX
+    """The newest policy version that a generator can hold."""
+
+    def note_version(self, version: int) -> None:
+        """The trainer can make this version from now on."""
+        # A trainer that went back to a checkpoint does not take versions back from generators.
+        self.newest_version = max(self.newest_version, version)
+
+    def check_version(self, version: int) -> None:
+        """Raise WireError for a version that nobody can have made."""
+        if version > self.newest_version:
+            raise WireError(f"version {version} is held, and {self.newest_version} is the newest")
+
+
+def limits_of(config: Config) -> RolloutLimits:
+    """The limits at the start of a run; token ids without, if there is no folder of the model."""
+    path = config.model.path / "config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    return RolloutLimits(
+        last_id=values.get("vocab_size", INT32_MAX + 1) - 1,
+        tokens=config.generator.context_tokens,
+        has_choices=config.train.router_replay,
+        newest_version=0,
+    )
+
+
+def find_fault(rollout: Rollout, limits: RolloutLimits, *, most_tokens: int | None = None) -> str:
+    """Why a rollout is inconsistent or cannot be trained on; empty if it can.
+
+    most_tokens: of its completion, as its lease says.
+    """
+    prompt, tokens = len(rollout.prompt_ids), len(rollout.token_ids)
+    if not tokens or not prompt:
+        return f"{prompt} prompt tokens and {tokens} completion tokens"
+    if most_tokens is not None and tokens > most_tokens:
+        return f"{tokens} completion tokens, allowed are {most_tokens}"
+    if prompt + tokens > limits.tokens:
+        return f"{prompt} + {tokens} tokens, allowed are {limits.tokens}"
+    if len(rollout.logprobs) != tokens:
+        return f"{len(rollout.logprobs)} logprobs for {tokens} tokens"
+    if rollout.finish_reason not in _FINISH_REASONS:
+        return f"finish_reason {rollout.finish_reason!r:.80}, expected one of {_FINISH_REASONS}"
+    return (
+        _find_bad_spans(rollout, limits.newest_version)
+        or find_bad_ids("prompt ids", rollout.prompt_ids, most=limits.last_id)
+        or find_bad_ids("token ids", rollout.token_ids, most=limits.last_id)
+        or _find_bad_logprob(rollout.logprobs)
+        or _find_bad_gold(rollout, limits)
+        or _find_bad_choices(rollout, limits)
+    )
+
+
+def _find_bad_spans(rollout: Rollout, newest_version: int) -> str:
+    tokens, spans = len(rollout.token_ids), rollout.spans
+    edges = [0] + [span.end for span in spans]
+    are_whole = all(span.start < span.end for span in spans)
+    if [span.start for span in spans] != edges[:-1] or edges[-1] != tokens or not are_whole:
+        return f"version spans {spans!r:.300} do not cover {tokens} tokens"
+    if rollout.oldest_version < 0:
+        return f"version {rollout.oldest_version}, that of weights which nobody synced"
+    if rollout.newest_version > newest_version:
+        return f"version {rollout.newest_version}, and {newest_version} is the newest"
+    return ""
+
+
+def _find_bad_logprob(logprobs: np.ndarray) -> str:
+    is_sound = np.isfinite(logprobs) & (logprobs <= ROUNDING_NATS)
+    if not is_sound.all():
+        position = int(np.argmin(is_sound))
+        return f"logprob {logprobs[position]} of token {position}"
+    return find_bad_floats("logprobs", logprobs)
+
+
+def _find_bad_gold(rollout: Rollout, limits: RolloutLimits) -> str:
+    gold = rollout.gold
+    if gold is None:
+        return ""
+    if gold.thought_tokens > len(rollout.token_ids):
+        return f"{gold.thought_tokens} tokens of thought, of {len(rollout.token_ids)}"
+    if len(rollout.prompt_ids) + gold.thought_tokens + len(gold.token_ids) > limits.tokens:
+        return f"a reference answer of {len(gold.token_ids)} tokens, for which there is no room"
+    return find_bad_ids("reference ids", gold.token_ids, most=limits.last_id)
+
+
+def _find_bad_choices(rollout: Rollout, limits: RolloutLimits) -> str:
+    choices, inputs = rollout.expert_choices, len(rollout.prompt_ids) + len(rollout.token_ids) - 1
+    if choices.dtype not in _CHOICE_DTYPES:
+        return f"expert choices are {choices.dtype}, expected whole numbers"
+    if len(choices) and not limits.has_choices:
+        return f"{len(choices)} expert choices without train.router_replay"
+    if len(choices) % inputs:
+        return f"{len(choices)} expert choices of {inputs} tokens"
+    return ""
