@@ -97,7 +97,7 @@ def render_in_child(
         places = [place for place, mine in enumerate(limits) if mine == limit]
         found = renderer.find_refusals([conversations[place] for place in places], limit)
         refusals.update({places[index]: reason for index, reason in found.items()})
-    return refusals, probe_renderer(renderer, taught)
+    return refusals, probe_renderer(renderer, conversations, taught)
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:

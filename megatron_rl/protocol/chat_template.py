@@ -30,14 +30,6 @@ _OFFERED = (
 """Variables that every template is offered, as are special tokens (`..._token`)."""
 _ASKS = ("defined", "undefined", "none", "default", "d")
 """Tests and filters by which a template asks whether a variable is given."""
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
 
 
 class RenderError(ValueError):
@@ -84,24 +76,14 @@ class ChatTemplate:
                 "render.chat_template"
             ) from error
 
-    def render(
-        self,
-        turns: Sequence[Turn],
-        *,
-        opens_answer: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> str:
+    def render(self, turns: Sequence[Turn], *, opens_answer: bool = True) -> str:
         """The conversation as text. Raises RenderError if the template fails.
 
         opens_answer: end with what the template writes before an answer.
         """
         try:
             text = self._tokenizer.apply_chat_template(
-                list(turns),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                **self._given,
+                list(turns), tokenize=False, add_generation_prompt=opens_answer, **self._given
             )
         except _FAILURES as error:
             raise RenderError(
@@ -195,42 +177,31 @@ def find_answer_form(template: ChatTemplate, tokens: Iterable[str]) -> AnswerFor
     return AnswerForm(lead, behind.removesuffix(text), max(ends, key=len))
 
 
-def find_losses(template: ChatTemplate, tags: ThinkTags | None) -> list[str]:
-    """Parts of a conversation that the template leaves out or refuses.
+class Part(NamedTuple):
+    """What a message of a conversation consists of."""
 
-    tags: of the model; None: it does not think.
+    role: str
+    tags: ThinkTags | None = None
+    """Around its thoughts; None: it has none."""
+
+
+def find_losses(template: ChatTemplate, parts: Sequence[Part]) -> list[tuple[int, str]]:
+    """The messages whose "words", or only whose "thoughts", the template leaves out or changes.
+
+    [] for a conversation that the template refuses.
     """
-    question: Turn = {"role": "user", "content": "probe-question"}
-    thoughts = tags.around("\nprobe-thought\n") if tags else ""
-    earlier = [
-        [question, {"role": "assistant", "content": content}, question]
-        for content in ("probe-answer", f"{thoughts}\nprobe-answer")
-    ]
-    cases: list[tuple[str, str, list[Turn]]] = [
-        ("questions", "probe-question", [question]),
-        (
-            "system messages",
-            "probe-system",
-            [{"role": "system", "content": "probe-system"}, question],
-        ),
-        ("earlier answers", "probe-answer", earlier[0]),
-        ("thoughts of earlier answers", "probe-thought", earlier[1]),
-        ("tools", "probe_tool", [question]),
-    ]
-    if not tags:
-        cases = [case for case in cases if case[1] != "probe-thought"]
+    turns = []
+    for place, (role, tags) in enumerate(parts):
+        thoughts = tags.around(f"\nprobe-thought-{place}-end\n") + "\n" if tags else ""
+        turns.append({"role": role, "content": f"{thoughts}probe-word-{place}-end"})
+    try:
+        text = template.render(turns)
+    except RenderError:
+        return []  # each such prompt is refused with the reason
     losses = []
-    for name, mark, turns in cases:
-        try:
-            text = template.render(turns, tools=[_TOOL] if name == "tools" else None)
-        except RenderError:
-            losses.append(f"{name} (refused)")
-            continue
-        if mark not in text:
-            losses.append(name)
+    for place, (_, tags) in enumerate(parts):
+        if f"probe-word-{place}-end" not in text:
+            losses.append((place, "words"))
+        elif tags and f"probe-thought-{place}-end" not in text:
+            losses.append((place, "thoughts"))
     return losses
-
-
-def contains(text: str, part: str) -> bool:
-    """Whether a rendered text holds a message, whatever its spaces."""
-    return "".join(part.split()) in "".join(text.split())

@@ -4,15 +4,20 @@ Runs in a child of the launcher, which has the tokenizer loaded anyway. Takes we
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.chat_template import RenderError, Turn, contains, find_losses
+from megatron_rl.config.thinking import KNOWN_TAGS, ThinkTags
+from megatron_rl.protocol.chat_template import Part, RenderError, Turn, find_losses
 from megatron_rl.protocol.render import Conversation, Renderer, read_values
 from megatron_rl.protocol.tokenizer_probe import compare_tokenizers
 
 _SHOWN_CHARACTERS = 60
+_MOST_SHAPES = 256
+"""Kinds of conversations that are tried, the most frequent first."""
+_QUESTIONS = "questions"
 _QUESTION: Turn = {"role": "user", "content": "1"}
 
 
@@ -23,18 +28,22 @@ class TaughtAnswer(NamedTuple):
     response: str
 
 
-def probe_renderer(renderer: Renderer, taught: Sequence[TaughtAnswer] = ()) -> list[str]:
+def probe_renderer(
+    renderer: Renderer,
+    conversations: Sequence[Conversation] = (),
+    taught: Sequence[TaughtAnswer] = (),
+) -> list[str]:
     """Lines to show.
 
-    taught: SFT examples, to compare with the template's rendering. Raises InputError if the
+    conversations: the run's prompts, for what the template leaves out of them. taught: SFT
+    examples, to compare with the template's rendering. Raises InputError if the
     template writes tokens that the model does not have.
     """
     _check_rows(renderer)
     notes = [
         renderer.template.describe_unread(),
         _describe_end(renderer),
-        _describe_losses(renderer),
-        *_describe_lost_words(renderer),
+        *_describe_losses(renderer, [*conversations, *(one.conversation for one in taught)]),
         _describe_clock(renderer),
         _describe_taught(renderer, taught),
         *compare_tokenizers(renderer.tokenizer, renderer.model, renderer.encode, renderer.decode),
@@ -79,35 +88,53 @@ def _describe_end(renderer: Renderer) -> str:
     )
 
 
-def _describe_losses(renderer: Renderer) -> str:
-    """What the template leaves out of any conversation."""
-    losses = find_losses(renderer.template, renderer.tags)
-    kind = "warning" if "questions" in losses else "note"
-    return f"{kind}: the chat template leaves out: {', '.join(losses)}" if losses else ""
-
-
-def _describe_lost_words(renderer: Renderer) -> list[str]:
-    """What the template leaves out of the run's own system prompts and examples."""
-    lost: set[str] = set()
-    for opening in renderer.openings.values():
-        try:
-            text = renderer.template.render([*opening, _QUESTION])
-        except RenderError:
-            continue  # each prompt is refused with the reason
-        lost |= {turn["role"] for turn in opening if not contains(text, turn["content"])}
+def _describe_losses(renderer: Renderer, conversations: Sequence[Conversation]) -> list[str]:
+    """What the template leaves out of these prompts, and of the run's messages before them."""
+    shapes = Counter(_shape(renderer, conversation) for conversation in conversations)
+    lost: Counter[str] = Counter()
+    own: set[str] = set()
+    for (opening, parts), count in shapes.most_common(_MOST_SHAPES):
+        losses = find_losses(renderer.template, parts)
+        own |= {parts[place].role for place, _ in losses if place < opening}
+        names = {_name(parts[place], what) for place, what in losses if place >= opening}
+        lost.update(dict.fromkeys(names, count))
     notes = []
-    if "system" in lost:
+    if lost:
+        kind = "warning" if _QUESTIONS in lost else "note"
+        told = ", ".join(f"{name} ({count:,} prompts)" for name, count in sorted(lost.items()))
+        notes.append(f"{kind}: the chat template leaves out or changes: {told}")
+    if "system" in own:
         notes.append(
-            "warning: the chat template leaves out the run's system prompt. Put its words into "
-            "prompts.template, or give a render.chat_template that writes it"
+            "warning: the chat template leaves out or changes the run's system prompt. Put its "
+            "words into prompts.template, or give a render.chat_template that writes it"
         )
-    if lost - {"system"}:
+    if own - {"system"}:
         notes.append(
             "warning: the chat template changes the example exchange of render.demonstrations, "
             "such as by leaving out its thoughts. Set render.demonstrate=false, or give a "
             "render.chat_template that keeps it"
         )
     return notes
+
+
+def _shape(renderer: Renderer, conversation: Conversation) -> tuple[int, tuple[Part, ...]]:
+    """(number of the run's messages before the prompt, what each message consists of)."""
+    turns = renderer.turns(conversation)
+    parts = tuple(Part(turn["role"], _tags_in(turn, renderer.tags)) for turn in turns)
+    return len(turns) - len(conversation.messages), parts
+
+
+def _tags_in(turn: Turn, tags: ThinkTags | None) -> ThinkTags | None:
+    if turn["role"] != "assistant":
+        return None
+    own = [tags] if tags else []
+    return next((pair for pair in (*own, *KNOWN_TAGS) if pair.is_in(turn["content"])), None)
+
+
+def _name(part: Part, what: str) -> str:
+    known = {"system": "system messages", "user": _QUESTIONS, "assistant": "earlier answers"}
+    name = known.get(part.role, f"messages of the role {part.role!r}")
+    return name if what == "words" else f"thoughts of {name}"
 
 
 def _describe_clock(renderer: Renderer) -> str:

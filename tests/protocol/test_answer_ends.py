@@ -50,17 +50,19 @@ def test_sft_teaches_the_ids_of_the_whole_conversation_up_to_its_end(
     assert taught[-1] in renderer.stop_ids
     assert renderer.decode(taught[len(prompt) :]) == response
     shown = TaughtAnswer(Conversation("sums", [ChatMessage("user", ASK)]), response)
-    assert not [note for note in probe_renderer(renderer, [shown]) if "SFT responses" in note]
+    assert not [
+        note for note in probe_renderer(renderer, taught=[shown]) if "SFT responses" in note
+    ]
 
 
 def test_a_response_that_the_template_would_write_otherwise_is_said(folders: Path) -> None:
     asked = Conversation("sums", [ChatMessage("user", ASK)])
     examples = [TaughtAnswer(asked, THOUGHT), TaughtAnswer(asked, "It is 12")]
-    (note,) = [n for n in probe_renderer(make(folders / "qwen3"), examples) if "SFT" in n]
+    (note,) = [n for n in probe_renderer(make(folders / "qwen3"), taught=examples) if "SFT" in n]
     assert "would write 1 of the first 2 SFT responses otherwise" in note
     assert "'It is 12<|im_end|>' is taught" in note and "'<think>\\n\\n</think>" in note
     # DeepSeek's template opens thoughts in the prompt and leaves them out of the history.
-    (note,) = [n for n in probe_renderer(make(folders / "r1"), examples) if "SFT" in n]
+    (note,) = [n for n in probe_renderer(make(folders / "r1"), taught=examples) if "SFT" in n]
     assert "would write 2 of the first 2" in note
 
 

@@ -89,7 +89,7 @@ def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
     (shown,), findings = render_shown(config, [prompt])
-    assert findings[0].startswith("note: the chat template leaves out: thoughts of earlier")
+    assert findings == []
     assert shown.tokens == len(expected) and shown.text.endswith("<think>\n\n</think>\n\n")
     (tried,) = render_all(config, [prompt])
     assert tried.text == shown.text
@@ -135,19 +135,74 @@ def test_blocks_of_generation_and_loop_controls_are_read(folders: Path) -> None:
     assert renderer.template.reads == {"messages", "bos_token", "deep", "eos_token"}
 
 
+THOUGHT = ("assistant", "{open}\n12\n{close}\nIt is 12.")
+KINDS = {
+    "single": ["user"],
+    "system": ["system", "user"],
+    "answers": ["user", ("assistant", "It is 12."), "user"],
+    "thoughts": ["user", THOUGHT, "user"],
+    "tool": ["user", ("assistant", "I look it up."), ("tool", "12"), "user"],
+}
+
+
+def conversation(kind: str, opening: str = "<think>", closing: str = "</think>") -> Conversation:
+    turns = [(turn, ASK) if isinstance(turn, str) else turn for turn in KINDS[kind]]
+    return Conversation(
+        "sums",
+        [
+            ChatMessage(role, text.replace("{open}", opening).replace("{close}", closing))
+            for role, text in turns
+        ],
+    )
+
+
+def left_out(renderer: Renderer, conversations: list[Conversation]) -> list[str]:
+    return [note for note in probe_renderer(renderer, conversations) if "leaves out" in note]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "qwen3", "mistral", "llama3", "r1"])
+def test_a_run_of_single_turns_is_told_of_no_loss(folders: Path, name: str) -> None:
+    renderer = make(folders / name, system_prompt="be brief")
+    assert left_out(renderer, [conversation("single")] * 3 + [conversation("system")]) == []
+
+
 @pytest.mark.parametrize(
     ("name", "losses"),
     [
-        ("smollm2", "tools"),
+        ("smollm2", ""),
         ("qwen2.5", ""),
-        ("qwen3", "thoughts of earlier answers, tools"),
-        ("mistral", "tools"),
-        ("r1", "thoughts of earlier answers, tools"),
+        ("qwen3", "thoughts of earlier answers (2 prompts)"),
+        # It refuses messages of tools, so each such prompt is left out of the run.
+        ("mistral", ""),
+        ("llama3", ""),
+        ("r1", "thoughts of earlier answers (2 prompts)"),
     ],
 )
-def test_what_a_template_leaves_out_is_said(folders: Path, name: str, losses: str) -> None:
-    notes = [n for n in probe_renderer(make(folders / name)) if "leaves out" in n]
-    assert notes == ([f"note: the chat template leaves out: {losses}"] if losses else [])
+def test_what_a_template_leaves_out_of_the_runs_prompts_is_said_with_their_number(
+    folders: Path, name: str, losses: str
+) -> None:
+    tags = ("[THINK]", "[/THINK]") if name == "mistral" else ("<think>", "</think>")
+    prompts = [conversation(kind, *tags) for kind in KINDS]
+    notes = left_out(make(folders / name), [*prompts, conversation("thoughts", *tags)])
+    expected = f"note: the chat template leaves out or changes: {losses}"
+    assert notes == ([expected] if losses else [])
+
+
+def test_losses_of_every_role_are_said(folders: Path) -> None:
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    renderer = make(folders / "qwen3", chat_template=users)
+    assert left_out(renderer, [conversation("single")]) == []
+    assert left_out(renderer, [conversation(kind) for kind in KINDS]) == [
+        "note: the chat template leaves out or changes: earlier answers (3 prompts), messages of "
+        "the role 'tool' (1 prompts), system messages (1 prompts)"
+    ]
+    last = "{{ messages[-1].content }}"
+    notes = left_out(make(folders / "qwen3", chat_template=last), [conversation("answers")])
+    assert notes[0].startswith("warning: the chat template leaves out or changes: earlier answers")
+    assert notes[0].endswith("questions (1 prompts)")
+    shouts = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    notes = left_out(make(folders / "qwen3", chat_template=shouts), [conversation("single")])
+    assert notes == ["warning: the chat template leaves out or changes: questions (1 prompts)"]
 
 
 def test_lost_words_of_the_run_are_warned_of(folders: Path) -> None:
@@ -157,18 +212,16 @@ def test_lost_words_of_the_run_are_warned_of(folders: Path) -> None:
         "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     )
     renderer = make(folders / "mistral", chat_template=template, system_prompt="be brief")
-    notes = probe_renderer(renderer)
-    assert "note: the chat template leaves out: system messages, tools" in notes
-    assert any("leaves out the run's system prompt. Put its words into" in n for n in notes)
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    renderer = make(folders / "mistral", chat_template=strict + template, system_prompt="be brief")
-    notes = probe_renderer(renderer)
-    assert "note: the chat template leaves out: system messages (refused), tools" in notes
+    (note,) = left_out(renderer, [conversation("single")])
+    assert "leaves out or changes the run's system prompt. Put its words into" in note
+    # Prompts with a system message of their own get none of ours.
+    (note,) = left_out(renderer, [conversation("system")])
+    assert note == "note: the chat template leaves out or changes: system messages (1 prompts)"
     # Example exchanges of the format check hold thoughts, which Qwen3's template drops.
     for name, is_lost in (("qwen3", True), ("smollm2", False)):
         renderer = make(folders / name, system_prompt=None, demonstrate=True)
-        found = [n for n in probe_renderer(renderer) if "changes the example exchange" in n]
-        assert len(found) == is_lost
+        found = probe_renderer(renderer, [conversation("single")])
+        assert len([n for n in found if "changes the example exchange" in n]) == is_lost
 
 
 def test_a_template_that_is_no_jinja_or_writes_unknown_tokens_is_refused(
@@ -196,7 +249,7 @@ def test_a_template_that_fails_refuses_prompts_with_the_reason(
     with pytest.raises(RenderError, match=r"the chat template failed \(\w+: .*roles \['user'\]"):
         prompt_ids(renderer)
     assert renderer.stop_ids == renderer.model_stop_ids
-    assert any("questions (refused)" in note for note in probe_renderer(renderer))
+    assert left_out(renderer, [conversation("single")]) == []
 
 
 def test_an_exported_template_wins_over_the_tokenizers(tmp_path: Path) -> None:

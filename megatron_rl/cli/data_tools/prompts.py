@@ -23,7 +23,7 @@ from megatron_rl.data.own_systems import describe_own_systems
 from megatron_rl.data.prompts import PromptSets, prompts_of_run
 from megatron_rl.launcher.hub_models import folder_of
 from megatron_rl.launcher.thinking import decide_thinking
-from megatron_rl.protocol.render import RenderError, open_renderer
+from megatron_rl.protocol.render import Conversation, RenderError, open_renderer
 from megatron_rl.protocol.render_probe import probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
@@ -214,7 +214,8 @@ def render_shown(config: Config, prompts: list[Prompt]) -> tuple[list[Shown], li
         except RenderError as error:
             text, tokens, refusal = "", 0, str(error)
         found.append(Shown(text, tokens, refusal))
-    return found, probe_renderer(renderer)
+    shown = [Conversation(p.task, p.messages, p.is_program) for p in prompts]
+    return found, probe_renderer(renderer, shown)
 
 
 def _has_model(config: Config, model: Path | None) -> bool:
