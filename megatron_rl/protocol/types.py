@@ -1,8 +1,7 @@
 """Messages and records that flow between the processes.
 
-Imported by every process. One frozen struct per stage:
-Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel as raw buffers
-(see `frames.py`).
+Imported by every process. One frozen struct per stage: Prompt -> Rollout -> ScoredRollout ->
+TrainSequence -> RankBatch. Arrays travel as raw buffers (see `frames.py`).
 """
 
 from typing import Annotated
@@ -394,8 +393,6 @@ ToMember = (
 )  # fmt: skip
 FromScored = LogprobRequest | Stop
 ToScored = LogprobsDone | LogprobsFailed
-AnyMessage = (
-    FromGenerator | ToGenerator | FromVerifier | ToVerifier | FromLeader | ToLeader | FromMember
-    | ToMember | NodeState | RunPhase | FromScored | ToScored
-)  # fmt: skip
+AnyMessage = (FromGenerator | ToGenerator | FromVerifier | ToVerifier | FromLeader | ToLeader
+              | FromMember | ToMember | NodeState | RunPhase | FromScored | ToScored)  # fmt: skip
 """`endpoints.py` says which kinds go over which endpoint."""

@@ -228,8 +228,7 @@ class Coordinator:
         if self._states.is_repeated(peer, asked.step, built_steps=built):
             return
         self.deadline.note_progress(now)
-        # Groups of a later batch would be neither trained on nor unfinished, so a run resumed from
-        # this state would lose them.
+        # A run that resumes from this state would lose the groups of a later batch.
         if self._training is None or built != asked.step:
             raise WireError(f"{peer} saves step {asked.step}, but {built} batches are built")
         state = self._training.state(asked.step, groups_opened=self._opener.count)

@@ -161,10 +161,9 @@ class Leases:
         fault = find_fault(rollout, self.limits, most_tokens=lease.most_tokens if lease else None)
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
-            raise FaultyRollout(
-                f"completion {rollout.index} of lease {rollout.lease_id} has {fault}"
-            )
-        if self._is_mixed(rollout):
+            at = f"completion {rollout.index} of lease {rollout.lease_id}"
+            raise FaultyRollout(f"{at} has {fault}")
+        if lease is not None and lease.is_mixed(rollout):
             why = "its tokens are not all of the version that is measured"
             failure = RolloutFailed(rollout.lease_id, rollout.index, why)
             self.take_failure(name, failure, now, is_engine_fault=False)
@@ -181,13 +180,6 @@ class Leases:
         if not pending.unreturned:
             del self._groups[pending.group.number]
         return pending.group
-
-    def _is_mixed(self, rollout: Rollout) -> bool:
-        """Whether a rollout of an evaluation has tokens of a version that is not measured."""
-        lease = self._open.get(rollout.lease_id)
-        if lease is None or not lease.pending.group.evaluation:
-            return False
-        return any(span.version != lease.pending.group.opened_version for span in rollout.spans)
 
     def take_failure(
         self, name: str, failure: RolloutFailed, now: float, *, is_engine_fault: bool = True
@@ -326,8 +318,6 @@ class Leases:
         pending.unreturned += 1
         del pending.attempts[index], pending.losses[index]
         self._put_back(pending, [index])
-
-    # --- giving up ------------------------------------------------------------------------------
 
     def cancel(self, group: Group) -> None:
         """Forget a group and cancel its leases."""

@@ -39,7 +39,6 @@ from megatron_rl.rollout_queue.peers import Verifiers
 
 log = logging.getLogger(__name__)
 
-
 RIGHT = 0
 """Class of the right answers; the classes of a request come after it."""
 
@@ -383,9 +382,8 @@ def _check_answer(
             f"request {done.request_id}"
         )
     elif max(done.classes, default=0) >= len(request.texts):
-        raise WireError(
-            f"{verifier} sent classes {done.classes!r:.200} of request {done.request_id}"
-        )
+        text = f"{done.classes!r:.200}"
+        raise WireError(f"{verifier} sent classes {text} of request {done.request_id}")
 
 
 def set_classes(group: Group, found: list[int]) -> None:

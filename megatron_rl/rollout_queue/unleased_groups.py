@@ -10,6 +10,7 @@ import dataclasses
 import operator
 from typing import NamedTuple
 
+from megatron_rl.protocol.types import Rollout
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.peers import PeerSelection
@@ -63,6 +64,13 @@ class OpenLease:
     def most_tokens(self) -> int:
         """Maximum number of tokens of a completion."""
         return self.pending.group.sampling.max_new_tokens
+
+    def is_mixed(self, rollout: Rollout) -> bool:
+        """Whether a rollout of an evaluation has tokens of a version that is not measured."""
+        group = self.pending.group
+        return bool(group.evaluation) and any(
+            span.version != group.opened_version for span in rollout.spans
+        )
 
 
 class Eligible(NamedTuple):
