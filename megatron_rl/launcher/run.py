@@ -42,6 +42,7 @@ from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
+from megatron_rl.trainer.sft_dataset import forget_sft_dataset
 from megatron_rl.weights.folders.staging import recover
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def begin(
 ) -> Config:
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
+    forget_sft_dataset()
     clear_stop(config.run.dir)
     # This start begins where its trainer does: at a checkpoint.
     remove_segments(config.run.dir / LEDGER)
