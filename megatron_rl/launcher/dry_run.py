@@ -28,7 +28,7 @@ from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
-from megatron_rl.trainer.sft_dataset import read_sft_dataset
+from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 from verification.canned import Canned, Form, find_form, form_of_check, make_canned
 from verification.library import Grading, Sample
 
@@ -165,7 +165,7 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
     if config.sft.cold_start_dataset is None:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
-    for example in read_sft_dataset(config.sft.cold_start_dataset):
+    for example in keep_sft_dataset(config.sft.cold_start_dataset):
         response = in_tags(example.response, config.render.tags)
         forms[example.task][find_form(response, config.render.tags)] += 1
     of_all = sum(forms.values(), collections.Counter[Form]())

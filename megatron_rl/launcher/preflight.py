@@ -61,7 +61,7 @@ from megatron_rl.rollout_queue.evaluation import (
 )
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
-from megatron_rl.trainer.sft_dataset import read_sft_dataset
+from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 from verification import settings
 
 _MEMORY_SAVER = "torch-memory-saver"
@@ -227,7 +227,7 @@ def check_sft_dataset(sft: SftConfig) -> None:
     if sft.dataset is None:
         key = "sft.steps" if sft.steps else "sft.baseline"
         raise InputError(f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}")
-    read_sft_dataset(sft.dataset)
+    keep_sft_dataset(sft.dataset)
 
 
 def check_replay(config: Config) -> None:
@@ -287,7 +287,7 @@ def _first_taught(sft: SftConfig) -> list[TaughtAnswer]:
         return []
     return [
         TaughtAnswer(Conversation(one.task, one.messages, one.is_program), one.response)
-        for one in read_sft_dataset(sft.dataset)[:_TAUGHT_EXAMPLES]
+        for one in keep_sft_dataset(sft.dataset)[:_TAUGHT_EXAMPLES]
     ]
 
 

@@ -46,6 +46,7 @@ from megatron_rl.protocol.stop_request import clear_stop
 from megatron_rl.protocol.stored_batches import BATCHES, remove_batches
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
+from megatron_rl.trainer.sft_dataset import forget_sft_dataset
 from megatron_rl.weights.folders.staging import recover
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def begin(
 ) -> Config:
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
+    forget_sft_dataset()
     clear_stop(config.run.dir)
     clear_claims(config.run.dir)
     # This start begins where its trainer does: at a checkpoint.

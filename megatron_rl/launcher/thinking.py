@@ -15,7 +15,7 @@ from megatron_rl.protocol.chat_template import read_json, read_template
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import ChatMessage
-from megatron_rl.trainer.sft_dataset import read_sft_dataset
+from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 
 _RENDER_S = 120.0
 _NONE = ThinkTags(open="", close="")
@@ -92,7 +92,7 @@ def _asks_for_thoughts(config: Config) -> bool:
     dataset = config.sft.cold_start_dataset
     if dataset is None or not dataset.exists():
         return False
-    examples = read_sft_dataset(dataset)
+    examples = keep_sft_dataset(dataset)
     thinking = sum(any(tags.is_in(one.response) for tags in KNOWN_TAGS) for one in examples)
     return 2 * thinking > len(examples)
 

@@ -1,12 +1,14 @@
 """SFT examples: JSONL -> TrainSequences -> minibatches; and what a checkpoint says of them.
 
-Runs in trainer ranks of supervised fine-tuning. A line is {"messages": [...], "response": "..."};
-only response tokens (and the end of sequence after them) carry loss.
+Runs in trainer ranks of supervised fine-tuning; the launcher reads examples too. A line is
+{"messages": [...], "response": "..."}; only response tokens (and the end of sequence after them)
+carry loss.
 """
 
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -51,6 +53,28 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
     if not examples:
         raise InputError(f"{path} has no SFT examples")
     return examples
+
+
+def keep_sft_dataset(path: Path) -> list[SftExample]:
+    """As `read_sft_dataset`, but an unchanged file is parsed once, until `forget_sft_dataset`.
+
+    For a start, which looks at the file for several reasons.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return read_sft_dataset(path)  # which says why
+    return _read_version(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _read_version(path: Path, version: tuple[int, ...]) -> list[SftExample]:
+    return read_sft_dataset(path)
+
+
+def forget_sft_dataset() -> None:
+    """Free what `keep_sft_dataset` keeps: a launcher lives as long as its run."""
+    _read_version.cache_clear()
 
 
 def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequence]:

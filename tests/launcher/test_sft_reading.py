@@ -1,0 +1,93 @@
+"""A start parses the file of SFT examples once, whatever it looks for in it."""
+
+import ctypes
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.cli.main import main
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher import nodes
+from megatron_rl.trainer import sft_dataset
+from megatron_rl.trainer.sft_dataset import forget_sft_dataset, keep_sft_dataset
+from tests.launcher.test_preflight import overrides
+
+__all__ = ["overrides"]
+_IN_CLOSE_NOWRITE, _IN_OPEN = 0x10, 0x20
+_HEADER = struct.Struct("iIII")
+
+
+@contextmanager
+def openings(path: Path) -> Iterator[list[int]]:
+    """The kernel's count of the openings of a file, by any process and by whatever call.
+
+    The list has the count at the end of the block.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert watch >= 0, os.strerror(ctypes.get_errno())
+    found: list[int] = []
+    try:
+        # With the closings: the kernel joins equal events that follow each other.
+        mask = _IN_OPEN | _IN_CLOSE_NOWRITE
+        assert libc.inotify_add_watch(watch, os.fsencode(path), mask) >= 0
+        yield found
+        events = os.read(watch, 1 << 16)
+        place = 0
+        while place < len(events):
+            _, mask, _, name_bytes = _HEADER.unpack_from(events, place)
+            found.append(mask)
+            place += _HEADER.size + name_bytes
+        found[:] = [sum(bool(mask & _IN_OPEN) for mask in found)]
+    finally:
+        os.close(watch)
+
+
+def test_the_count_counts_every_reader(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a")
+    with openings(path) as count:
+        path.read_text()
+        os.close(os.open(path, os.O_RDONLY))
+        os.spawnlp(os.P_WAIT, "cat", "cat", str(path))
+    assert count == [3]
+
+
+def test_a_dry_run_opens_the_file_once(tmp_path: Path, overrides: list[str]) -> None:
+    """For think tags, which neither template nor vocabulary has, faults, answers and forms."""
+    forget_sft_dataset()
+    with openings(tmp_path / "sft.jsonl") as count:
+        words = ["expert.render.form_known=true", "sampling.max_new_tokens=8"]
+        assert (
+            main(["run", "--config", str(tmp_path / "c.toml"), "--dry-run", *overrides, *words]) < 2
+        )
+    assert count == [1]
+
+
+def test_preparing_a_run_opens_the_file_once_and_keeps_nothing(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    forget_sft_dataset()
+    with openings(tmp_path / "sft.jsonl") as count:
+        nodes.prepare(load_config(tmp_path / "c.toml", overrides), Console(quiet=True))
+    assert count == [1]
+    assert sft_dataset._read_version.cache_info().currsize == 0
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    line = {"messages": [{"role": "user", "content": "1+1="}], "response": "2"}
+    path.write_text(json.dumps(line) + "\n")
+    try:
+        first = keep_sft_dataset(path)
+        assert keep_sft_dataset(path) is first
+        path.write_text(json.dumps(line | {"response": "3"}) + "\n")
+        os.utime(path, ns=(0, 0))
+        assert [one.response for one in keep_sft_dataset(path)] == ["3"]
+    finally:
+        forget_sft_dataset()
