@@ -211,7 +211,9 @@ RULES: dict[str, Rule] = {
         SCHEDULE,
     ),
     "lr_scheduler_kwargs": _least,
-    "warmup_steps": to("optimizer.warmup_steps"),
+    "warmup_steps": lambda value, values: (
+        {"optimizer.warmup_steps": value} if value or not values.get("warmup_ratio") else NOTHING
+    ),
     "warmup_ratio": _warmup,
     "weight_decay": to("optimizer.weight_decay"),
     "adam_beta1": to("optimizer.beta1"),
@@ -251,6 +253,8 @@ RULES: dict[str, Rule] = {
     "vllm_*": _ENGINE,
     "use_vllm": _ENGINE,
     "generation_kwargs": "[sampling] has the settings; sampling.stop the texts that end it",
+    "args": "the command line has the settings: name the script that starts it too, as run.sh",
+    "config": "the YAML has not been read: name it too, `config import run.sh NAME.yaml`",
     "reward_funcs": _REWARD,
     "reward_weights": "reward.extra.weight",
     "soft_punish_cache": _overlong,

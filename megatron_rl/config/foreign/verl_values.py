@@ -123,6 +123,12 @@ def tokens(value: int, values: Values) -> dict[str, Any]:
     return {"train.microbatch_tokens": product(value, *(values.get(key) or 1 for key in keys))}
 
 
+def warmup_steps(value: int, values: Values) -> dict[str, Any]:
+    if value <= 0 and values.get(f"{ACTOR}.optim.lr_warmup_steps_ratio"):
+        return NOTHING
+    return {"optimizer.warmup_steps": max(0, value)}
+
+
 def warmup(value: float, values: Values) -> dict[str, Any]:
     if not value:
         return NOTHING
@@ -169,10 +175,16 @@ def overlong(prefix: str) -> dict[str, Rule]:
             raise NoCounterpart(f"no effect without {enable}")
         return {"reward.length_margin_tokens": values[length]}
 
+    def largest(value: float, values: Values) -> dict[str, Any]:
+        if not values.get(enable):
+            raise NoCounterpart(f"no effect without {enable}")
+        return {"reward.length": value}
+
     return {
         length: rule,
         enable: lambda value, values: rule(value, values) if value else NOTHING,
-        f"{prefix}.*": "reward.length is the largest penalty here, 0.1 by default",
+        f"{prefix}.penalty_factor": largest,
+        f"{prefix}.*": "RUN/metrics.jsonl has the penalty",
     }
 
 
