@@ -69,6 +69,16 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.warmup_steps": math.ceil(value * steps)}
 
 
+def _system_prompt(value: str, _: Values) -> dict[str, Any]:
+    """A prompt that asks for the form of our format checks."""
+    if "boxed" not in value:
+        raise NoCounterpart(
+            r"asks for another form than the format check, \boxed{}: ours asks for that; to keep "
+            "theirs set render.system_prompt, and format_check in [reward.tasks]"
+        )
+    return {"render.system_prompt": value}
+
+
 def _sampled(name: str) -> Convert:
     """A key of sampling, which evaluations share."""
 
@@ -244,7 +254,7 @@ RULES: dict[str, Rule] = {
     "chat_template_kwargs": to("render.chat_template_kwargs"),
     "chat_template_path": to("render.chat_template"),
     "chat_template": to("render.chat_template"),
-    "system_prompt": to("render.system_prompt"),
+    "system_prompt": _system_prompt,
     "vllm_mode": lambda value, _: (
         {"generator.colocate": True, "weights.method": "host"} if value == "colocate" else NOTHING
     ),

@@ -189,13 +189,18 @@ def overlong(prefix: str) -> dict[str, Rule]:
 
 
 def gpus(_: Any, values: Values) -> dict[str, Any]:
-    """verl's engines run on the trainer's GPUs."""
+    """verl's engines run on the trainer's GPUs, unless they generate while it trains."""
     gpus = product(values["trainer.n_gpus_per_node"], values["trainer.nnodes"])
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     keys = [f"{ACTOR}.ulysses_sequence_parallel_size", *(f"{MEGATRON}.{size}" for size in sizes)]
     ranks = product(*(values.get(key) or 1 for key in keys))
     engine = values[f"{ROLLOUT}.tensor_model_parallel_size"]
     data = ratio(gpus, ranks, "parallel.data")
+    if apart := values.get("rollout.n_gpus_per_node"):
+        # fully_async: engines have GPUs of their own.
+        apart = product(apart, values.get("rollout.nnodes", 1))
+        replicas = ratio(apart, engine, "generator.replicas")
+        return {"parallel.data": data, "generator.replicas": replicas}
     replicas = ratio(gpus, engine, "generator.replicas")
     return {"parallel.data": data, "generator.replicas": replicas, **COLOCATED}
 

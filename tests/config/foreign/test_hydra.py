@@ -133,6 +133,17 @@ def test_interpolations_end(tmp_path: Path) -> None:
         read_foreign([around])
 
 
+def test_engines_that_generate_while_verl_trains(tmp_path: Path) -> None:
+    line = "python -m recipe.fully_async_policy.fully_async_main algorithm.adv_estimator=grpo "
+    line += "actor_rollout_ref.rollout.n=4 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+    line += "rollout.nnodes=2 rollout.n_gpus_per_node=8 async_training.staleness_threshold=0.5"
+    found, ours = imported(written(tmp_path, "run.sh", line))
+    # 16 GPUs of engines of two, besides the 8 that train.
+    assert (ours.parallel.data, ours.generator.replicas, ours.generator.colocate) == (8, 8, False)
+    assert ours.queue.max_staleness == 2
+    assert "policy versions" in found.no_counterpart["async_training.staleness_threshold"]
+
+
 def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:
     text = "algorithm:\n  adv_estimator: grpo\n"
     text += "  rollout_correction: {rollout_is: LEVEL, rollout_is_threshold: 3.0}\n"

@@ -106,6 +106,15 @@ def test_schedules_end_where_trl_ends_them(
     assert (optimizer.lr_schedule, optimizer.min_lr_ratio) == pytest.approx(expected)
 
 
+def test_a_system_prompt_of_another_form_is_named(tmp_path: Path) -> None:
+    text = MODEL + "dataset_name: a/b\ndataset_configs: [all]\nsystem_prompt: Answer in TAGS.\n"
+    found, ours = imported(written(tmp_path, "a.yaml", text))
+    assert "format check" in found.no_counterpart["system_prompt"]
+    assert ours.prompts[0].subset == "all"
+    boxed = written(tmp_path, "b.yaml", text.replace("TAGS", r"\boxed{}"))
+    assert imported(boxed)[1].render.system_prompt == r"Answer in \boxed{}."
+
+
 def test_processes_and_shares_of_a_yaml(tmp_path: Path) -> None:
     text = "model_name_or_path: m/m\ndataset_name: a/b\nnum_generations: 7\nnum_processes: 7\n"
     text += "per_device_train_batch_size: 16\ngradient_accumulation_steps: 16\nsave_steps: 0.1\n"
@@ -135,7 +144,8 @@ def test_the_command_that_starts_a_script_has_its_settings(tmp_path: Path) -> No
     alone = accounted(python)
     assert "name the script that starts it" in alone.no_counterpart["args"]
     shell = "SIZE=${SIZE:-8}\naccelerate launch --num_processes 4 examples/gspo.py \\\n"
-    shell += "    --model_name_or_path m/m --num-generations $SIZE \\\n    --per_device_train_batch_size 2 \\\n"
+    shell += "    --model_name_or_path m/m --num-generations $SIZE \\\n"
+    shell += "    --per_device_train_batch_size 2 \\\n"
     shell += "    --gradient_accumulation_steps=2 --steps_per_generation 8 --log_completions \\\n"
     shell += "    --importance_sampling_level sequence --epsilon 3e-4 --output_dir runs/x\n"
     found, ours = imported(written(tmp_path, "run.sh", shell), python)
