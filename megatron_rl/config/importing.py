@@ -134,7 +134,8 @@ def import_settings(foreign: Foreign) -> Imported:
         if key not in plain:
             _take_default(found, rules[key], value, known, key)
     for key, (value, why) in _ALWAYS.get(foreign.system, {}).items():
-        _put(found, {key: value}, why)
+        if why != _IN_TURN or not any(name.startswith("async_training.") for name in plain):
+            _put(found, {key: value}, why)
     _make_room(found)
     _drop_defaults(found)
     for key, ours in taken.items():

@@ -81,7 +81,9 @@ def _arguments(scripts: Sequence[Path]) -> Iterator[str]:
 def _starts_verl(word: str) -> bool:
     """Whether a word is verl.trainer.main_ppo, or another main module or file of verl."""
     module = word.removesuffix(".py").replace("/", ".").lstrip(".")
-    return module.startswith(("verl.", "recipe.")) and module.rpartition(".")[2].startswith("main_")
+    last = module.rpartition(".")[2]
+    is_main = last.startswith("main_") or last.endswith("_main")
+    return module.startswith(("verl.", "recipe.")) and is_main
 
 
 def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:

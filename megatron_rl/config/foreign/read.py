@@ -5,6 +5,7 @@ plain types and TOML are read as data. A value that only a program could tell is
 """
 
 import functools
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -30,13 +31,18 @@ from megatron_rl.config.layers import leaves
 from megatron_rl.config.section import merged
 
 _SLIME = ("train.py", "train_async.py")
+_TRL_FLAGS = {
+    "num_generations", "max_completion_length", "per_device_train_batch_size", "loss_type", "beta",
+    "model_name_or_path", "output_dir", "generation_batch_size",
+}  # fmt: skip
+_STARTS_VERL = re.compile(r"(verl|recipe)[./]")
 
 
 def read_foreign(paths: Sequence[Path], words: Sequence[str] = ()) -> Foreign:
     """The settings of files. Raises InputError.
 
-    paths: TOML files of prime-rl, a script or YAML of TRL, a script of slime, or a script and YAML
-    files of verl.
+    paths: TOML files of prime-rl; a script or YAML of TRL, or the shell script that starts it; a
+    script of slime; or a script and YAML files of verl.
     words: key=value of verl, which come last.
     """
     try:
@@ -49,9 +55,9 @@ def _read(paths: Sequence[Path], words: Sequence[str]) -> Foreign:
     yamls = [path for path in paths if path.suffix in (".yaml", ".yml")]
     scripts = [path for path in paths if path not in yamls]
     is_python = any(path.suffix == ".py" for path in scripts)
-    if len(paths) == 1 and scripts and not is_python and not words:
-        if flags := _slime(paths[0]):
-            return flags
+    if starts := [path for path in scripts if path.suffix not in (".py", ".toml")]:
+        if flags := _started(starts[0]):
+            return _with_flags(flags, [path for path in paths if path not in starts], words)
     is_verl = not is_python and len(scripts) < 2 and all(is_of_verl(yaml_of(p)) for p in yamls)
     is_toml = not yamls and all(path.suffix == ".toml" for path in paths)
     if is_verl and not is_toml:
@@ -62,10 +68,25 @@ def _read(paths: Sequence[Path], words: Sequence[str]) -> Foreign:
         return _prime(paths)
     if len(paths) > 1:
         raise InputError(
-            "several files are read where all are TOML of prime-rl, or all are of verl (one script "
-            "and its YAML files): name one"
+            "several files are read where all are TOML of prime-rl, or a shell script and what it "
+            "starts (its YAML files, or a script of TRL): name one"
         )
     return trl_script(paths[0], text_of(paths[0])) if is_python else _trl_yaml(paths[0])
+
+
+def _with_flags(flags: Foreign, paths: Sequence[Path], words: Sequence[str]) -> Foreign:
+    """The settings of a shell script, above those of a script or YAML of TRL that it starts."""
+    if flags.system == SLIME:
+        if paths or words:
+            raise InputError(f"{[*map(str, paths), *words][0]}: a script of slime is read alone")
+        return flags
+    base = _read(paths, words) if paths or words else Foreign(TRL)
+    if base.system != TRL:
+        raise InputError(f"{paths[0]} is of {base.system}, and the shell script starts TRL")
+    # These name the files that have been read.
+    read = {"config", "args"} if paths else set()
+    given = base.values | flags.values
+    return Foreign(TRL, {key: value for key, value in given.items() if key not in read})
 
 
 def _prime(paths: Sequence[Path]) -> Foreign:
@@ -87,17 +108,28 @@ def _prime(paths: Sequence[Path]) -> Foreign:
     return found
 
 
-def _slime(path: Path) -> Foreign | None:
-    """The flags of the last command that starts slime's trainer; None: there is none."""
+def _started(path: Path) -> Foreign | None:
+    """The flags of the last command that starts a trainer of slime or TRL; None: there is none."""
     found = None
-    if path.suffix == ".toml":
-        return None
     for line in commands(path, text_of(path)):
-        places = [n for n, word in enumerate(line) if PurePath(word).name in _SLIME]
-        if places and any(word.startswith("--rollout-") for word in line):
-            found = Foreign(SLIME, {PurePath(line[places[0]]).name: True})
-            found.values |= _flags(line[places[0] + 1 :])
+        # Flags in front are those of a launcher, as accelerate.
+        place = next((n for n, word in enumerate(line) if word.endswith((".py", "grpo"))), None)
+        if place is None or any(map(_STARTS_VERL.match, line)):
+            continue
+        front, name, back = line[:place], PurePath(line[place]).name, _flags(line[place + 1 :])
+        if name in _SLIME and "rollout-batch-size" in back:
+            found = Foreign(SLIME, {name: True} | back)
+        elif known := {key.replace("-", "_"): value for key, value in back.items()}:
+            if _TRL_FLAGS & known.keys() or name == "grpo":
+                found = Foreign(TRL, _processes(front) | known)
     return found
+
+
+def _processes(words: Sequence[str]) -> dict[str, Any]:
+    """The number of processes among the words in front of a script."""
+    text = " ".join(words)
+    given = re.search(r"--num[_-]processes[ =](\d+)", text)
+    return {"num_processes": int(given[1])} if given else {}
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:

@@ -75,6 +75,15 @@ class _Script:
             values[key.arg] = ast.unparse(key.value)
         elif not (name == "GRPOTrainer" and key.arg == "args"):
             values[key.arg] = self.value(key.value, call.lineno)
+        elif not self._is_config(key.value, call.lineno):
+            values["args"] = Unread(ast.unparse(key.value), WHY)
+
+    def _is_config(self, node: ast.expr, line: int) -> bool:
+        """Whether an expression is GRPOConfig(...), or a name of it."""
+        found = self.latest(node.id, line) if isinstance(node, ast.Name) else None
+        if found:
+            node = found[1]
+        return isinstance(node, ast.Call) and _name(node.func) == "GRPOConfig"
 
     def add_data(self, values: dict[str, Any], key: str, node: ast.expr, line: int) -> None:
         """Follow a data set to its load_dataset(...)."""

@@ -15,14 +15,18 @@ from megatron_rl.config.foreign.settings import MAX_CHARACTERS, MAX_VALUE, MAX_W
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)=\(")
+# One level of braces, or of parentheses, inside.
+_BRACED = r"(?:[^{}\n]|\{[^{}\n]*\})"
+_SUM = r"(?:[^()\n]|\([^()\n]*\)){0,200}"
 _TOKEN = re.compile(
     r"""(?P<array>"?\$\{(?P<list>\w+)\[@\]\}"?)|(?P<double>"(?:[^"\\]|\\.)*")|(?P<single>'[^']*')"""
     r"""|(?P<escape>\\.)|(?P<comment>(?:^|(?<=\s))\#[^\n]*)|(?P<arguments>"?\$[@*]"?)"""
-    r"""|(?P<value>\$\(\([^\n]{0,200}?\)\)|\$\([^()\n]*\)|\$\{[^}\n]{0,500}\}|\$\w+)""",
+    rf"""|(?P<value>\$\(\({_SUM}\)\)|\$\([^()\n]*\)|\$\{{{_BRACED}{{0,500}}\}}|\$\w+)""",
     re.VERBOSE | re.DOTALL,
 )
 _VALUE = re.compile(
-    r"\$\(\((?P<sum>[^\n]{0,200}?)\)\)|\$\{(?P<name>\w{1,100})(?::?-(?P<default>[^}]{0,400}))?\}|\$(?P<plain>\w+)"
+    rf"\$\(\((?P<sum>{_SUM})\)\)|\$(?P<plain>\w+)"
+    rf"|\$\{{(?P<name>\w{{1,100}})(?::?[-=](?P<default>{_BRACED}{{0,400}}))?\}}"
 )
 
 
@@ -106,7 +110,10 @@ def _filled(text: str, values: dict[str, str], *, escape: bool = False) -> str:
             total = parsed(found["sum"].replace("$", "").replace("/", "//"))
             value = str(value_of(total, names)) if total is not None else found[0]
             return found[0] if value.startswith("Unread") else value
-        value = values.get(found["name"] or found["plain"], found["default"])
+        default = found["default"]
+        if default and default[0] == default[-1] and default[0] in "'\"":
+            default = default[1:-1]
+        value = values.get(found["name"] or found["plain"], default)
         value = found[0] if value is None else value
         return value.replace("\\", "\\\\").replace('"', '\\"') if escape else value
 

@@ -69,6 +69,16 @@ def _warmup(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.warmup_steps": math.ceil(value * steps)}
 
 
+def _system_prompt(value: str, _: Values) -> dict[str, Any]:
+    """A prompt that asks for the form of our format checks."""
+    if "boxed" not in value:
+        raise NoCounterpart(
+            r"asks for another form than the format check, \boxed{}: ours asks for that; to keep "
+            "theirs set render.system_prompt, and format_check in [reward.tasks]"
+        )
+    return {"render.system_prompt": value}
+
+
 def _sampled(name: str) -> Convert:
     """A key of sampling, which evaluations share."""
 
@@ -211,7 +221,9 @@ RULES: dict[str, Rule] = {
         SCHEDULE,
     ),
     "lr_scheduler_kwargs": _least,
-    "warmup_steps": to("optimizer.warmup_steps"),
+    "warmup_steps": lambda value, values: (
+        {"optimizer.warmup_steps": value} if value or not values.get("warmup_ratio") else NOTHING
+    ),
     "warmup_ratio": _warmup,
     "weight_decay": to("optimizer.weight_decay"),
     "adam_beta1": to("optimizer.beta1"),
@@ -242,7 +254,7 @@ RULES: dict[str, Rule] = {
     "chat_template_kwargs": to("render.chat_template_kwargs"),
     "chat_template_path": to("render.chat_template"),
     "chat_template": to("render.chat_template"),
-    "system_prompt": to("render.system_prompt"),
+    "system_prompt": _system_prompt,
     "vllm_mode": lambda value, _: (
         {"generator.colocate": True, "weights.method": "host"} if value == "colocate" else NOTHING
     ),
@@ -251,6 +263,8 @@ RULES: dict[str, Rule] = {
     "vllm_*": _ENGINE,
     "use_vllm": _ENGINE,
     "generation_kwargs": "[sampling] has the settings; sampling.stop the texts that end it",
+    "args": "the command line has the settings: name the script that starts it too, as run.sh",
+    "config": "the YAML has not been read: name it too, `config import run.sh NAME.yaml`",
     "reward_funcs": _REWARD,
     "reward_weights": "reward.extra.weight",
     "soft_punish_cache": _overlong,

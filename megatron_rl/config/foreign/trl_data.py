@@ -179,6 +179,9 @@ RULES: dict[str, Rule] = {
     "datasets.*": "write a [[prompts]] for it",
     "test_split_size": _held_out,
     "dataset_prompt_column": _prompt_column,
+    "dataset_configs": lambda value, values: _named("dataset_config")(
+        value[0] if len(value) == 1 else value, values
+    ),
     **{
         name: _named(name)
         for name in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")

@@ -94,7 +94,7 @@ RULES: dict[str, Rule] = {
         "enable_activation_offload use_liger use_fused_kernels fused_kernel_options.* "
         "target_modules exclude_modules", SPEED),
     f"{_A}.optim.lr": to("optimizer.lr"),
-    f"{_A}.optim.lr_warmup_steps": to("optimizer.warmup_steps", positive),
+    f"{_A}.optim.lr_warmup_steps": ours.warmup_steps,
     f"{_A}.optim.lr_warmup_steps_ratio": ours.warmup,
     f"{_A}.optim.weight_decay": to("optimizer.weight_decay"),
     f"{_A}.optim.betas": lambda value, _: dict(
@@ -122,6 +122,9 @@ RULES: dict[str, Rule] = {
         {"token-mean": "batch_tokens", "seq-mean-token-mean": "sequence_mean",
          "seq-mean-token-sum": "sequence_sum"},
         "algorithm.aggregation sequence_sum is the same except for a constant factor",
+    ),
+    f"{_A}.use_token_level_loss": choice(
+        "algorithm.aggregation.name", {True: "batch_tokens"}, "loss_agg_mode names theirs today"
     ),
     f"{_A}.policy_loss.loss_mode": choice(
         "algorithm.policy_loss.level", {"vanilla": "token", "gspo": "sequence"},
@@ -180,6 +183,10 @@ RULES: dict[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep_last"),
     "trainer.n_gpus_per_node": ours.gpus,
     "trainer.nnodes": ours.gpus,
+    "rollout.n_gpus_per_node": ours.gpus,
+    "rollout.nnodes": ours.gpus,
+    "rollout.*": "settings of its engines; [generator], [sampling] and [train] have ours",
+    "async_training.*": "queue.max_staleness counts policy versions; 2 generates ahead",
     "trainer.default_local_dir": to("run.dir"),
     "trainer.project_name": to("metrics.wandb_project"),
     "trainer.experiment_name": to("metrics.wandb_name"),
@@ -250,6 +257,11 @@ def checks(values: Values) -> list[str]:
         "reward.tasks: verl chooses a reward by data_source; `megatron-rl data show` tells ours",
         "algorithm.policy_loss.old_logprobs: verl recomputes them; the default takes the engine's",
     ]
+    if any(key.endswith(".penalty_factor") for key in values):
+        found.append(
+            "reward.length: rewards of verl's dapo are 1 and -1, and 1 and 0 here: half of "
+            "penalty_factor is the same share"
+        )
     if values.get("algorithm.adv_estimator") == "gae":
         found.append(
             "algorithm.preset: verl's gae needs a critic, and there is none here; the preset is "

@@ -123,6 +123,12 @@ def tokens(value: int, values: Values) -> dict[str, Any]:
     return {"train.microbatch_tokens": product(value, *(values.get(key) or 1 for key in keys))}
 
 
+def warmup_steps(value: int, values: Values) -> dict[str, Any]:
+    if value <= 0 and values.get(f"{ACTOR}.optim.lr_warmup_steps_ratio"):
+        return NOTHING
+    return {"optimizer.warmup_steps": max(0, value)}
+
+
 def warmup(value: float, values: Values) -> dict[str, Any]:
     if not value:
         return NOTHING
@@ -169,21 +175,32 @@ def overlong(prefix: str) -> dict[str, Rule]:
             raise NoCounterpart(f"no effect without {enable}")
         return {"reward.length_margin_tokens": values[length]}
 
+    def largest(value: float, values: Values) -> dict[str, Any]:
+        if not values.get(enable):
+            raise NoCounterpart(f"no effect without {enable}")
+        return {"reward.length": value}
+
     return {
         length: rule,
         enable: lambda value, values: rule(value, values) if value else NOTHING,
-        f"{prefix}.*": "reward.length is the largest penalty here, 0.1 by default",
+        f"{prefix}.penalty_factor": largest,
+        f"{prefix}.*": "RUN/metrics.jsonl has the penalty",
     }
 
 
 def gpus(_: Any, values: Values) -> dict[str, Any]:
-    """verl's engines run on the trainer's GPUs."""
+    """verl's engines run on the trainer's GPUs, unless they generate while it trains."""
     gpus = product(values["trainer.n_gpus_per_node"], values["trainer.nnodes"])
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     keys = [f"{ACTOR}.ulysses_sequence_parallel_size", *(f"{MEGATRON}.{size}" for size in sizes)]
     ranks = product(*(values.get(key) or 1 for key in keys))
     engine = values[f"{ROLLOUT}.tensor_model_parallel_size"]
     data = ratio(gpus, ranks, "parallel.data")
+    if apart := values.get("rollout.n_gpus_per_node"):
+        # fully_async: engines have GPUs of their own.
+        apart = product(apart, values.get("rollout.nnodes", 1))
+        replicas = ratio(apart, engine, "generator.replicas")
+        return {"parallel.data": data, "generator.replicas": replicas}
     replicas = ratio(gpus, engine, "generator.replicas")
     return {"parallel.data": data, "generator.replicas": replicas, **COLOCATED}
 

@@ -133,6 +133,17 @@ def test_interpolations_end(tmp_path: Path) -> None:
         read_foreign([around])
 
 
+def test_engines_that_generate_while_verl_trains(tmp_path: Path) -> None:
+    line = "python -m recipe.fully_async_policy.fully_async_main algorithm.adv_estimator=grpo "
+    line += "actor_rollout_ref.rollout.n=4 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+    line += "rollout.nnodes=2 rollout.n_gpus_per_node=8 async_training.staleness_threshold=0.5"
+    found, ours = imported(written(tmp_path, "run.sh", line))
+    # 16 GPUs of engines of two, besides the 8 that train.
+    assert (ours.parallel.data, ours.generator.replicas, ours.generator.colocate) == (8, 8, False)
+    assert ours.queue.max_staleness == 2
+    assert "policy versions" in found.no_counterpart["async_training.staleness_threshold"]
+
+
 def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:
     text = "algorithm:\n  adv_estimator: grpo\n"
     text += "  rollout_correction: {rollout_is: LEVEL, rollout_is_threshold: 3.0}\n"
@@ -145,3 +156,31 @@ def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:
     assert "product" in found.no_counterpart["algorithm.rollout_correction.rollout_is"]
     found, _ = imported(written(tmp_path, "c.yaml", text.replace("LEVEL", "null")))
     assert "algorithm.rollout_correction.rollout_is" in found.default_here
+
+
+def test_defaults_of_a_scripts_variables_may_name_others(tmp_path: Path) -> None:
+    script = 'ROOT=${ROOT:-"/data/verl"}\nMODEL=${MODEL:-"${ROOT}/models/m"}\nTP=${TP:=2}\n'
+    script += "A=100; new=$((1024 * 2))\nall=$(((new + 1024)))\n"
+    script += "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n"
+    script += '    actor_rollout_ref.model.path="${MODEL}" data.train_files=$ROOT/a.parquet \\\n'
+    script += "    data.max_response_length=${new} actor_rollout_ref.rollout.n=4 \\\n"
+    script += "    actor_rollout_ref.actor.use_dynamic_bsz=True \\\n"
+    script += "    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$all \\\n"
+    script += "    actor_rollout_ref.actor.megatron.context_parallel_size=$TP \\\n"
+    script += "    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\\n"
+    script += (
+        "    actor_rollout_ref.actor.optim.lr_warmup_steps=-1 trainer.total_training_steps=30 \\\n"
+    )
+    script += (
+        "    reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128 \\\n"
+    )
+    script += "    reward_model.overlong_buffer.penalty_factor=1.0\n"
+    found, ours = imported(written(tmp_path, "run.sh", script))
+    assert str(ours.model.path) == "/data/verl/models/m"
+    assert str(ours.prompts[0].path) == "/data/verl/a.parquet"
+    # 3072 tokens on each of 2 context ranks.
+    assert (ours.sampling.max_new_tokens, ours.train.microbatch_tokens) == (2048, 6144)
+    # A tenth of 30 * 4 optimizer steps: 1024 prompts in minibatches of 256.
+    assert ours.optimizer.warmup_steps == 12
+    assert (ours.reward.length_margin_tokens, ours.reward.length) == (128, 1.0)
+    assert any(line.startswith("reward.length:") for line in found.to_check)

@@ -106,6 +106,15 @@ def test_schedules_end_where_trl_ends_them(
     assert (optimizer.lr_schedule, optimizer.min_lr_ratio) == pytest.approx(expected)
 
 
+def test_a_system_prompt_of_another_form_is_named(tmp_path: Path) -> None:
+    text = MODEL + "dataset_name: a/b\ndataset_configs: [all]\nsystem_prompt: Answer in TAGS.\n"
+    found, ours = imported(written(tmp_path, "a.yaml", text))
+    assert "format check" in found.no_counterpart["system_prompt"]
+    assert ours.prompts[0].subset == "all"
+    boxed = written(tmp_path, "b.yaml", text.replace("TAGS", r"\boxed{}"))
+    assert imported(boxed)[1].render.system_prompt == r"Answer in \boxed{}."
+
+
 def test_processes_and_shares_of_a_yaml(tmp_path: Path) -> None:
     text = "model_name_or_path: m/m\ndataset_name: a/b\nnum_generations: 7\nnum_processes: 7\n"
     text += "per_device_train_batch_size: 16\ngradient_accumulation_steps: 16\nsave_steps: 0.1\n"
@@ -122,3 +131,37 @@ def test_processes_and_shares_of_a_yaml(tmp_path: Path) -> None:
     correction = ours.algorithm.correction
     assert (correction.name, correction.low, correction.high) == ("masked", 0.0, 4.0)
     assert accounted(written(tmp_path, "c.yaml", "beta: 0.1\n")).values
+
+
+def test_the_command_that_starts_a_script_has_its_settings(tmp_path: Path) -> None:
+    script = (
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, TrlParser\n"
+    )
+    script += "args, model_args = TrlParser((GRPOConfig, Model)).parse_args_and_config()\n"
+    script += 'data = load_dataset("a/b", split="train")\n'
+    script += "GRPOTrainer(model=model_args.name, args=args, train_dataset=data)\n"
+    python = written(tmp_path, "gspo.py", script)
+    alone = accounted(python)
+    assert "name the script that starts it" in alone.no_counterpart["args"]
+    shell = "SIZE=${SIZE:-8}\naccelerate launch --num_processes 4 examples/gspo.py \\\n"
+    shell += "    --model_name_or_path m/m --num-generations $SIZE \\\n"
+    shell += "    --per_device_train_batch_size 2 \\\n"
+    shell += "    --gradient_accumulation_steps=2 --steps_per_generation 8 --log_completions \\\n"
+    shell += "    --importance_sampling_level sequence --epsilon 3e-4 --output_dir runs/x\n"
+    found, ours = imported(written(tmp_path, "run.sh", shell), python)
+    # 2 completions * 8 * 4 processes in groups of 8; 8 of 2 accumulated are 4 optimizer steps.
+    assert (ours.train.prompts_per_batch, ours.train.group_size, ours.train.minibatches) == (
+        8, 8, 4,
+    )  # fmt: skip
+    assert (ours.algorithm.policy_loss.level, ours.algorithm.policy_loss.eps_high) == (
+        "sequence", 3e-4,
+    )  # fmt: skip
+    assert (str(ours.model.path), str(ours.prompts[0].path)) == ("m/m", "a/b")
+    assert (ours.parallel.data, ours.prompts[0].dataset_split) == (4, "train")
+    assert "args" not in found.given and found.given["log_completions"] == "True"
+    yaml = written(tmp_path, "grpo.yaml", "dataset_name: c/d\nnum_generations: 2\n")
+    shell = (
+        "trl grpo --config grpo.yaml --model_name_or_path m/m --max_steps 9 --output_dir runs/x\n"
+    )
+    _, ours = imported(written(tmp_path, "trl.sh", shell), yaml)
+    assert (ours.train.steps, ours.train.group_size, str(ours.prompts[0].path)) == (9, 2, "c/d")
