@@ -118,6 +118,10 @@ def _every(key: str, strategy: str, usual: str) -> Convert:
     return rule
 
 
+_FORMATS = ("parquet", "json", "arrow", "csv")
+"""Names by which load_dataset reads files."""
+
+
 def _data(section: str) -> dict[str, Rule]:
     """Arguments of load_dataset for train_dataset or eval_dataset."""
 
@@ -131,11 +135,7 @@ def _data(section: str) -> dict[str, Rule]:
         return rule
 
     def path(value: Any, values: Values) -> dict[str, Any]:
-        if value not in ("parquet", "json", "arrow", "csv"):
-            return put("path")(value, values)
-        if value == "csv":
-            raise NoCounterpart("JSONL, JSON, Parquet and Arrow are read here")
-        return NOTHING
+        return NOTHING if value in _FORMATS else put("path")(value, values)
 
     def files(value: Any, values: Values) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -143,7 +143,7 @@ def _data(section: str) -> dict[str, Rule]:
             if split not in value:
                 raise NoCounterpart(f"no file of the split {split}: write prompts.path")
             value = value[split]
-        if values.get(f"{section}.path") not in ("parquet", "json", "arrow"):
+        if values.get(f"{section}.path") not in _FORMATS:
             raise NoCounterpart("one file of a data set: write its path as prompts.path")
         return put("path")(value, values)
 
@@ -152,7 +152,7 @@ def _data(section: str) -> dict[str, Rule]:
             raise NoCounterpart(
                 "parts of splits: prompts.where chooses rows; dataset_split a split"
             )
-        if values.get(f"{section}.path") in ("parquet", "json", "arrow"):
+        if values.get(f"{section}.path") in _FORMATS:
             return NOTHING
         return put("dataset_split")(value, values)
 

@@ -24,6 +24,10 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 ADD = "print(sum(map(int, input().split())))"
 TOTAL = "def total(xs): return sum(xs)"
+PAIRS = (
+    "class Pair(object):\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n\n"
+    "def count(xs): return len(xs)"
+)
 LONG, ZEROS = "9" * 5000, "0" * 5000
 
 
@@ -231,6 +235,23 @@ FORMS = [
                   "test_list": ["assert total([1, 2]) == ZERO + 3", "assert total([]) == ZERO"],
                   "test_setup_code": "ZERO = 0", "challenge_test_list": []},
          [TOTAL], ["def total(xs): return 3"], read_as="MBPP"),
+    Form("mbpp, a class of the program",
+         {"task_id": 601, "text": "Write a function for pairs.", "code": PAIRS,
+          "test_list": ["assert count([Pair(5, 24)]) == 1\r\n", " assert count(pairs) == 2"],
+          "test_setup_code": "pairs = [Pair(1, 2)]\npairs.append(Pair(2, 3))",
+          "challenge_test_list": []},
+         [PAIRS], [PAIRS.replace("len(xs)", "1"), "def count(xs): return len(xs)"],
+         asks="The tests call `count` and `Pair`, as in `assert count([Pair(5, 24)]) == 1`."),
+    Form("acecode, two functions",
+         {"id": "oss_2", "question": "Write enc and its inverse.", "inferences": [],
+          "test_cases": ["assert enc('a') == 'b'", "assert dec(enc('z')) == 'z'",
+                         "assert dec('b') == 'a'"]},
+         ["def enc(x): return chr(ord(x) + 1)\ndef dec(x): return chr(ord(x) - 1)"],
+         ["def enc(x): return x\ndef dec(x): return x", "def enc(x): return chr(ord(x) + 1)"],
+         asks="The tests call `dec`, as in `assert enc('a') == 'b'`."),
+    Form("kodcode, a list of lines",
+         {"question": "Sum a list.", "test": PYTEST.split("\n"), "test_info": []},
+         [TOTAL], ["def total(xs): return 3"], asks="The tests call `total`"),
     Form("mbpp sanitized",
          {"task_id": 2, "prompt": "Write a function to sum a list.", "code": TOTAL,
           "test_imports": ["import math"], "test": "assertion(total(*inp), exp, 0)",
@@ -365,6 +386,8 @@ def test_an_answer_to_a_problem_is_no_tests(answer: Any) -> None:
 
 def test_an_object_in_place_of_an_answer_is_tests_or_named() -> None:
     tests = {"inputs": ["1"], "outputs": ["1"]}
+    # Some scripts encode twice.
+    assert entry_of(json.dumps(json.dumps(tests))) == entry_of(tests)
     assert read_answer(json.dumps(tests)) == read_answer(tests) == entry_of(tests)
     long = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
     assert json.loads(read_answer(long) or "")["cases"] == [{"stdin": LONG, "stdout": LONG}]
