@@ -132,7 +132,7 @@ def _read_csv(path: Path) -> Iterator[TableRow]:
                 if "" in fields:
                     yield TableRow(number, {}, f"more values than the {len(fields) - 1} columns")
                     continue
-                yield TableRow(number, {key: value for key, value in fields.items() if value})
+                yield TableRow(number, {key: value or None for key, value in fields.items()})
         except (csv.Error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the prompts {path}: {error}") from error
 
@@ -265,7 +265,7 @@ def _open_binary(path: Path) -> Iterator[_Binary]:
             make = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
             reader = stack.enter_context(make(opened))
             yield _Binary(reader.schema, reader)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the prompts {path}: {error}") from error
 
 
@@ -275,6 +275,8 @@ def _read_binary(path: Path, columns: Sequence[str] | None, batch_rows: int) -> 
         known = opened.schema.names
         wanted = known if columns is None else [name for name in known if name in columns]
         for batch in _batches(opened, path, wanted, batch_rows):
+            # Damaged offsets would end the process.
+            batch.validate(full=True)
             for start in range(0, batch.num_rows, batch_rows):
                 for fields in batch.slice(start, batch_rows).to_pylist():
                     number += 1

@@ -278,13 +278,13 @@ class _Table:
             # Few rows at once: some columns may be long.
             rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
             sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
-            names = list(dict.fromkeys(read_columns(file)))
+            # The first row of text may lack a column.
+            found = [*read_columns(file), *(key for row in sample for key in row)]
+            names = list(dict.fromkeys(found))
             if sample:
                 break
         if not sample and not names and not self._is_lines:
             raise InputError(f"{file} has no rows: expected a question and its answer in each")
-        if self._is_lines:
-            names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
         self._names_of_columns = every_name(names, sample)
         if not self._is_lines or sample:
             check_columns(self._conditions, names, str(file))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.data.tables.plain_values import BadTests, read_json
+from megatron_rl.data.tables.plain_values import BadTests, read_json, read_literal
 from verification.code.problem import PACKAGES
 
 _SOLUTION = "solution"
@@ -79,7 +79,7 @@ def _given_names(beside: Mapping[str, Any]) -> list[str]:
         try:
             told = read_json(told)
         except ValueError as error:
-            raise BadTests(f"test_info is no JSON: {error}") from error
+            told = read_literal(told, f"test_info is no JSON: {error}")
     told = [told] if isinstance(told, dict) else told
     rows = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
     return [str(row["function_name"]) for row in rows if row.get("function_name")]

@@ -24,10 +24,6 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 ADD = "print(sum(map(int, input().split())))"
 TOTAL = "def total(xs): return sum(xs)"
-PAIRS = (
-    "class Pair(object):\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n\n"
-    "def count(xs): return len(xs)"
-)
 LONG, ZEROS = "9" * 5000, "0" * 5000
 
 
@@ -235,23 +231,6 @@ FORMS = [
                   "test_list": ["assert total([1, 2]) == ZERO + 3", "assert total([]) == ZERO"],
                   "test_setup_code": "ZERO = 0", "challenge_test_list": []},
          [TOTAL], ["def total(xs): return 3"], read_as="MBPP"),
-    Form("mbpp, a class of the program",
-         {"task_id": 601, "text": "Write a function for pairs.", "code": PAIRS,
-          "test_list": ["assert count([Pair(5, 24)]) == 1\r\n", " assert count(pairs) == 2"],
-          "test_setup_code": "pairs = [Pair(1, 2)]\npairs.append(Pair(2, 3))",
-          "challenge_test_list": []},
-         [PAIRS], [PAIRS.replace("len(xs)", "1"), "def count(xs): return len(xs)"],
-         asks="The tests call `count` and `Pair`, as in `assert count([Pair(5, 24)]) == 1`."),
-    Form("acecode, two functions",
-         {"id": "oss_2", "question": "Write enc and its inverse.", "inferences": [],
-          "test_cases": ["assert enc('a') == 'b'", "assert dec(enc('z')) == 'z'",
-                         "assert dec('b') == 'a'"]},
-         ["def enc(x): return chr(ord(x) + 1)\ndef dec(x): return chr(ord(x) - 1)"],
-         ["def enc(x): return x\ndef dec(x): return x", "def enc(x): return chr(ord(x) + 1)"],
-         asks="The tests call `dec`, as in `assert enc('a') == 'b'`."),
-    Form("kodcode, a list of lines",
-         {"question": "Sum a list.", "test": PYTEST.split("\n"), "test_info": []},
-         [TOTAL], ["def total(xs): return 3"], asks="The tests call `total`"),
     Form("mbpp sanitized",
          {"task_id": 2, "prompt": "Write a function to sum a list.", "code": TOTAL,
           "test_imports": ["import math"], "test": "assertion(total(*inp), exp, 0)",

@@ -91,6 +91,20 @@ def test_values_of_csv_may_be_structures_and_long_tests(tmp_path: Path) -> None:
     assert read(tmp_path / "list.csv").prompts[0].answers == ["7", "7.0"]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl"])
+def test_a_column_may_have_no_value_in_the_first_row(tmp_path: Path, name: str) -> None:
+    rows = [{"problem": "p", "answer": None, "llama8b_solve_rate": None},
+            {"problem": "q", "answer": "7", "llama8b_solve_rate": "0.5"}]  # fmt: skip
+    lines = [json.dumps({k: v for k, v in row.items() if v}) for row in rows]
+    texts = {
+        "a.json": f"[{','.join(lines)}]", "a.jsonl": "\n".join(lines),
+        "a.csv": "\n".join(",".join(v or "" for v in row.values()) for row in rows),
+    }  # fmt: skip
+    (tmp_path / name).write_text(f"{','.join(rows[0])}\n" * (name == "a.csv") + texts[name])
+    [prompt] = read(tmp_path / name, faulty="drop").prompts
+    assert (prompt.answer, prompt.pass_rate) == ("7", 0.5)
+
+
 def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\np,1\nq,2,3\nr\n")
