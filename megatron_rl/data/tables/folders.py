@@ -23,7 +23,7 @@ _SPLITS = {
 """Word in the name of a file or folder -> split, as in `datasets`."""
 _PLAIN = {"data", "default"}
 """Folders that name no subset."""
-_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})")
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(?:-[0-9a-f]{16})?")
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.S)
 
 
@@ -191,8 +191,6 @@ def _named(root: Path) -> Parts:
     """Files by names of folders and files; without a name of a split all are "train"."""
     files = [file for file in root.rglob("*") if format_of(file) and file.is_file()]
     files = [file for file in files if not _is_hidden(file.relative_to(root))]
-    # Beside files of another format, CSV is a table about them.
-    files = [file for file in files if format_of(file) not in CSV] or files
     parts: Parts = {}
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
         inside = file.relative_to(root)
@@ -202,9 +200,14 @@ def _named(root: Path) -> Parts:
         own = [name for name in folders if name not in _PLAIN and not _split_in(name)]
         parts.setdefault(("/".join(own), split), []).append(file)
     if all(not split for _, split in parts):
-        return {(subset, "train"): files for (subset, _), files in parts.items()}
+        return {(subset, "train"): _rows_among(files) for (subset, _), files in parts.items()}
     # Other files without a split are not rows, such as dataset_infos.json.
     return {key: files for key, files in parts.items() if key[1]}
+
+
+def _rows_among(files: list[Path]) -> list[Path]:
+    """The files without CSV, which next to another format is a table about the data set."""
+    return [file for file in files if format_of(file) not in CSV] or files
 
 
 def _is_hidden(inside: Path) -> bool:

@@ -118,7 +118,10 @@ def read_table(
         else:
             faults.append(found if not faults else found._replace(text=""))
     if not table.has_rows:
-        raise InputError(f"{label} has no rows: expected a question and its answer in each")
+        raise InputError(
+            f"{label} has no rows{' that meet prompts.where' if source.where else ''}: expected a "
+            "question and its answer in each"
+        )
     table.check_given()
     if faults and (source.faulty == "refuse" or not prompts):
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
@@ -168,7 +171,7 @@ class _Table:
         self._left_out: Counter[str] = Counter()
         """Number of rows by reason."""
         self.has_rows = False
-        """Whether any row was read."""
+        """Whether any row was read that meets prompts.where."""
         self._first: dict[str, str] = {}
         """Reason -> place of the first such row."""
 
@@ -181,13 +184,14 @@ class _Table:
         for file in self._files.files:
             for row in read_rows(file, None if self._keeps_columns else needed):
                 place = place_of(file, row.number)
-                self.has_rows = True
                 if row.fault:
+                    self.has_rows = True
                     yield RowFault(place, "no_json", f"{place}: {row.fault}")
                     continue
                 if not self._is_wanted(row.fields, place):
                     self._left_out["where"] += 1
                     continue
+                self.has_rows = True
                 name = self._name_of(file, row.number)
                 found = self._reader.read(row.fields, place, name)
                 found = self._repetition(found, place) or found
@@ -274,13 +278,13 @@ class _Table:
             # Few rows at once: some columns may be long.
             rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
             sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
-            names = list(dict.fromkeys(read_columns(file)))
+            # The first row of text may lack a column.
+            found = [*read_columns(file), *(key for row in sample for key in row)]
+            names = list(dict.fromkeys(found))
             if sample:
                 break
         if not sample and not names and not self._is_lines:
             raise InputError(f"{file} has no rows: expected a question and its answer in each")
-        if self._is_lines:
-            names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
         self._names_of_columns = every_name(names, sample)
         if not self._is_lines or sample:
             check_columns(self._conditions, names, str(file))

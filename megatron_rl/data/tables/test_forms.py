@@ -48,6 +48,7 @@ class _Named(msgspec.Struct, frozen=True):
     """Fields of an entry that the question depends on."""
 
     entry_point: str = ""
+    solution_names: list[str] = []
     unit_tests: str | list[str] = ""
 
 
@@ -117,14 +118,20 @@ def with_demands(question: str, entry: str, starter: Any = "") -> str:
         question = (
             f"{question.rstrip()}\n\nStart from this code:\n\n```python\n{starter.strip()}\n```"
         )
-    if name and not re.search(rf"\b{re.escape(name)}\b", question):
-        question = f"{question.rstrip()}\n\nThe tests call `{tests.entry_point}`"
+    called = [one for one in (tests.entry_point, *tests.solution_names) if one]
+    unsaid = [f"`{one}`" for one in called if not _says(question, one.rpartition(".")[2])]
+    if unsaid:
+        question = f"{question.rstrip()}\n\nThe tests call {' and '.join(unsaid)}"
         lines = [tests.unit_tests] if isinstance(tests.unit_tests, str) else tests.unit_tests
         example = next(
             (one for one in "\n".join(lines).split("\n") if one.startswith("assert")), ""
         )
         question += f", as in `{example}`." if 0 < len(example) < 200 else "."
     return question
+
+
+def _says(question: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", question) is not None
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -135,7 +142,8 @@ def _decoded(tests: Any) -> Any:
     if not isinstance(tests, str) or not tests.strip():
         return None if isinstance(tests, str) else tests
     try:
-        return read_json(tests)
+        found = read_json(tests)
+        return _decoded(found) if isinstance(found, str) else found
     except BadTests:
         raise
     except ValueError as error:

@@ -296,6 +296,16 @@ def test_a_damaged_file_is_a_clear_error(tmp_path: Path, name: str) -> None:
         answers(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_binary_file_with_text_that_is_no_utf_8_is_a_clear_error(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path / name, [{"question": "caf_ " * 4, "answer": "1"}])
+    path.write_bytes(path.read_bytes().replace(b"_", b"\xe9"))
+    with pytest.raises(InputError, match=f"cannot read the prompts .*{name}: .*(?i:utf-?8)"):
+        answers(path)
+
+
 def test_other_formats_and_empty_folders_are_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "load.py").write_text("raise SystemExit('executed')")
     with pytest.raises(InputError, match="holds no prompts.*a script is not run|script is not run"):

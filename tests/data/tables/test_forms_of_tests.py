@@ -365,6 +365,8 @@ def test_an_answer_to_a_problem_is_no_tests(answer: Any) -> None:
 
 def test_an_object_in_place_of_an_answer_is_tests_or_named() -> None:
     tests = {"inputs": ["1"], "outputs": ["1"]}
+    # Some scripts encode twice.
+    assert entry_of(json.dumps(json.dumps(tests))) == entry_of(tests)
     assert read_answer(json.dumps(tests)) == read_answer(tests) == entry_of(tests)
     long = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
     assert json.loads(read_answer(long) or "")["cases"] == [{"stdin": LONG, "stdout": LONG}]

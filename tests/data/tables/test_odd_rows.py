@@ -129,3 +129,33 @@ def test_a_file_of_code_alone_is_known_as_its_set(tmp_path: Path, kind: str, suf
             reading = read(write(tmp_path / f"{name}.{suffix}", [row]), kind=kind)
             assert f"read as {name}; " in reading.notes[0]
             assert [prompt.task for prompt in reading.prompts] == ["code"]
+
+
+@pytest.mark.parametrize(
+    ("column", "rates", "said"),
+    [
+        ("llama8b_solve_rate", [0.5, 50.0], "llama8b_solve_rate is no rate"),
+        ("difficulty", ["5/8", "hard"], "difficulty is no rate"),
+        ("difficulty", ["5/8", "4/8"], "pass_rate = difficulty"),
+        ("difficulty", [5.5, 6.0], ""),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_column_of_rates_is_used_or_said(
+    tmp_path: Path, column: str, rates: list[Any], said: str, suffix: str
+) -> None:
+    rows = [{"problem": f"{n}", "answer": "7", column: rate} for n, rate in enumerate(rates)]
+    note = "".join(read(write(tmp_path / f"a.{suffix}", rows)).notes).partition("columns:")[2]
+    assert said in note and ("rate" in note) == bool(said)
+
+
+def test_a_condition_that_no_row_meets_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "p", "answer": "7", "level": 5}])
+    with pytest.raises(InputError, match=r"a\.jsonl has no rows that meet prompts\.where"):
+        read(path, where=["level == 4"])
+
+
+def test_rows_of_reasoning_gym_need_its_marks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{"question": "p", "answer": "7"}])
+    with pytest.raises(InputError, match="is reasoning_gym, .* has no metadata.source_dataset"):
+        read(path, kind="reasoning_gym")

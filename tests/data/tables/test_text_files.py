@@ -58,6 +58,21 @@ def test_a_file_with_one_object_is_one_row(tmp_path: Path) -> None:
     assert [p.answer for p in read(tmp_path).prompts] == ["0", "1"]
 
 
+def test_numbers_that_python_writes_are_read(tmp_path: Path) -> None:
+    rows = [{"question": "p", "answer": 1.5, "x": float("inf")},
+            {"question": "q", "answer": float("nan")}, {"question": 7, "answer": "7"}]  # fmt: skip
+    for name, text in {
+        "a.jsonl": "\n".join(map(json.dumps, rows)), "a.json": json.dumps(rows),
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+        reading = read(tmp_path / name, faulty="drop")
+        assert [p.answer for p in reading.prompts] == ["1.5"]
+        assert "1 no_answer" in reading.notes[0] and "1 malformed" in reading.notes[0]
+    (tmp_path / "b.jsonl").write_text('{"question": "NaN}\n')
+    with pytest.raises(InputError, match="b.jsonl:1: "):
+        read(tmp_path / "b.jsonl")
+
+
 def test_values_of_csv_may_be_structures_and_long_tests(tmp_path: Path) -> None:
     tests = json.dumps({"inputs": ["1\n"] * 30_000, "outputs": ["2\n"] * 30_000})
     verl = str({"ground_truth": "7", "style": "rule"})
@@ -74,6 +89,20 @@ def test_values_of_csv_may_be_structures_and_long_tests(tmp_path: Path) -> None:
     [verl_row] = read(tmp_path / "verl.csv").prompts
     assert (verl_row.question, verl_row.answers) == ("it's 3+4?", ["7"])
     assert read(tmp_path / "list.csv").prompts[0].answers == ["7", "7.0"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl"])
+def test_a_column_may_have_no_value_in_the_first_row(tmp_path: Path, name: str) -> None:
+    rows = [{"problem": "p", "answer": None, "llama8b_solve_rate": None},
+            {"problem": "q", "answer": "7", "llama8b_solve_rate": "0.5"}]  # fmt: skip
+    lines = [json.dumps({k: v for k, v in row.items() if v}) for row in rows]
+    texts = {
+        "a.json": f"[{','.join(lines)}]", "a.jsonl": "\n".join(lines),
+        "a.csv": "\n".join(",".join(v or "" for v in row.values()) for row in rows),
+    }  # fmt: skip
+    (tmp_path / name).write_text(f"{','.join(rows[0])}\n" * (name == "a.csv") + texts[name])
+    [prompt] = read(tmp_path / name, faulty="drop").prompts
+    assert (prompt.answer, prompt.pass_rate) == ("7", 0.5)
 
 
 def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
@@ -96,6 +125,9 @@ def test_a_row_of_csv_with_other_columns_is_a_fault(tmp_path: Path) -> None:
         ("a.json", b"[]", "has no rows"),
         ("a.jsonl", b"\n", "has no rows"),
         ("a.csv", b"question,answer\n", "has no rows"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+         "is a pointer of Git LFS, not the file: run `git lfs pull`"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("a.parquet.gz", b"x", "is of no format that is read: expected .jsonl"),
     ],
 )  # fmt: skip
@@ -115,7 +147,8 @@ def lines_of(name: str) -> str:
 @pytest.mark.parametrize("write", [str, lambda name: f"data/{name}"])
 def test_names_of_numbered_files_are_splits(tmp_path: Path, write: Callable[[str], str]) -> None:
     """Skywork-OR1 and OpenMathReasoning have splits such as math, code, cot and tir."""
-    for name in ("math-00000-of-00001", "code-00000-of-00002", "code-00001-of-00002"):
+    first = "math-00000-of-00001-b42a775f407cee45"
+    for name in (first, "code-00000-of-00002", "code-00001-of-00002"):
         path = tmp_path / write(f"{name}.jsonl.gz")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(lines_of(name).encode()))
@@ -124,18 +157,19 @@ def test_names_of_numbered_files_are_splits(tmp_path: Path, write: Callable[[str
     ):
         read(tmp_path)
     assert len(read(tmp_path, dataset_split="code").prompts) == 2
-    assert [p.question for p in read(tmp_path, dataset_split="math").prompts] == [
-        "math-00000-of-00001"
-    ]
+    assert [p.question for p in read(tmp_path, dataset_split="math").prompts] == [first]
     path.unlink()
     with pytest.raises(InputError, match="1 of the 2 files .*code-[*]-of-00002"):
         read(tmp_path, dataset_split="code")
 
 
-def test_csv_beside_other_files_is_no_prompts(tmp_path: Path) -> None:
+def test_csv_next_to_other_files_is_no_prompts_unless_a_split(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines_of("p"))
     (tmp_path / "results.csv").write_text("model,score\nx,1\n")
     assert [p.question for p in read(tmp_path).prompts] == ["p"]
+    (tmp_path / "a.jsonl").rename(tmp_path / "test.jsonl")
+    (tmp_path / "train.csv").write_text("question,answer\nq,1\n")
+    assert [p.question for p in read(tmp_path, dataset_split="train").prompts] == ["q"]
 
 
 def test_an_empty_first_file_decides_nothing(tmp_path: Path) -> None:
