@@ -29,7 +29,8 @@ from megatron_rl.data.answers import (
         ("[[1,2],[3,4]]", None),
         ("[x, y]", None),
         ('["a" "b"]', None),
-        ('["a", 3]', None),
+        ('["a", 3.50]', ["a", "3.50"]),
+        ('["a", b]', None),
         ("[]", []),
         ('["a"', None),
         ("7", None),
@@ -70,6 +71,7 @@ def test_accepted_answers_are_different_and_not_empty() -> None:
     assert [one for one in empty if read(one) or read([one])] == []
     kept = ["-", "\\{\\}", "\\emptyset", "(0)", "+", "<", "None", "\\boxed{7}", "proof by cases"]
     assert [one for one in kept if read(one) != [one]] == []
+    assert read('[3.5, "7/2"]') == read([3.5, "7/2"]) == ["3.5", "7/2"]
     plain = accepted_answers("['a']", reads_text=False, is_math=False)
     assert plain == ["['a']"] and accepted_answers("n/a", reads_text=True, is_math=False) == ["n/a"]
 

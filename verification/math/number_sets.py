@@ -15,12 +15,13 @@ _HALF = re.compile(
 )
 _WORDS = re.compile(
     r"(?:\\text ?\{ ?)?(?:any |every |all )?(?:the )?(?:set of )?(?:all )?(?:the )?"
-    r"(?P<kind>positive|negative|non-?negative) integers?(?: ?\}? ?[a-z])? ?\}?",
+    r"(?P<kind>positive|negative|non-?negative) "
+    r"(?:integers?|(?P<real>real(?: number)?s?))(?: ?\}? ?[a-z])? ?\}?",
     re.IGNORECASE,
 )
 _LISTED = re.compile(
-    r"(?:\\left)? ?\\?\{ ?(?P<first>[01]), ?(?P<second>[12]), ?(?P<third>[23])(?:, ?[34])?(?:, ?5)?"
-    r", ?(?:\\(?:l|c|)dots|\.\.\.|…) ?(?:\\right)? ?\\?\}"
+    r"(?:\\left)? ?\\?\{ ?(?:(?P<positive>1, ?2, ?3(?:, ?4(?:, ?5)?)?)|0, ?1, ?2(?:, ?3(?:, ?4)?)?)"
+    r", ?(?:\\[lc]?dots|\.\.\.|…) ?(?:\\right)? ?\\?\}"
 )
 _MEMBER = re.compile(r"(?:(?:\\text ?\{ ?)?(?:for )?all ?\}? ?)?[A-Za-z] ?(?:\\in(?![a-z])|∈) ?")
 _REAL = r"(?:\\(?:mathbb|Bbb) ?\{? ?R ?\}?|\\R(?![A-Za-z])|ℝ)"
@@ -39,6 +40,11 @@ _FAMILY = re.compile(
 )
 _POSITIVE, _NEGATIVE, _NATURAL = "\\integers^{+}", "\\integers^{-}", "\\integers_{0}^{+}"
 
+_WHOLE_HALVES = {"positive": _POSITIVE, "negative": _NEGATIVE, "nonnegative": _NATURAL}
+_REAL_HALVES = {
+    "positive": "(0,\\infty)", "negative": "(-\\infty,0)", "nonnegative": "[0,\\infty)",
+}  # fmt: skip
+
 
 def spell_sets(text: str) -> str:
     """The text with one spelling for a half of the numbers, a family and a real unknown."""
@@ -46,10 +52,11 @@ def spell_sets(text: str) -> str:
     words = _WORDS.fullmatch(text)
     if words:
         kind = words["kind"].lower()
-        return {"positive": _POSITIVE, "negative": _NEGATIVE}.get(kind, _NATURAL)
+        halves = _REAL_HALVES if words["real"] else _WHOLE_HALVES
+        return halves[kind.replace("-", "")]
     listed = _LISTED.fullmatch(text)
     if listed:
-        return _spell_list(listed) or text
+        return _POSITIVE if listed["positive"] else _NATURAL
     family = _FAMILY.fullmatch(text)
     if family:
         return _spell_family(family) or text
@@ -58,13 +65,6 @@ def spell_sets(text: str) -> str:
         return real["rest"]
     half = _HALF.fullmatch(_MEMBER.sub("", text, count=1))
     return text if half is None else _spell_half(half) or text
-
-
-def _spell_list(listed: re.Match[str]) -> str:
-    first, second, third = (int(listed[key]) for key in ("first", "second", "third"))
-    if (second, third) != (first + 1, first + 2):
-        return ""
-    return _POSITIVE if first else _NATURAL
 
 
 def _spell_family(family: re.Match[str]) -> str:

@@ -33,10 +33,11 @@ _BASE_NAME = rf"(?P<base>{'|'.join(_BASES)}|[0-9]{{1,2}})"
 _DIGITS = r"(?<![0-9A-Za-z.,])(?P<open>\()?(?P<digits>[0-9][0-9A-F]{0,100})(?(open)\))"
 _SUBSCRIPT_BASE = re.compile(
     rf"{_DIGITS} ?_ ?(?:\{{ ?(?:\\text\{{ ?)?\(?(?:base[ -]?\}}?)?{_BASE_NAME}\)? ?\}}? ?\}}"
-    r"|(?P<one>[0-9]))"
+    rf"|(?P<one>[0-9])|\\text\{{ ?(?:base[ -]?)?(?P<word>{'|'.join(_BASES)}) ?\}})"
 )
 _NAMED_BASE = re.compile(
-    rf"{_DIGITS}[ ,]{{0,2}}(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}(?:\\text\{{)?{_BASE_NAME}"
+    rf"{_DIGITS}[ ,]{{0,2}}\(?(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}"
+    rf"(?:\\text\{{)?{_BASE_NAME}"
     r"(?![0-9A-Za-z])[)}]{0,3}"
 )
 
@@ -183,7 +184,7 @@ def _scale(match: re.Match[str]) -> str:
 
 
 def _with_base(match: re.Match[str]) -> str:
-    name = match["base"] or match.groupdict().get("one") or "0"
+    name = match["base"] or match.groupdict().get("one") or match.groupdict().get("word") or "0"
     base = _BASES[name] if name in _BASES else int(name)
     return f"{match['digits']}_{{{base}}}" if base > 9 else f"{match['digits']}_{base}"
 
