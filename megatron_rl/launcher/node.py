@@ -184,6 +184,7 @@ class FirstNode(Node):
             "exit_code": restart.exit_code,
             "restart": restart.count,
             "max_restarts": restart.limit,
+            "why": restart.why,
         }
         with closing(JsonlWriter(self.run_dir / "metrics.jsonl", "launch")) as metrics:
             metrics.write(self.view.last_step, values)
@@ -251,4 +252,9 @@ def _supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Superviso
     environment = collective_environment(
         config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
     )
-    return Supervisor(config.run.dir / "logs", extra_environment=environment, inherited=inherited)
+    silence_s = config.queue.heartbeat_timeout_s
+    return Supervisor(
+        config.run.dir / "logs", extra_environment=environment, inherited=inherited,
+        # The queue has missed a silent role for as long already.
+        silence_s=2 * silence_s, stopped_s=silence_s,
+    )  # fmt: skip

@@ -272,8 +272,9 @@ def evaluation_line(row: Row) -> str:
 def restart_line(row: Row) -> str:
     """A warning about a restarted process."""
     when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
+    why = f" ({row['why']})" if row.get("why") else ""
     return (
-        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
+        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}{why}; "
         f"restart {row['restart']} of {row['max_restarts']}"
     )
 

@@ -31,6 +31,8 @@ class RoleRestart(msgspec.Struct, frozen=True):
     limit: int
     number: int = 0
     """Counts the restarts of a node from 1; 0: on the first node."""
+    why: str = ""
+    """Why the launcher killed the process; "": it did not."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
