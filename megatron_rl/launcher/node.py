@@ -173,6 +173,7 @@ class FirstNode(Node):
         for restart in self.link.take_restarts():
             self.record(restart)
         self.view.refresh(self.supervisor.roles)
+        self.lock.heartbeat.awaited = self.view.awaited
         self.link.missing = list(self.view.state.peers.missing)
         self.lock.heartbeat.check()
 
