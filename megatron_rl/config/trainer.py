@@ -215,6 +215,13 @@ class TrainConfig(Section):
     max_skipped_updates: PositiveInt = 5
     """Stop the run after this many skipped optimizer steps in a row. The last minibatch is
     written to the run folder."""
+    max_restarts: int = Field(default=10, ge=0)
+    """Restarts of the trainer within expert.train.restart_window_s, if a signal killed one of its
+    ranks. It repeats the steps since its newest checkpoint on the same batches, while generators,
+    verifiers and queue continue. Needs the trainer on one node, checkpoints, and
+    expert.queue.ledger."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of the trainer are counted."""
     batch_timeout_s: PositiveFloat = 1200.0
     """Seconds that the trainer waits for a batch before it ends the run; auto: 1.5 times
     expert.queue.lease_timeout_s, at least 1200 s times run.patience. Above

@@ -96,8 +96,9 @@ class QueueConfig(Section):
     """Minimum number of distinct prompts with failed completions before failing grades may end
     the run."""
     ledger: bool | Literal["auto"] = "auto"
-    """Write all that reaches the queue into RUN/ledger, so that a killed queue continues; auto: yes
-    without train.router_replay, which adds many bytes per token. Without it a kill ends the run."""
+    """Write all that reaches the queue into RUN/ledger, so that a killed queue continues, and the
+    batches since a checkpoint into RUN/batches, so that a killed trainer does; auto: yes without
+    train.router_replay, which adds many bytes per token. Without it a kill ends the run."""
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of the rollout queue within expert.queue.restart_window_s, if a signal killed it. It
     continues from its ledger, after 1, 2, 4 ... at most 60 s. When no restart is left, or when the
@@ -250,6 +251,11 @@ class Config(Section):
         """Whether the queue writes a ledger during training (expert.queue.ledger)."""
         wanted = self.queue.ledger
         return not self.train.router_replay if wanted == "auto" else wanted
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether the queue stores the batches since a checkpoint in RUN/batches."""
+        return self.keeps_ledger and self.checkpoint.every_steps > 0
 
     @property
     def sampled_groups(self) -> int:

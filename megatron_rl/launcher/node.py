@@ -35,6 +35,7 @@ _RESTARTS_OF = {
     "generator": GENERATOR_RESTARTS,
     "follower": "launch/follower_restarts",
     "queue": "launch/queue_restarts",
+    "trainer": "launch/trainer_restarts",
     "verifier": "launch/verifier_restarts",
     "scorer": "launch/scorer_restarts",
 }
@@ -95,7 +96,10 @@ class Node:
             is_expendable=is_expendable,
         )  # fmt: skip
 
-    def start_ranks(self, name: str, torchrun: Sequence[str], arguments: Sequence[str]) -> None:
+    def start_ranks(
+        self, name: str, torchrun: Sequence[str], arguments: Sequence[str], *,
+        restarts: RestartRule | None = None,
+    ) -> None:  # fmt: skip
         """Start this node's trainer ranks; torchrun: its arguments, with the ranks' module."""
         command = [sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun]
         command += ["--config", str(self.run_dir / CONFIG), *arguments]
@@ -105,7 +109,7 @@ class Node:
             expandable_segments=self.config.has_expandable_segments,
             deterministic=self.config.train.deterministic,
         )
-        self.supervisor.start(name, command, environment=environment)
+        self.supervisor.start(name, command, environment=environment, restarts=restarts)
 
     def wait_for(self, name: str) -> None:
         """Wait until a role of this node has ended well; its own deadlines bound the wait.

@@ -38,7 +38,7 @@ from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import FirstNodeLink, OtherNodeLink
 from megatron_rl.launcher.placement import EngineNode, NodeRoles
 from megatron_rl.launcher.ports import check_engine_ports, check_scorer_ports
-from megatron_rl.launcher.restarts import restart_rule
+from megatron_rl.launcher.restarts import RestartRule, restart_rule
 from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
@@ -171,7 +171,11 @@ def _train(own: Node, phase: RunPhase) -> None:
         if own.roles.trainer_ranks:
             _await(own, Path(phase.model))
             scorer = ["--scorer", _address_of(own, own.roles.scorer_node)] if has_scorer else []
-            _start_ranks(own, TRAINER, "megatron_rl.trainer.train", [*scorer, *model])
+            rule = restart_rule(own.config, "trainer", TRAINER, until=queue)
+            _start_ranks(
+                own, TRAINER, "megatron_rl.trainer.train", [*scorer, *model],
+                restarts=rule if _can_restart_trainer(own) else None,
+            )  # fmt: skip
         own.wait_for(own.role(TRAINER))
         if not own.roles.trainer_ranks:
             # Its engines serve until all nodes stop.
@@ -203,9 +207,18 @@ def _address_of(own: Node, node: int) -> str:
     return own.link.addresses[node]
 
 
-def _start_ranks(own: Node, name: str, module: str, arguments: Sequence[str]) -> None:
+def _can_restart_trainer(own: Node) -> bool:
+    """Whether the trainer has its batches again, and the memory of its GPUs."""
+    is_on_one_node = own.roles.trainer_nodes == 1
+    return own.config.keeps_batches and is_on_one_node and not own.config.generator.release_memory
+
+
+def _start_ranks(
+    own: Node, name: str, module: str, arguments: Sequence[str], *,
+    restarts: RestartRule | None = None,
+) -> None:  # fmt: skip
     torchrun = torchrun_arguments(own.config, own.roles, own.number, module)
-    own.start_ranks(own.role(name), torchrun, arguments)
+    own.start_ranks(own.role(name), torchrun, arguments, restarts=restarts)
 
 
 def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str) -> list[str]:

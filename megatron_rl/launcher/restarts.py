@@ -37,7 +37,7 @@ class RestartRule:
     @property
     def section(self) -> str:
         """Section of [expert] with the limits."""
-        return "generator" if self.kind == "follower" else self.kind
+        return {"follower": "generator", "trainer": "train"}.get(self.kind, self.kind)
 
 
 def restart_rule(
@@ -45,12 +45,16 @@ def restart_rule(
 ) -> RestartRule:
     """The rule of a replica, as the configuration sets it.
 
-    kind: queue, generator, verifier, scorer, or follower: another node's part of an engine, for
-    which the rule of the engine's generator decides. role: name of the role, by default the
-    replica's. replicas: of this kind in the run, except generators, which the configuration counts.
+    kind: queue, trainer, generator, verifier, scorer, or follower: another node's part of an
+    engine, for which the rule of the engine's generator decides. role: name of the role, by default
+    the replica's. replicas: of this kind in the run, except generators, which the configuration
+    counts.
     """
     minimum = {"generator": config.generator.min_replicas, "follower": 0}.get(kind, 1)
-    sections = {"verifier": config.verifier, "scorer": config.scorer, "queue": config.queue}
+    sections = {
+        "verifier": config.verifier, "scorer": config.scorer, "queue": config.queue,
+        "trainer": config.train,
+    }  # fmt: skip
     limits = sections.get(kind, config.generator)
     return RestartRule(
         replica=replica,
@@ -61,7 +65,7 @@ def restart_rule(
         kind=kind,
         replicas=config.generator.replicas if kind == "generator" else replicas,
         min_replicas=minimum,
-        only_killed=kind == "queue",
+        only_killed=kind in ("queue", "trainer"),
     )
 
 

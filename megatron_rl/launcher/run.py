@@ -30,16 +30,17 @@ from megatron_rl.launcher.run_folder import (
     checkpoints_passed_over,
     locked,
     set_aside,
-    step_of,
     write_config,
 )
 from megatron_rl.observe.facts import find_export, run_facts
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
+from megatron_rl.protocol.checkpoint_folder import step_of
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
 from megatron_rl.protocol.ledger import FOLDER as LEDGER
 from megatron_rl.protocol.ledger import remove_segments
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.stop_request import clear_stop
+from megatron_rl.protocol.stored_batches import BATCHES, remove_batches
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
@@ -74,6 +75,8 @@ def begin(
     clear_stop(config.run.dir)
     # This start begins where its trainer does: at a checkpoint.
     remove_segments(config.run.dir / LEDGER)
+    since = step_of(resumed) if resumed is not None else 0
+    remove_batches(config.run.dir / BATCHES, since=since)
     passed_over = checkpoints_passed_over(config, resumed)
     if beginning.is_again and resumed is None:
         say(console, begin_anew(config))

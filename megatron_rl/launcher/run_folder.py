@@ -33,7 +33,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     SFT_CHECKPOINTS,
     find_resume,
     passed_over,
-    read_complete_mark,
+    step_of,
 )
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
@@ -194,13 +194,6 @@ def _move_but_cold_start(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if not is_of_cold_start(path.name):
             path.rename(target / path.name)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Step of a complete checkpoint."""
-    completion = read_complete_mark(checkpoint)
-    assert completion is not None
-    return completion.step
 
 
 def last_words(config: Config, nodes: int = 0) -> str:

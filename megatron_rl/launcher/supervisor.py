@@ -271,8 +271,10 @@ class Supervisor:
         if any(other.is_ready for other in same) or rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         starting = [other for other in same if other.ended is None and not other.is_restarted]
+        # torchrun itself ends with an error when a signal killed one of its ranks.
+        code = self._explain(role).exit_code if rule.only_killed else role.exit_code or 0
         return Death(
-            exit_code=role.exit_code or 0,
+            exit_code=code,
             can_start=self.replicas.can_start(rule, len(starting), len(same)),
             restarts=self.replicas.restarts(rule, now),
             is_run_ending=self._has_ended_well(role.outlives),

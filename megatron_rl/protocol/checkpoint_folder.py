@@ -77,6 +77,13 @@ def read_complete_mark(folder: Path) -> CompleteMark | None:
     return found if isinstance(found, CompleteMark) else None
 
 
+def step_of(checkpoint: Path) -> int:
+    """Step of a complete checkpoint."""
+    mark = read_complete_mark(checkpoint)
+    assert mark is not None
+    return mark.step
+
+
 def _examine(folder: Path) -> CompleteMark | str:
     """The COMPLETE file of a checkpoint, or why the checkpoint does not count."""
     try:

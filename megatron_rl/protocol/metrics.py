@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
 """The run resumes after the step of the row (by the launcher)."""
+FIRST_STEP = "trainer/first_step"
+"""The step after which a trainer begins, in its first row (by the trainer)."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
 """Number of restarted generators (by the launcher)."""
 GROUPS_DROPPED = "queue/groups_dropped_"
@@ -34,7 +36,7 @@ COMPLETIONS_WANTED = "eval/completions_wanted"
 _SHOWN_BYTES = 80
 _BLOCK_BYTES = 1 << 16
 _TAKEN_AGAIN = ("trainer", "queue")
-"""Sources whose rows a resumed run writes again."""
+"""Sources whose rows a resumed run writes again; a restarted trainer repeats only its own."""
 
 _ROW = "a JSON object; take a line out that a crash has damaged"
 Reduce = Literal["mean", "sum", "max"]
@@ -157,22 +159,33 @@ def stream_rows(
     """Rows of a run as if it had never been interrupted; raises as `iter_jsonl`.
 
     A run that was resumed after step k repeats the later steps: earlier rows of trainer and queue
-    about these steps are left out. holding: only rows with this text. end: bytes to read.
+    about these steps are left out; so are those of a trainer that was restarted after step k.
+    holding: only rows with this text. end: bytes to read.
     """
-    mark, wanted = RESUMED.encode(), holding.encode()
-    resumptions = [
-        (number, _row(path, number, line)["step"])
-        for number, line in complete_lines(path, end=end)
-        if mark in line
-    ]
+    wanted = holding.encode()
+    repeats = list(_repeats(path, end))
     for number, line in complete_lines(path, end=end):
         if wanted not in line:
             continue
         row = _row(path, number, line)
-        if row.get("source") not in _TAKEN_AGAIN or not any(
-            number < later and row["step"] > step for later, step in resumptions
+        if not any(
+            number < later and row["step"] > step and row.get("source") in sources
+            for later, step, sources in repeats
         ):
             yield row
+
+
+def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """(line, step, sources) of each row after which these sources repeat what follows the step."""
+    marks = RESUMED.encode(), FIRST_STEP.encode()
+    for number, line in complete_lines(path, end=end):
+        if not any(mark in line for mark in marks):
+            continue
+        row = _row(path, number, line)
+        if RESUMED in row:
+            yield number, row["step"], _TAKEN_AGAIN
+        elif FIRST_STEP in row:
+            yield number, row[FIRST_STEP], ("trainer",)
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Deals batches to ranks in a thread, so that the queue's loop answers its peers meanwhile.
+"""Deals and stores batches in a thread, so that the queue's loop answers its peers meanwhile.
 
 Used by the rollout queue's server. Two threads:
 
@@ -6,7 +6,8 @@ Used by the rollout queue's server. Two threads:
 |------------------|-------------------------------|----------------|----------------------------|
 | the queue's loop | puts one order at a time, and | nothing        | after `close`              |
 |                  | looks for the dealt batch     |                |                            |
-| `batches`        | reads replayed groups, deals  | the next order | at `close`, or at an error |
+| `batches`        | reads replayed groups, deals, | the next order | at `close`, or at an error |
+|                  | stores the dealt batch        |                |                            |
 
 The loop never writes to the groups of an order. The threads share only SimpleQueues
 (`record_files.py` says why).
@@ -15,8 +16,12 @@ The loop never writes to the groups of an order. The threads share only SimpleQu
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, steps_by_name
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.stored_batches import BATCHES, remove_batches, write_batch
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.batches import BatchOrder, Fill, deal_batch, fill_minibatch
 
@@ -28,12 +33,40 @@ CLOSE_S = 30.0
 """Deadline for a batch that is being dealt when the run ends."""
 
 
+class BatchStore:
+    """Stores the batches since the oldest kept checkpoint (`protocol/stored_batches.py`)."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int) -> None:
+        """keep_last: number of newest checkpoints whose later batches are kept."""
+        self._folder, self._checkpoints = run_dir / BATCHES, run_dir / CHECKPOINTS
+        self._keep_last = keep_last
+
+    def write(self, shares: list[RankBatch]) -> None:
+        """Write a batch before any rank gets it, and remove those that are not needed any more.
+
+        Raises OSError.
+        """
+        self._folder.mkdir(exist_ok=True)
+        write_batch(self._folder, shares)
+        # The newest checkpoint may still be written, so it does not count.
+        steps = sorted(steps_by_name(self._checkpoints))[-self._keep_last - 1 :]
+        if len(steps) > 1:
+            remove_batches(self._folder, before=steps[0])
+
+
+def _store_nothing(shares: list[RankBatch]) -> None:
+    """Keep no batch."""
+
+
+Store = Callable[[list[RankBatch]], None]
+
+
 class BatchMaker:
     """Deals one batch at a time, in the caller's thread."""
 
-    def __init__(self, fill: Fill = fill_minibatch) -> None:
-        """fill: computes the shares of a planned minibatch."""
-        self._fill = fill
+    def __init__(self, fill: Fill = fill_minibatch, store: Store = _store_nothing) -> None:
+        """fill: computes the shares of a planned minibatch. store: keeps a dealt batch."""
+        self._fill, self._store = fill, store
         self.batch: list[RankBatch] = []
         """Shares of the latest batch by data-parallel rank; empty while it is dealt."""
         self.is_busy = False
@@ -47,13 +80,21 @@ class BatchMaker:
         self._deal(order)
 
     def _deal(self, order: BatchOrder) -> None:
-        self._dealt_now = deal_batch(order, self._fill)
+        self._dealt_now = self._made(order)
+
+    def _made(self, order: BatchOrder) -> list[RankBatch]:
+        shares = deal_batch(order, self._fill)
+        self._store(shares)
+        return shares
 
     def _take_dealt(self) -> list[RankBatch] | None:
         return self._dealt_now
 
     def look(self) -> bool:
-        """Whether a batch has been dealt since the last look. Raises the error of `deal_batch`."""
+        """Whether a batch has been dealt since the last look.
+
+        Raises the error of `deal_batch` or of the store.
+        """
         dealt = self._take_dealt() if self.is_busy else None
         if dealt is None:
             return False
@@ -64,8 +105,8 @@ class BatchMaker:
 class BatchThread(BatchMaker, Closing):
     """Deals one batch at a time, in a thread."""
 
-    def __init__(self, fill: Fill = fill_minibatch) -> None:
-        super().__init__(fill)
+    def __init__(self, fill: Fill = fill_minibatch, store: Store = _store_nothing) -> None:
+        super().__init__(fill, store)
         self._orders: queue.SimpleQueue[BatchOrder | None] = queue.SimpleQueue()
         """None ends the thread."""
         self._dealt: queue.SimpleQueue[list[RankBatch] | BaseException] = queue.SimpleQueue()
@@ -75,7 +116,7 @@ class BatchThread(BatchMaker, Closing):
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                self._dealt.put(deal_batch(order, self._fill))
+                self._dealt.put(self._made(order))
             except BaseException as error:  # noqa: BLE001 the loop raises it in `take`
                 self._dealt.put(error)
                 return

@@ -197,10 +197,10 @@ class Coordinator:
             self._ends.close(group)
 
     def _on_synced(self, synced: WeightsSynced, now: float) -> None:
+        self.deadline.note_version(synced.version, now)
         # Each request repeats the version, and messages of two sockets may overtake each other.
         if synced.version <= self._synced:
             return
-        self.deadline.note_progress(now)
         if self._synced < 0 and synced.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {synced.version}, the queue with "

@@ -41,7 +41,7 @@ class LedgerMaker(BatchMaker):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the batch, which is dealt again from its order."""
-        return {**self.__dict__, "_maker": None, "batch": [], "_fill": None}
+        return {**self.__dict__, "_maker": None, "batch": [], "_fill": None, "_store": None}
 
     def _deal(self, order: BatchOrder) -> None:
         self._order = order

@@ -36,7 +36,7 @@ from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.types import AnyMessage, RolloutDone
 from megatron_rl.protocol.wire import Router, WireError
-from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
+from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchStore, BatchThread
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.ledger import Ledger
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread, Thinner
@@ -239,7 +239,8 @@ def main(
         start = Start(
             config, prompts, state,
             metrics=metrics, writer=stack.enter_context(_open_writer(config, metrics)),
-            maker=stack.enter_context(BatchThread()), awaits_cold_start=cold_start is not None,
+            maker=stack.enter_context(_open_maker(config)),
+            awaits_cold_start=cold_start is not None,
         )  # fmt: skip
         served: Coordinator | Ledger
         if trains and config.keeps_ledger:
@@ -264,6 +265,13 @@ def _open_router(ports: PortsConfig, endpoint: Endpoint) -> Router:
     port, keys = getattr(ports, endpoint.name), load_keys(ports.keys_dir)
     log.info("the %s endpoint is on %s:%d", endpoint.name, ports.host, port)
     return Router(ports.host, port, keys, endpoint=endpoint, label=ports.label)
+
+
+def _open_maker(config: Config) -> BatchThread:
+    if not config.keeps_batches:
+        return BatchThread()
+    store = BatchStore(config.run.dir, keep_last=config.checkpoint.keep_last)
+    return BatchThread(store=store.write)
 
 
 def _open_writer(config: Config, metrics: JsonlWriter) -> RecordThread:

@@ -77,6 +77,7 @@ class StallDeadline:
     def __init__(self, config: Config, now: float) -> None:
         self._config = config
         self._moved_at = now
+        self._version = -1
         self._is_trainer_expected = True
 
     def await_cold_start(self) -> None:
@@ -92,6 +93,15 @@ class StallDeadline:
     def note_progress(self, now: float) -> None:
         """Note a completion, a score, a batch, a weight sync or a saved state."""
         self._moved_at = now
+
+    def note_version(self, version: int, now: float) -> None:
+        """Note the version that the trainer reports; -1: none.
+
+        Another one than before is progress, an earlier one too: a restarted trainer repeats steps.
+        """
+        if version not in (self._version, -1):
+            self._version = version
+            self.note_progress(now)
 
     @property
     def dismissal_s(self) -> float:

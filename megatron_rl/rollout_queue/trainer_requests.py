@@ -194,20 +194,24 @@ class StateRequests:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._waiting: list[_Saving] = []
-        self._saved_step = -1
+        self._latest: QueueState | None = None
 
     def is_repeated(self, peer: str, step: int, *, built_steps: int) -> bool:
-        """Whether the state after `step` already waits, or was sent before later batches."""
+        """Whether the state after `step` was asked for before; then it is sent again.
+
+        A restarted trainer asks again, after later batches.
+        """
         if any(one.peer == peer and one.state.step == step for one in self._waiting):
             return True
-        if step == self._saved_step < built_steps:
-            log.info("%s asked twice for the state after step %d", peer, step)
-            return True
-        return False
+        if self._latest is None or not step == self._latest.step < built_steps:
+            return False
+        log.info("%s asks again for the state after step %d", peer, step)
+        self.put(peer, self._latest)
+        return True
 
     def put(self, peer: str, state: QueueState) -> None:
         """Queue a state until all records so far are on the disk."""
-        self._saved_step = state.step
+        self._latest = state
         self._waiting.append(_Saving(peer, state, self._recorder.writer.put))
 
     def answers(self) -> list[tuple[str, QueueState]]:

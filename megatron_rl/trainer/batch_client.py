@@ -5,13 +5,16 @@ QueueState with the queue. The leader of each data-parallel replica (its first r
 queue. All ranks that work on the same sequences (tensor, context, pipeline) get its answers.
 
 A message may be lost with a connection: the leader repeats its request every REASK_S, and drops
-answers to older requests.
+answers to older requests. A restarted trainer reads the batches since its checkpoint from
+RUN/batches instead (`Stored`).
 """
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megatron_rl.backend.profiling import span
 from megatron_rl.protocol import wire
@@ -20,6 +23,8 @@ from megatron_rl.protocol.endpoints import BATCHES
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.sequence_cost import SequenceCost
+from megatron_rl.protocol.stored_batches import deal_again, read_batch, read_share
 from megatron_rl.protocol.types import (
     AnyMessage,
     NextBatch,
@@ -37,6 +42,27 @@ STOP_S = 15.0
 """The longest wait for Stop after the last weight sync: the queue may have ended with its Stop."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Stored batches of this run, which a trainer trains on again."""
+
+    folder: Path
+    steps: range
+    budget_tokens: int
+    """As `deal_again`, like the next."""
+    cost: SequenceCost
+
+    def read(self, step: int, rank: int, dp_size: int) -> bytearray:
+        """The joined frames of a rank's share. Raises InputError."""
+        size, share = read_share(self.folder, step, rank)
+        if size == dp_size:
+            return share
+        dealt = deal_again(
+            read_batch(self.folder, step), dp_size, budget_tokens=self.budget_tokens, cost=self.cost
+        )
+        return wire.join_frames(wire.encode_frames(dealt[rank]))
 
 
 class BatchClient(Closing):
@@ -64,6 +90,8 @@ class BatchClient(Closing):
         self._asked_at = 0.0
         self._held_version, self._is_final = -1, False
         """The last announcement."""
+        self.stored: Stored | None = None
+        """Batches to read instead of asking for them."""
         self.metrics: list[Metric] = []
 
     def _connect(self, name: str) -> wire.Dealer:
@@ -71,9 +99,14 @@ class BatchClient(Closing):
 
     def request(self, step: int) -> None:
         """Ask for the batch of `step` before it is needed; it travels meanwhile."""
+        if self._is_stored(step):
+            return
         if self._dealer is not None and self._requested_step != step:
             self._ask(self._dealer, step)
         self._requested_step = step
+
+    def _is_stored(self, step: int) -> bool:
+        return self.stored is not None and step in self.stored.steps
 
     def _ask(self, dealer: wire.Dealer, step: int) -> None:
         self._asked_at = time.monotonic()
@@ -148,6 +181,8 @@ class BatchClient(Closing):
         started: when the wait for the batch of this step began.
         """
         assert self._dealer is not None
+        if self.stored is not None and step in self.stored.steps:
+            return self.stored.read(step, self._dp_rank, self._dp_size)
         now = time.monotonic()
         if self._is_final and now - started > STOP_S:
             log.warning("the last version is synced and the queue sent no stop: it may have ended")

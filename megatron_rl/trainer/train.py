@@ -27,15 +27,18 @@ from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import WEIGHTS
 from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.metrics import FIRST_STEP
 from megatron_rl.protocol.process import (
     failures_noted,
     note_started,
     run_rank,
     set_up_logging,
 )
+from megatron_rl.protocol.sequence_cost import find_cost
 from megatron_rl.protocol.stop_request import answer_stop
+from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
 from megatron_rl.protocol.wire import Router
-from megatron_rl.trainer.batch_client import BatchClient
+from megatron_rl.trainer.batch_client import BatchClient, Stored
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
@@ -149,9 +152,12 @@ def main(cfg: Config, scorer_address: str) -> None:
             trainer.profile,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            batches.stored = find_stored(cfg, control, steps.start)
             with open_syncer(cfg, policy, control) as weights:
+                if batches.stored.steps:
+                    weights.wait_until_level(batches.stored.steps[-1])
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
-                metrics.write_start(describe(cfg, policy, weights))
+                metrics.write_start(describe(cfg, policy, weights) | {FIRST_STEP: steps.start})
                 with failures_noted():
                     done = train(trainer, batches, weights, checkpoints, metrics, steps)
         if done == cfg.train.steps:
@@ -283,6 +289,20 @@ def open_batches(cfg: Config, leader: Leader) -> BatchClient:
         keys=load_keys(cfg.ports.keys_dir),
         label=cfg.ports.label,
     )
+
+
+def find_stored(cfg: Config, control: Control, step: int) -> Stored:
+    """The batches from `step` on that an earlier session of this trainer got. Collective."""
+    folder = cfg.run.dir / BATCHES
+    stored = stored_steps(folder) if control.rank == 0 else []
+    end = step
+    while end in stored:
+        end += 1
+    end = control.share(end, int)
+    if end > step:
+        log.info("the trainer was restarted: it repeats the steps %d to %d", step + 1, end)
+    cost = find_cost(cfg.train.packing, cfg.model.path)
+    return Stored(folder, range(step, end), cfg.train.microbatch_tokens, cost)
 
 
 def open_record(cfg: Config) -> TokenRecord | None:

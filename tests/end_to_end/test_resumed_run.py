@@ -50,7 +50,8 @@ def few_prompts(folder: Path) -> list[str]:  # noqa: F811
     config.write_text(config.read_text() + STAGES)
     # Both starts have the same label.
     label = "expert.ports.label=mine"
-    return [f"prompts.0.path={folder / 'few.jsonl'}", "checkpoint.every_steps=3", label]
+    given = ["checkpoint.every_steps=3", "expert.train.max_restarts=0", label]
+    return [f"prompts.0.path={folder / 'few.jsonl'}", *given]
 
 
 def kill_trainer(run: subprocess.Popen[str]) -> None:

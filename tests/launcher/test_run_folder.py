@@ -28,11 +28,10 @@ from megatron_rl.launcher.run_folder import (
     last_words,
     locked,
     set_aside,
-    step_of,
     write_config,
     write_evaluation_config,
 )
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal, step_of
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
 
 

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.protocol.metrics import (
+    FIRST_STEP,
     RESUMED,
     JsonlWriter,
     Metric,
@@ -57,6 +58,21 @@ def test_steps_that_were_taken_again_after_resuming_count_once(tmp_path: Path) -
     path.write_text("".join(json.dumps(one) + "\n" for one in rows) + '{"source": "torn')
     assert list(stream_rows(path)) == kept
     assert list(stream_rows(tmp_path / "none.jsonl")) == []
+
+
+def test_steps_that_a_restarted_trainer_repeats_count_once(tmp_path: Path) -> None:
+    def row(step: int, source: str = "trainer", **more: int) -> dict:
+        return {"source": source, "step": step, **more}
+
+    begun = [row(-1, **{FIRST_STEP: first}) for first in (0, 2, 2)]
+    first = [row(1), row(2), row(3, "queue"), row(3)]
+    second = [row(3), row(4, "queue"), row(4)]
+    third = [row(3), row(4), row(5)]
+    rows = [begun[0], *first, begun[1], *second, begun[2], *third]
+    kept = [begun[0], *first[:3], begun[1], second[1], begun[2], *third]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert list(stream_rows(path)) == kept
 
 
 def test_a_torn_last_line_is_found_from_the_end_and_cut_off(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.rollout_queue.played_queue import PlayedQueue
 DEADLINE_S = 30.0
 
 
-def order_of(groups: int, members: int, step: int = 0) -> BatchOrder:
+def order_of(groups: int, members: int, step: int = 0, *, dp_size: int = 4) -> BatchOrder:
     chance = random.Random(step)
     stage = Config.model_validate(
         {"train": {"minibatches": 2, "microbatch_tokens": 32_768, "prompts_per_batch": groups}}
@@ -47,7 +47,7 @@ def order_of(groups: int, members: int, step: int = 0) -> BatchOrder:
         dropped=DroppedGroups(),
         stage=stage,
         advantage_functions=find_advantage_functions(stage.algorithm),
-        dp_size=4,
+        dp_size=dp_size,
         cost=TOKENS,
     )
 
@@ -121,6 +121,14 @@ def test_the_loop_stays_awake_while_a_large_batch_is_dealt() -> None:
         if ratios[-1] < 1 / 3:
             return
     pytest.fail(f"the latest pass of the loop, over the seconds of dealing: {ratios}")
+
+
+def test_a_batch_is_stored_before_any_rank_can_get_it() -> None:
+    stored: list[list[RankBatch]] = []
+    with BatchThread(store=stored.append) as thread:
+        for step in range(3):
+            thread.put(order_of(2, 2, step))
+            assert as_bytes(await_batch(thread)) == as_bytes(stored[step])
 
 
 def test_what_dealing_raises_is_raised_in_the_loop() -> None:

@@ -166,6 +166,12 @@ def test_group_whose_completion_fails_for_good_is_dropped_and_the_run_goes_on(
         [state] = [message for message in peers.others if isinstance(message, QueueState)]
         # Not generated again when the run is resumed.
         assert (state.groups_opened, state.unfinished) == (3, [])
+        # A restarted trainer repeats the step, and saves the same state.
+        coordinator.handle("batches", "t", SaveState(1), 0.0)
+        peers.pump()
+        assert [message for message in peers.others if isinstance(message, QueueState)] == [
+            state, state,
+        ]  # fmt: skip
         assert peers.batches[0].metrics["queue/groups_dropped_attempts_exhausted"][0] == 1
 
 

@@ -59,3 +59,20 @@ def test_the_queue_waits_as_long_as_a_slow_checkpoint_may_take(tmp_path: Path) -
         wait(coordinator, 0, 600 + 1800)
         with pytest.raises(DeadlineExceeded, match="nothing moved for"):
             wait(coordinator, 2400, 2420)
+
+
+def test_steps_that_a_restarted_trainer_repeats_are_progress_and_repeated_requests_are_not(
+    tmp_path: Path,
+) -> None:
+    with open_coordinator(tmp_path, **LIMITS) as coordinator:
+        coordinator.handle("batches", "trainer-0", WeightsSynced(0), 0.0)
+        coordinator.handle("batches", "trainer-0", WeightsSynced(1), 0.0)
+        for number in range(1, 4):
+            wait(coordinator, (number - 1) * 1000, number * 1000)
+            coordinator.handle("batches", "trainer-0", WeightsSynced((number + 1) % 2), 1000.0 * number)
+        for now in (3000.0, 3500.0, 4000.0):
+            coordinator.handle("batches", "trainer-0", WeightsSynced(0), now)
+            coordinator.handle("batches", "trainer-1", WeightsSynced(-1), now)
+        wait(coordinator, 3000, 3000 + IDLE_LIMIT_S)
+        with pytest.raises(DeadlineExceeded):
+            wait(coordinator, 3000 + IDLE_LIMIT_S, 3000 + IDLE_LIMIT_S + 20)

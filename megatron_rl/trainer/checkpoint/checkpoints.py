@@ -24,6 +24,7 @@ from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.stop_request import is_stop_requested
+from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import (
     BackgroundSave,
@@ -99,12 +100,12 @@ class Checkpoints:
     def resume(self, trainer: Trainer) -> int:
         """Put the checkpoint that `checkpoint.resume` means into a new trainer; returns its step.
 
-        0 when there is none. Raises InputError when it is damaged or does not fit.
+        A restarted trainer takes the newest one of its run. 0 when there is none. Raises InputError
+        when it is damaged or does not fit.
         """
         found = ""
         if self._control.rank == 0:
-            place = self._place.folder
-            found = str(checkpoint_folder.find_resume(self._cfg, self._run_dir, place) or "")
+            found = str(self._find() or "")
         found = self._control.share(found, str)
         step = 0
         if found:
@@ -119,6 +120,16 @@ class Checkpoints:
             if self.export is not None:
                 self._discard_exports(lambda found: [later for later in found if later > step])
         return step
+
+    def _find(self) -> Path | None:
+        found = checkpoint_folder.find_resume(self._cfg, self._run_dir, self._place.folder)
+        first = checkpoint_folder.step_of(found) if found is not None else 0
+        # The launcher has removed the batches that were stored before this start of the run.
+        stored = stored_steps(self._run_dir / BATCHES) if self._place == OF_RUN else []
+        if any(step >= first for step in stored):
+            newest = checkpoint_folder.complete_checkpoints(self._folder).values()
+            return next(reversed(newest), found)
+        return found
 
     @span("checkpoint")
     def save_if_due(self, step: int, trainer: Trainer) -> None:

@@ -104,7 +104,8 @@ class WeightSyncer(Closing):
         self._sessions: dict[str, int] = {}
         self._held: dict[str, int] = {}
         """Version that each generator of the last weight sync holds."""
-        self._version = -1
+        self._version = self._level = -1
+        """The latest synced version, and the first one that may be synced."""
         self._outcome = Outcome()
         """Outcome since the metrics of the last weight sync."""
         self._dropped = 0
@@ -127,12 +128,25 @@ class WeightSyncer(Closing):
         if self._link is not None:
             self._link.await_peers(self._replicas, self._join_timeout_s, least=self._min_replicas)
 
+    def wait_until_level(self, version: int) -> None:
+        """The trainer was restarted: no weight sync before `version`, or the newest held one.
+
+        Generators go on with the weights that they have, which the trainer will have again. Every
+        rank calls it, after `await_generators`.
+        """
+        newest = max([version, *(hello.version for hello in self.engines)])
+        self._level = self._control.share(newest, int)
+        log.info("generators hold version %d: no weight sync before it", self._level)
+
     def sync(self, version: int) -> None:
         """Bring all generators to `version`. Every rank calls it.
 
         Without any generator it waits for one; raises DeadlineExceeded after
         expert.weights.join_timeout_s.
         """
+        if version < self._level:
+            self._note()
+            return
         self.join()
         self._refuse_faulty(version)
         started = time.monotonic()
@@ -166,7 +180,7 @@ class WeightSyncer(Closing):
     @property
     def overlaps(self) -> bool:
         """Whether `start` may be called."""
-        return self._overlapping is not None
+        return self._overlapping is not None and self._version >= self._level
 
     def start(self, version: int, then: Callable[[], None]) -> None:
         """As `sync`, but returns while the transfers run. Every rank calls it.
@@ -253,7 +267,7 @@ class WeightSyncer(Closing):
             if not self._control.share(self._overlapping.is_over(), bool):
                 return
             self.join()
-        late = self._members(late_only=True)
+        late = self._members(late_only=True) if self._version >= self._level else []
         if late:
             log.info("late weight sync to %s", [member.name for member in late])
             self._sync_to(late)

@@ -68,11 +68,14 @@ class Scene:
         )  # fmt: skip
         self._dealers: dict[str, Dealer] = {}
 
-    def hello(self, name: str, session: int = 1, *, is_held: bool = False) -> None:
+    def hello(
+        self, name: str, session: int = 1, *, is_held: bool = False, version: int = -1
+    ) -> None:
         """Returns when it has arrived."""
         if name not in self._dealers:
             self._dealers[name] = Dealer(self.address, name)
-        self._dealers[name].send(Hello(1, "scripted", "1", session=session, is_held=is_held))
+        said = Hello(1, "scripted", "1", session=session, is_held=is_held, version=version)
+        self._dealers[name].send(said)
         ends_at = time.monotonic() + WAIT_S
         sent = (session, is_held)
         while (known := self.link.peers.get(name)) is None or (
@@ -151,6 +154,26 @@ def test_who_failed_is_late_or_restarted_gets_the_version_and_nobody_else() -> N
     # Three late transfers and three of version 1.
     assert (second["weight_sync/wire_mb"], second["weight_sync/damaged_parcels"]) == (6, 0)
     assert second["weight_sync/pause_s"] == pytest.approx(0.3)
+
+
+def restarted() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.hello("a", version=7)
+    scene.hello("b", version=6)
+    scene.syncer.await_generators()
+    scene.syncer.wait_until_level(6)
+    for version in range(4, 9):
+        scene.syncer.sync(version)
+        if version == 5:
+            # A generator that comes meanwhile waits, too.
+            scene.hello("c")
+            scene.syncer.admit()
+    return scene.method.calls
+
+
+def test_a_restarted_trainer_takes_no_version_back() -> None:
+    [calls] = run_ranks(restarted, 1)
+    assert calls == [("sync", [7, "a", "b", "c"]), ("sync", [8, "a", "b", "c"])]
 
 
 def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:

@@ -1,0 +1,117 @@
+"""Format of RUN/batches: the batches of the latest steps, as they were dealt to ranks.
+
+The rollout queue writes a batch before any rank gets its share. A trainer that was restarted reads
+the batches since its checkpoint, so that it repeats the same steps.
+
+NNNNNN.batch: int64 numbers (data-parallel size; bytes and CRC-32 of each rank's share), then the
+share of each rank: the frames of its RankBatch, joined.
+"""
+
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.frames import decode_frames, encode_frames, join_frames, split_frames
+from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.sequence_cost import SequenceCost
+from megatron_rl.protocol.types import MinibatchShare, RankBatch
+from megatron_rl.protocol.whole_file import write_whole
+
+BATCHES = "batches"
+"""Folder in the run folder."""
+_NAME = re.compile(r"(\d{6,})\.batch")
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"{step:06d}.batch"
+
+
+def write_batch(folder: Path, shares: Sequence[RankBatch]) -> None:
+    """Write a batch, whole or not at all; shares: of all ranks, in order. Raises OSError."""
+    joined = [join_frames(encode_frames(share)) for share in shares]
+    numbers = [len(joined), *(n for one in joined for n in (len(one), zlib.crc32(one)))]
+    content = b"".join([np.array(numbers, np.int64).tobytes(), *joined])
+    write_whole(_path(folder, shares[0].step), content, is_private=True)
+
+
+def read_share(folder: Path, step: int, rank: int) -> tuple[int, bytearray]:
+    """(data-parallel size, joined frames of a rank's share). Raises InputError.
+
+    The frames are empty for a rank that the batch was not dealt to.
+    """
+    path = _path(folder, step)
+    try:
+        with path.open("rb") as file:
+            size = int(np.frombuffer(file.read(8), np.int64)[0])
+            table = np.frombuffer(file.read(16 * size), np.int64).reshape(size, 2)
+            if rank >= size:
+                return size, bytearray()
+            file.seek(int(table[:rank, 0].sum()), 1)
+            share = bytearray(file.read(int(table[rank, 0])))
+    except OSError as error:
+        raise InputError(f"the batch {path} cannot be read: {error}") from error
+    except (ValueError, IndexError) as error:
+        raise _damaged(path) from error
+    if len(share) != table[rank, 0] or zlib.crc32(share) != table[rank, 1]:
+        raise _damaged(path)
+    return size, share
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(
+        f"the batch {path} is damaged. Start the run again: it resumes from its newest checkpoint "
+        "with new batches"
+    )
+
+
+def read_batch(folder: Path, step: int) -> list[RankBatch]:
+    """The shares of all ranks, in order. Raises InputError."""
+    size, first = read_share(folder, step, 0)
+    others = [read_share(folder, step, rank)[1] for rank in range(1, size)]
+    return [decode_frames(split_frames(share), RankBatch) for share in (first, *others)]
+
+
+def deal_again(
+    shares: Sequence[RankBatch], dp_size: int, *, budget_tokens: int, cost: SequenceCost
+) -> list[RankBatch]:
+    """The same batch for another number of ranks, as the queue would have dealt it."""
+    minibatches = zip(*(share.minibatches for share in shares), strict=True)
+    dealt = [_deal_minibatch(parts, dp_size, budget_tokens, cost) for parts in minibatches]
+    first = shares[0]
+    return [
+        RankBatch(first.step, rank, list(of_rank), first.metrics if rank == 0 else {})
+        for rank, of_rank in enumerate(zip(*dealt, strict=True))
+    ]
+
+
+def _deal_minibatch(
+    parts: Sequence[MinibatchShare], dp_size: int, budget_tokens: int, cost: SequenceCost
+) -> list[MinibatchShare]:
+    sequences = [one for part in parts for microbatch in part.microbatches for one in microbatch]
+    sequences.sort(key=lambda one: (one.group, one.member))
+    lengths = [len(one.token_ids) for one in sequences]
+    ranks = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size, cost=cost)
+    return [
+        msgspec.structs.replace(
+            parts[0], microbatches=[[sequences[i] for i in indices] for indices in of_rank]
+        )
+        for of_rank in ranks
+    ]
+
+
+def stored_steps(folder: Path) -> list[int]:
+    """Steps of the stored batches, ascending."""
+    names = (_NAME.fullmatch(path.name) for path in folder.glob("*.batch"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def remove_batches(folder: Path, *, before: int = 0, since: int | None = None) -> None:
+    """Remove the batches before a step, and those of a step and later ones. Raises OSError."""
+    for step in stored_steps(folder):
+        if step < before or (since is not None and step >= since):
+            _path(folder, step).unlink(missing_ok=True)
