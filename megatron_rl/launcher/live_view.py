@@ -46,6 +46,8 @@ PLAIN_S = 10.0
 """Longest silence of the plain log, in seconds."""
 _SHOWN_WARNINGS = 4
 _SFT_LINE_EVERY = 10
+_ENGINES = ("generator", "follower", "scorer")
+"""Kinds of roles that start an engine."""
 
 
 class Awaited:
@@ -266,7 +268,9 @@ class LiveView:
         starting = [
             name
             for name, role in running.items()
-            if role.restarts is not None and not role.restarts.ready_path.exists()
+            if role.restarts is not None
+            and role.restarts.kind in _ENGINES
+            and not role.restarts.ready_path.exists()
         ]
         waits = waits_text(self.state.waits, time.time()) if self._has_shown_rollouts else ""
         return waits or self._awaited.text(starting, list(running), now)

@@ -72,7 +72,7 @@ def steps(run_dir: Path) -> int:
     return sum("train/loss" in row for row in rows)
 
 
-def test_training_outlives_a_stop_of_any_process_but_the_trainers(
+def test_training_outlives_a_stop_of_any_process(
     folder: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -104,22 +104,45 @@ def test_training_outlives_a_stop_of_any_process_but_the_trainers(
     assert audit.returncode == 0, found
 
 
-@pytest.mark.parametrize(("generation", "name"), [(0, "its first process"), (1, "rank 0")])
-def test_a_stopped_trainer_that_cannot_be_restarted_ends_the_run(
+TRAINER = [(0, "its first process"), (1, "rank 0")]
+
+
+def stop_trainer(run: Run, generation: int) -> psutil.Process:
+    """Stop torchrun or its rank."""
+    find = below(TORCHRUN, generation)
+    wait_until(lambda: find(run) is not None, run)
+    process = find(run)
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    return process
+
+
+def test_a_stopped_trainer_is_restarted(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    run_dir = tmp_path / "run"
+    with launched(folder, "run", run_dir, *GIVEN, "train.steps=1000") as run:
+        for count, (generation, name) in enumerate(TRAINER):
+            wait_until(lambda n=count: steps(run_dir) > n, run)
+            process = stop_trainer(run, generation)
+            wait_until(lambda n=count: len(restarts(run_dir, "trainer")) > n, run)
+            why = restarts(run_dir, "trainer")[-1]["why"]
+            assert why.startswith(f"{name} (pid {process.pid}) was stopped by SIGSTOP for")
+        trained = steps(run_dir)
+        wait_until(lambda: steps(run_dir) > trained, run)
+        run.send_signal(signal.SIGTERM)
+        output, _ = run.communicate(timeout=100)
+    assert run.returncode == 128 + signal.SIGTERM, output
+
+
+def test_a_stopped_rank_that_cannot_be_restarted_ends_the_run(
     folder: Path,  # noqa: F811
     tmp_path: Path,
-    generation: int,
-    name: str,
 ) -> None:
-    run_dir = tmp_path / "run"
     # Without a ledger a trainer does not get its batches again.
     given = [*GIVEN, "expert.queue.ledger=false", "train.steps=1000"]
-    with launched(folder, "run", run_dir, *given) as run:
-        wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
-        process = below(TORCHRUN, generation)(run)
-        assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)
+    with launched(folder, "run", tmp_path / "run", *given) as run:
+        wait_until(lambda: contains(tmp_path / "run/metrics.jsonl", "train/loss"), run)
+        process = stop_trainer(run, 1)
         output, _ = run.communicate(timeout=100)
     assert run.returncode == 1
-    assert f"{name} (pid {process.pid}) was stopped by SIGSTOP for" in output.replace("\n", " ")
+    assert f"rank 0 (pid {process.pid}) was stopped by SIGSTOP for" in output.replace("\n", " ")
     assert not is_alive(process)

@@ -258,7 +258,9 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     rule = restart_rule(config, "generator", "generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)
     generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
-    trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
+    # It is restarted too, and has no engine.
+    trainer_rule = dataclasses.replace(rule, kind="trainer", ready_path=tmp_path / "none")
+    trainer = Role("trainer", [], None, tmp_path, 0, 0.0, restarts=trainer_rule)
     roles = {"generator-0": generator, "trainer": trainer}
     start = {"time": 1.0, "source": "trainer", "step": -1, "model/parameters": 9}
     sync = {"time": 2.0, "source": "trainer", "step": 0, "weight_sync/s": 1.0}
