@@ -78,8 +78,8 @@ def _processes() -> dict[int, _Process]:
 
 
 def _read(pid: str) -> _Process | None:
-    """None for a process that has ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    """None for a process that has ended, or that another user hides (hidepid of /proc)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         # proc(5): the name stands in brackets and may contain anything; then the fields from 3 on.
         name, _, rest = text.partition("(")[2].rpartition(")")
