@@ -20,7 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.run_folder import SIGNALLED, is_running, last_words
 from megatron_rl.observe.activity_text import activity_line
-from megatron_rl.observe.heartbeat import PREPARED, read_beat
+from megatron_rl.observe.heartbeat import PREPARED, is_stopped, read_beat
 from megatron_rl.observe.run_state import (
     GAP_NOTE,
     RunState,
@@ -29,6 +29,7 @@ from megatron_rl.observe.run_state import (
     lacks_gap,
     step_line,
     step_seconds,
+    waits_text,
     warnings_of,
 )
 from megatron_rl.protocol.failure import first_failure
@@ -68,6 +69,8 @@ class Status:
     """Number of nodes, and the latest that joined, left or came back; running runs only."""
     generators: str = ""
     """Load of the generators, name of the slowest; running runs only."""
+    waits: str = ""
+    """What each process does or waits for, and for how long; running runs only."""
     warnings: list[str] = field(default_factory=list)
     """Each with its fix."""
     phase: str = ""
@@ -111,7 +114,13 @@ def read_status(run_dir: Path, now: float) -> Status:
     if phase == PREPARED and not is_complete:
         state = PREPARED
     status = of_rows(rows, config, state=state, now=now)
-    status.phase = phase if state == "running" else ""
+    if state == "running" and beat is not None:
+        status.phase, status.waits = phase, status.waits or beat.awaited
+        if is_stopped(beat):
+            status.warnings.append(
+                f"the launcher (pid {beat.pid}) is stopped by SIGSTOP and watches no process: "
+                f"kill -CONT {beat.pid}"
+            )
     if state != "complete":
         left = config.train.steps - status.step
         status.warnings += filter(None, [room_warning(run_dir, config, left_steps=left)])
@@ -163,6 +172,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
         }
         status.evaluation, status.peers = run.evaluation.text(), run.peers.text()
         status.nodes, status.generators = run.nodes, run.generators
+        status.waits = waits_text(run.waits, now)
     diagnosis = [run.activity.diagnosis] if run.activity.diagnosis else []
     status.warnings = [*diagnosis, *warnings_of(run.steps, config).values()]
     return status
@@ -185,7 +195,7 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
-    lines += filter(None, [status.nodes, status.peers, status.generators])
+    lines += filter(None, [status.nodes, status.peers, status.generators, status.waits])
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")

@@ -57,7 +57,8 @@ class QueueConfig(Section):
     """Wait for a slow group before it would exceed max_staleness; false: never wait."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """Seconds of silence after which a generator or verifier counts as dead and its work is
-    issued again."""
+    issued again. The launcher kills a role, of any kind, with a process that SIGSTOP has stopped
+    for as long."""
     lease_timeout_s: PositiveFloat = 360.0
     """Seconds without a result after which a lease is cancelled and issued again; auto: 1.2 times
     expert.generator.request_timeout_s. Must exceed that, so that a live engine reports the failure

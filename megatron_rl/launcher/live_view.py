@@ -33,6 +33,7 @@ from megatron_rl.observe.run_state import (
     sft_line,
     step_line,
     step_seconds,
+    waits_text,
     warnings_of,
 )
 
@@ -45,6 +46,8 @@ PLAIN_S = 10.0
 """Longest silence of the plain log, in seconds."""
 _SHOWN_WARNINGS = 4
 _SFT_LINE_EVERY = 10
+_ENGINES = ("generator", "follower", "scorer")
+"""Kinds of roles that start an engine."""
 
 
 class Awaited:
@@ -122,6 +125,8 @@ class LiveView:
         """Warning about the disk's free space."""
         self._next_disk_look = 0.0
         self._awaited = Awaited(config)
+        self.awaited = ""
+        """What the run waits for, and for how long."""
         self._phase = "starting"
         self._started = self._said_at = clock()
         self._next_refresh = 0.0
@@ -173,7 +178,7 @@ class LiveView:
         if now >= self._next_disk_look:
             self._next_disk_look = now + DISK_S
             self._note_disk()
-        awaited = self._awaited_text(roles, now)
+        awaited = self.awaited = self._awaited_text(roles, now)
         if self._live is not None:
             self._live.update(self._draw(roles, awaited), refresh=True)
         elif now - self._said_at >= PLAIN_S:
@@ -265,9 +270,12 @@ class LiveView:
         starting = [
             name
             for name, role in running.items()
-            if role.restarts is not None and not role.restarts.ready_path.exists()
+            if role.restarts is not None
+            and role.restarts.kind in _ENGINES
+            and not role.restarts.ready_path.exists()
         ]
-        return self._awaited.text(starting, list(running), now)
+        waits = waits_text(self.state.waits, time.time()) if self._has_shown_rollouts else ""
+        return waits or self._awaited.text(starting, list(running), now)
 
     def _say(self, line: str) -> None:
         self._said_at = self._clock()
@@ -282,7 +290,9 @@ class LiveView:
         health = [f"warning: {text}" for text in filter(None, [*self._health.values(), self._disk])]
         warnings = filter(None, [*self._warnings, *health, self._diagnosis_line()])
         parts += [Text(line, style="yellow") for line in warnings]
-        parts.append(Text(self._activity_line() if self._has_shown_rollouts else awaited))
+        if self._has_shown_rollouts:
+            parts.append(Text(self._activity_line()))
+        parts.append(Text(awaited))
         if self.state.evaluation.text():
             parts.append(self.state.evaluation.bar())
         if self._sft is not None and not self.state.steps:

@@ -188,6 +188,7 @@ class FirstNode(Node):
             log.info("%s", event)
             self._write({NODES: self.link.present, "node_event": event})
         self.view.refresh(self.supervisor.roles)
+        self.lock.heartbeat.awaited = self.view.awaited
         self.link.missing = list(self.view.state.peers.missing)
         self.lock.heartbeat.check()
 
@@ -199,6 +200,7 @@ class FirstNode(Node):
             "exit_code": restart.exit_code,
             "restart": restart.count,
             "max_restarts": restart.limit,
+            "why": restart.why,
         }
         self._write(values)
 
@@ -263,4 +265,9 @@ def open_supervisor(config: Config, *, inherited: tuple[int, ...] = ()) -> Super
     environment = collective_environment(
         config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
     )
-    return Supervisor(config.run.dir / "logs", extra_environment=environment, inherited=inherited)
+    silence_s = config.queue.heartbeat_timeout_s
+    return Supervisor(
+        config.run.dir / "logs", extra_environment=environment, inherited=inherited,
+        # The queue has missed a silent role for as long already.
+        silence_s=2 * silence_s, stopped_s=silence_s,
+    )  # fmt: skip

@@ -38,6 +38,7 @@ from megatron_rl.launcher.restarts import (
     answer_death,
     pause_before,
 )
+from megatron_rl.launcher.stopped import StoppedProcesses
 from megatron_rl.observe.deaths import (
     Ending,
     RoleDied,
@@ -89,6 +90,8 @@ class Role:
     """time.monotonic() since when the queue misses the running role."""
     is_given_up: bool = False
     """Its restarts are used up: the run continues without it until the window allows another."""
+    why_killed: str = ""
+    """Why the supervisor killed it; "": it did not."""
 
     @property
     def is_ready(self) -> bool:
@@ -96,6 +99,12 @@ class Role:
         return (
             self.ended is None and self.restarts is not None and self.restarts.ready_path.exists()
         )
+
+    @property
+    def generations(self) -> int | None:
+        """Generations of its processes that must not be stopped; None: all."""
+        # A verifier stops grading processes itself, below its fork server, and watches them.
+        return 1 if self.restarts is not None and self.restarts.kind == "verifier" else None
 
     @property
     def exit_code(self) -> int | None:
@@ -117,6 +126,8 @@ class Supervisor:
     """A role may end this long before the role that it must outlive."""
     silence_s: float = 60.0
     """A role is killed this long after the queue misses it (expert.queue.heartbeat_timeout_s)."""
+    stopped_s: float = 30.0
+    """A role is killed when one of its processes has been stopped for this long."""
     term_grace_s: float = 6.0
     """Time for the roles to end after SIGTERM."""
     first_pause_s: float = 1.0
@@ -128,12 +139,14 @@ class Supervisor:
     """Over all phases."""
     _has_started: bool = False
     """Whether a role has started; afterwards refused input is a failure."""
+    _stopped: StoppedProcesses = field(init=False)
     _not_ours: set[psutil.Process] = field(default_factory=set)
     _opened_s: float = 0.0
     """time.time() of its opening; failure notes from before belong to another run."""
 
     def __enter__(self) -> Self:
         set_subreaper(True)
+        self._stopped = StoppedProcesses(self.stopped_s)
         self._opened_s = time.time()
         self._not_ours = set(psutil.Process().children(recursive=True))
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -189,6 +202,7 @@ class Supervisor:
         Raises RoleDied for a role whose death ends the run.
         """
         now = time.monotonic()
+        self._kill_stopped(now)
         for role in self.roles.values():
             if role.ended is None and role.process.poll() is not None:
                 role.ended = now
@@ -200,6 +214,22 @@ class Supervisor:
                 self._answer_death(role, now)
         due = [r for r in self.roles.values() if r.restart_at is not None and now >= r.restart_at]
         return [restart for role in due if (restart := self._restart(role)) is not None]
+
+    def _kill_stopped(self, now: float) -> None:
+        """Kill roles with a process that a signal stopped; their death is answered as any other."""
+        running = {role.process.pid: role for role in self.roles.values() if role.ended is None}
+        found = self._stopped.find({pid: role.generations for pid, role in running.items()}, now)
+        for pid, (stopped, what, seconds) in found.items():
+            what = "its first process" if stopped == pid else what
+            self._kill(
+                running[pid], f"{what} (pid {stopped}) was stopped by SIGSTOP for {seconds:.0f} s"
+            )
+
+    def _kill(self, role: Role, why: str) -> None:
+        """Kill a role that hangs; `check` answers its death."""
+        role.why_killed = why
+        log.warning("killing %s: %s", role.name, why)
+        role.process.kill()
 
     def _ended_early(self, role: Role, now: float) -> bool:
         if role.ended is None or role.outlives is None:
@@ -258,6 +288,7 @@ class Supervisor:
 
     def _explain(self, role: Role, remark: str = "") -> RoleDied:
         ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
+        remark = "; ".join(filter(None, [role.why_killed, remark]))
         first = first_failure(self.log_dir / _FAILURES, self._opened_s)
         return explain_death(ending, first, remark)
 
@@ -289,7 +320,9 @@ class Supervisor:
             environment=role.environment,
         )  # fmt: skip
         new.is_restarted = True
-        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit)
+        return RoleRestart(
+            role.name, rule.kind, role.exit_code, count, rule.limit, why=role.why_killed
+        )
 
     def end_silent(self, missing: Collection[str]) -> None:
         """Kill hanging roles: ready ones that the queue has missed for silence_s.
@@ -303,8 +336,10 @@ class Supervisor:
             elif role.silent_since is None:
                 role.silent_since = now
             elif now - role.silent_since > self.silence_s and role.ended is None:
-                log.warning("%s hangs: the queue does not hear it; killing it", role.name)
-                role.process.kill()
+                self._kill(
+                    role,
+                    f"it hangs: the queue has not heard it for {now - role.silent_since:.0f} s",
+                )
 
     def is_running(self, name: str) -> bool:
         """Whether the role was started and has no noted end, or is about to be restarted."""

@@ -38,6 +38,7 @@ _LOOK_S = 0.2
 _JOIN_S = 5.0
 # Fixed size, written in place: NFS shows a rename later than a changed file.
 _BYTES = 1024
+_AWAITED_CHARS = 300
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Beat(msgspec.Struct, frozen=True):
     """--nodes of `megatron-rl node`; 0: another command started the launcher."""
     code: str = ""
     """Digest of the program, which all launchers of the run have in common."""
+    awaited: str = ""
+    """What the run waits for, and for how long; its beginning."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False
@@ -130,7 +133,7 @@ class Heartbeat(Closing):
             nodes=nodes,
             code=code_digest(),
         )
-        self.phase = phase
+        self.phase, self.awaited = phase, ""
         self._taken_by: Beat | None = None
         self._fault: OSError | None = None
         """Why the run folder is gone or read-only."""
@@ -182,8 +185,9 @@ class Heartbeat(Closing):
 
     def _advance(self, *, has_ended: bool = False) -> None:
         self._beat = msgspec.structs.replace(
-            self._beat, phase=self.phase, count=self._beat.count + 1, has_ended=has_ended
-        )
+            self._beat, phase=self.phase, awaited=self.awaited[:_AWAITED_CHARS],
+            count=self._beat.count + 1, has_ended=has_ended,
+        )  # fmt: skip
         self._write()
 
     def _write(self) -> None:
@@ -222,12 +226,24 @@ def _machine() -> str:
         return ""
 
 
+def is_stopped(beat: Beat) -> bool:
+    """Whether SIGSTOP has stopped the launcher; False if it is on another host."""
+    found = _state(beat.pid) if beat.machine and beat.machine == _machine() else None
+    return found == ("T", beat.born)
+
+
 def _born(pid: int) -> int | None:
     """Start of a process in clock ticks since boot; None if it does not run."""
+    found = _state(pid)
+    return None if found is None or found[0] in "ZX" else found[1]
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """State of a process and its start in clock ticks since boot; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     # proc(5): fields 3 (state) to 22 follow the name in brackets, which may contain anything.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return fields[0], int(fields[19])

@@ -217,6 +217,8 @@ WEIGHT_SYNC = (
           "peers/missing names the others: their logs"),
     Entry("peers/verifiers_wanted", "most verifiers that the queue has heard at once"),
     Entry("peers/missing", "names of processes that the queue no longer hears"),
+    Entry("peers/waits", "what each process does or waits for, behind its name and the seconds "
+          "since when", "", "`megatron-rl status` shows it; a long wait: that process's log"),
     Entry("launch/chosen_step", "chosen step of the cold start"),
     Entry("launch/resumed", "the run resumes from a checkpoint", kind="count"),
 )  # fmt: skip

@@ -31,6 +31,7 @@ from megatron_rl.rollout_queue.peer_rows import (
     VERIFIERS_WANTED,
     generators_text,
 )
+from megatron_rl.rollout_queue.waits import WAITS, Wait, read_waits
 
 Row = dict[str, Any]
 Kind = Literal["evaluation", "restart", "node", "activity", "step", "sft step", "other"]
@@ -71,6 +72,8 @@ class RunState:
         """Number of nodes, and the latest change; "" before the first one."""
         self.generators = ""
         """Text about busy generators; "" before the first row about them."""
+        self.waits: list[Wait] = []
+        """What each process does or waits for, as the queue saw it last."""
         self.heard: dict[str, float] = {}
         """Unix seconds of the last row, by role."""
 
@@ -80,6 +83,7 @@ class RunState:
         self.evaluation.note(row)
         self.peers.note(row)
         self.generators = generators_text(row) or self.generators
+        self.waits = read_waits(row) if WAITS in row else self.waits
         if "eval/n" in row:
             self.activity = self.activity.after_evaluation()
             return "evaluation"
@@ -189,6 +193,22 @@ class Peers:
         )
 
 
+def waits_text(waits: Sequence[Wait], now: float) -> str:
+    """What each process does or waits for, and for how long; "" while nothing is known.
+
+    Of generators and verifiers that do the same, the one without progress for longest stands first.
+    now: unix seconds.
+    """
+    alike: dict[tuple[str, str], list[Wait]] = {}
+    for wait in sorted(waits, key=lambda wait: wait.since_s):
+        alike.setdefault((wait.role.partition("-")[0], wait.what), []).append(wait)
+    texts = []
+    for (_, what), (first, *others) in alike.items():
+        like_it = f", {len(others)} more likewise" if others else ""
+        texts.append(f"{first.role} {what}: {duration_text(now - first.since_s)}{like_it}")
+    return "; ".join(texts)
+
+
 def step_seconds(steps: Sequence[Row]) -> float | None:
     """Median seconds per recent step; None with fewer than two steps."""
     times = [row["time"] for row in steps][-RECENT - 1 :]
@@ -278,8 +298,9 @@ def evaluation_line(row: Row) -> str:
 def restart_line(row: Row) -> str:
     """A warning about a restarted process."""
     when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
+    why = f" ({row['why']})" if row.get("why") else ""
     return (
-        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
+        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}{why}; "
         f"restart {row['restart']} of {row['max_restarts']}"
     )
 

@@ -33,6 +33,8 @@ class RoleRestart(msgspec.Struct, frozen=True):
     limit: Count
     number: Count = 0
     """Counts the restarts of a node from 1; 0: on the first node."""
+    why: str = ""
+    """Why the launcher killed the process; "": it did not."""
 
 
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):

@@ -42,6 +42,7 @@ from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.stall import StallDeadline
 from megatron_rl.rollout_queue.trainer_requests import BatchBuilder, BatchRequests, StateRequests
 from megatron_rl.rollout_queue.training_groups import GroupOpener, TrainingGroups
+from megatron_rl.rollout_queue.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Coordinator:
         self._judged_at = now
         self._presence = Presence(self._leases, self._scoring, config.generator)
         self._generator_rows = GeneratorRows()
+        self._waits = Waits(self._leases, self._scoring, self._requests)
         self._first_version = 0
         self._synced, self._synced_at = -1, now
         self._finished_at = now if evaluate_only else None
@@ -178,16 +180,14 @@ class Coordinator:
                 raise AssertionError(f"no endpoint of the queue receives {type(message).__name__}")
 
     def _on_rollout(self, peer: str, done: RolloutDone, now: float) -> None:
-        group = self._leases.take_rollout(peer, done.rollout, now)
-        if group is None:
+        if (group := self._leases.take_rollout(peer, done.rollout, now)) is None:
             return
         self.deadline.note_progress(now)
         self._activity.add_rollout(done.rollout)
         self._scoring.submit(group, done.rollout)
 
     def _on_score(self, peer: str, done: ScoreDone, now: float) -> None:
-        found = self._scoring.take_score(peer, done, now)
-        if found is None:
+        if (found := self._scoring.take_score(peer, done, now)) is None:
             return
         self.deadline.note_progress(now)
         group, scored = found
@@ -269,8 +269,7 @@ class Coordinator:
         yield from map(Outgoing._make, self._presence.dismiss_all())
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
-        order = self._build_batch()
-        if order is not None:
+        if (order := self._build_batch()) is not None:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
             # Generators may hold it before the queue hears of the sync.
@@ -372,8 +371,9 @@ class Coordinator:
         records = self._recorder.dropped_file
         if row := self._activity.take_row(now, in_flight, records=records, is_last=is_last):
             self._metrics.write(self._synced, row | self._evaluations.progress())
+        self._waits.look(now)
         if row := self._generator_rows.take_row(self._leases.generators, now, is_last=is_last):
-            self._metrics.write(self._synced, row)
+            self._metrics.write(self._synced, row | self._waits.row(now))
 
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:

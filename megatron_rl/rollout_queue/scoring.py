@@ -336,6 +336,16 @@ class Scoring:
         """Names of the live verifiers."""
         return self._verifiers.names
 
+    @property
+    def loads(self) -> dict[str, tuple[int, int]]:
+        """Live verifier -> number of its requests, and id of the newest one."""
+        loads = dict.fromkeys(self._verifiers.names, (0, -1))
+        for request_id, request in self._requests.items():
+            if request.verifier in loads:
+                count, newest = loads[request.verifier]
+                loads[request.verifier] = count + 1, max(newest, request_id)
+        return loads
+
     def describe(self, now: float) -> str:
         """One line: requests and verifiers."""
         unasked = sum(len(waiting) for waiting in self._waiting.values())

@@ -120,6 +120,20 @@ class BatchRequests:
         return sorted(self._requests)
 
     @property
+    def waits(self) -> list[tuple[str, str]]:
+        """(trainer of a data-parallel rank, what it does or waits for)."""
+        waiting = [
+            (f"trainer-{rank}", f"waits for the batch of step {request.step + 1}")
+            for rank, (_, request) in self._requests.items()
+        ]
+        at_work = [
+            (f"trainer-{rank}", f"takes step {step + 1}")
+            for rank, step in self._answered.items()
+            if rank not in self._requests and rank not in self._stopped
+        ]
+        return sorted(waiting + at_work)
+
+    @property
     def is_dismissed(self) -> bool:
         """Whether every data-parallel rank was told to stop."""
         return self._dp_size > 0 and len(self._stopped) == self._dp_size

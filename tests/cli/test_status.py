@@ -48,6 +48,20 @@ def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:
     assert of_rows([row | {"time": 7.0}], CONFIG, state="stopped", now=11.0).peers == ""
 
 
+def test_each_process_is_told_with_what_it_waits_for_and_since_when() -> None:
+    waits = (
+        "trainer-0 9 waits for the batch of step 6; generator-0 2 generates; "
+        "generator-1 70 generates; verifier 12 waits for completions"
+    )
+    row = {"source": "queue", "step": 5, "peers/waits": waits, "time": 100.0}
+    status = of_rows([row], CONFIG, state="running", now=110.0)
+    assert status.waits in describe(status) and status.waits == (
+        "generator-1 generates: 1 min 20 s, 1 more likewise; verifier waits for completions: 22 s; "
+        "trainer-0 waits for the batch of step 6: 19 s"
+    )
+    assert of_rows([row], CONFIG, state="stopped", now=110.0).waits == ""
+
+
 def test_a_running_evaluation_is_told_with_how_far_it_is() -> None:
     row = {
         "source": "queue", "step": 5, "activity/seconds": 5.0, "eval/running": "step_5",

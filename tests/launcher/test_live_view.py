@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -256,7 +258,9 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     rule = restart_rule(config, "generator", "generator-0", until="trainer")
     rule = dataclasses.replace(rule, ready_path=ready)
     generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
-    trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
+    # It is restarted too, and has no engine.
+    trainer_rule = dataclasses.replace(rule, kind="trainer", ready_path=tmp_path / "none")
+    trainer = Role("trainer", [], None, tmp_path, 0, 0.0, restarts=trainer_rule)
     roles = {"generator-0": generator, "trainer": trainer}
     start = {"time": 1.0, "source": "trainer", "step": -1, "model/parameters": 9}
     sync = {"time": 2.0, "source": "trainer", "step": 0, "weight_sync/s": 1.0}
@@ -279,6 +283,21 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     ]
     assert "trainer ranks load the model" in said[3]
     assert "first weights travel" in said[4] and "first completions" in said[5]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_it_says_what_each_process_waits_for(tmp_path: Path, is_terminal: bool) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    waits = "trainer-0 3 waits for the batch of step 2; verifier 7 grades"
+    row = {"time": time.time() - 60, "source": "queue", "step": 1, "peers/waits": waits}
+    append(tmp_path / "metrics.jsonl", json.dumps(ROLLOUTS) + "\n" + json.dumps(row) + "\n")
+    console = Console(file=output, width=200, force_terminal=is_terminal)
+    with LiveView(config, console, clock=clock) as view:
+        look_every_second(view, clock, 12, {})
+    # 67 and 63 s ago by the clock of the row.
+    said = r"verifier grades: 1 min \d\d s; trainer-0 waits for the batch of step 2: 1 min 0\d s"
+    assert re.search(said, output.getvalue()) and re.search(said, view.awaited)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

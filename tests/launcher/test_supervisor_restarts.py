@@ -275,4 +275,4 @@ def test_a_role_that_the_queue_misses_for_long_is_killed_and_restarted(tmp_path:
     assert done.stdout.splitlines() == [
         "[] not ready yet", "[] [] [] heard in between", "[-9] hangs"
     ]  # fmt: skip
-    assert "verifier hangs: the queue does not hear it" in done.stderr
+    assert "killing verifier: it hangs: the queue has not heard it" in done.stderr

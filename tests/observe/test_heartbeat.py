@@ -22,6 +22,7 @@ from megatron_rl.observe.heartbeat import (
     FolderTaken,
     Heartbeat,
     find_living,
+    is_stopped,
     read_beat,
 )
 from megatron_rl.protocol.disk_room import WriteFailed
@@ -165,3 +166,20 @@ def test_a_launcher_notices_another_one_in_its_folder(
                 time.sleep(0.02)
     # The other one's heartbeat stays as it is.
     assert read_beat(tmp_path) == FAR
+
+
+def test_a_launcher_that_a_signal_stopped_is_seen_on_its_own_host(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert launcher.stdout.readline() == "held\n"
+        beat = read_beat(tmp_path)
+        assert beat is not None and not is_stopped(beat)
+        launcher.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, launcher.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(beat)
+        assert not is_stopped(msgspec.structs.replace(beat, machine="another machine"))
+    finally:
+        launcher.kill()
+        launcher.wait(20)

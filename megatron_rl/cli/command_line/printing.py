@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -46,7 +46,7 @@ def say(console: Console, *lines: str) -> None:
 @contextmanager
 def outlive_terminal() -> Iterator[None]:
     """Go on without output, inside, when the terminal or the reader of a pipe is gone."""
-    with contextlib.redirect_stdout(_LastingOutput(sys.stdout)):
+    with contextlib.redirect_stdout(cast(TextIO, _LastingOutput(sys.stdout))):
         yield
 
 
