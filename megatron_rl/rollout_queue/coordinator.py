@@ -267,8 +267,7 @@ class Coordinator:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
-        order = self._build_batch()
-        if order is not None:
+        if (order := self._build_batch()) is not None:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
             self._maker.put(order)
