@@ -1,6 +1,5 @@
 """`megatron-rl report RUN...`: summaries as text, and one HTML file."""
 
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from megatron_rl.cli.command_line.parameters import complete_run_folder
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
-from megatron_rl.observe.facts import find_export, run_facts
+from megatron_rl.observe.facts import find_export, read_summary, run_facts
 from megatron_rl.observe.report.material import read_material
 from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.metrics import stream_rows
@@ -112,18 +111,9 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
         # The folder may have moved since, and models may have been deleted.
-        summary = _read_summary(summary_path) | {"hf_export": export}
+        summary = read_summary(run_dir) | {"hf_export": export}
+        if not isinstance(summary.get("wall_s"), dict):
+            raise InputError(f"{summary_path} is no summary of a run: expected wall_s in it")
         return summary, run_facts(config, run_dir, summary["wall_s"], export)
     facts = run_facts(config, run_dir, {}, export)
     return summarize(stream_rows(run_dir / "metrics.jsonl"), facts), facts
-
-
-def _read_summary(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        fix = "move it away, then the summary is made from the metrics"
-        raise InputError(f"cannot read {path}: {error}; {fix}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
-        raise InputError(f"{path} is no summary of a run: expected an object with wall_s")
-    return found

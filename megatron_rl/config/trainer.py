@@ -332,4 +332,5 @@ class CheckpointConfig(Section):
     that takes longer is lost."""
     write_timeout_s: PositiveFloat = 1800.0
     """Seconds within which a checkpoint must be on disk, else the run ends. Also the longest
-    time that rank 0 may keep the other ranks waiting while it exports a model."""
+    time that rank 0 may keep the other ranks waiting while it exports a model, and that a process
+    waits for room on a full disk."""

@@ -6,7 +6,6 @@ Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final and
 - answers the held-out prompts as the run did and compares the accuracy with the reported one.
 """
 
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.data.dropped_prompts import read_dropped
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher.ports import find_free
+from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.render import Renderer, open_renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import select_held_out
@@ -44,7 +44,7 @@ def audit_model(run_dir: Path) -> dict[str, object]:
     renderer = open_renderer(cfg)
     sets = prompts_of_run(cfg, read_dropped(run_dir))
     prompts = select_held_out(sets.held_out, cfg.eval)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_summary(run_dir)
     findings = compare_accuracy(cfg, renderer, prompts, summary)
     # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
     return findings | compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])

@@ -39,8 +39,8 @@ def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
     reserved = f" and the next checkpoint of {checkpoint / 1e9:.3g} GB" if checkpoint else ""
     return (
         f"the disk of {run_dir} has {free / 1e9:.3g} GB free, room for {steps} more steps of "
-        f"{a_step / 1e9:.3g} GB{reserved}; a full disk ends the run: free space, or resume with a "
-        "low queue.keep_tokens_of_steps, such as 20, or with queue.record_tokens=false"
+        f"{a_step / 1e9:.3g} GB{reserved}; a full disk pauses the run: free space, or resume with "
+        "a low queue.keep_tokens_of_steps, such as 20, or with queue.record_tokens=false"
     )
 
 

@@ -39,7 +39,6 @@ from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, i
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import (
     PRIVATE_FOLDER,
-    write_private,
     write_whole,
 )
 
@@ -97,7 +96,7 @@ def _check_resumption(config: Config) -> Beginning:
             return Beginning(None, is_again=True)
     if found is None or found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
         why = {
-            "auto": "it has no complete checkpoint to resume from",
+            "auto": f"it has no complete checkpoint to resume from{_damage_of(run_dir / CONFIG)}",
             "never": 'checkpoint.resume is "never"',
         }.get(config.checkpoint.resume, "checkpoint.resume names a checkpoint of another folder")
         raise InputError(
@@ -152,6 +151,15 @@ def earlier_config(run_dir: Path) -> Config | None:
         return load_config(path) if path.exists() else None
     except ConfigError:
         return None
+
+
+def _damage_of(config_path: Path) -> str:
+    """Why a configuration cannot be compared with that of a command; "" if it can."""
+    try:
+        load_config(config_path)
+    except ConfigError as error:
+        return f", nor can its {config_path.name} be compared with this command ({error})"
+    return ""
 
 
 def _check_template(config: Config) -> None:
@@ -340,7 +348,7 @@ def write_config(config: Config, resumed: Path | None) -> None:
         step = step_of(resumed)
         path.rename(path.with_name(f"config.until_step_{step:06d}.toml"))
     # It holds the label, by which the sockets know the run's processes.
-    write_private(path, dump_toml(config))
+    write_whole(path, dump_toml(config), is_private=True)
     if resumed is not None:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
         written = config.run.dir / "metrics.jsonl"

@@ -15,6 +15,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import (
@@ -263,7 +264,7 @@ def _check_summary(
     if not path.exists():
         findings.skipped.append("summary.json is not there: the run continues, or stopped")
         return
-    summary = json.loads(path.read_text())
+    summary = read_summary(run_dir)
     evaluations = {row["label"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     wanted: dict[str, object] = {
         "accuracy_before": evaluations.get("before"),
@@ -279,13 +280,20 @@ def _check_summary(
         )  # fmt: skip
 
 
+def _shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{index} is damaged: {error!r}; export the model again") from error
+
+
 def _check_models(run_dir: Path, findings: Findings) -> None:
     """Exports are complete, and checkpoints have their listed files."""
     for folder in sorted((run_dir / "hf").glob("*")):
         index = folder / "model.safetensors.index.json"
         names = {"config.json"}
         if index.exists():
-            names |= set(json.loads(index.read_text())["weight_map"].values())
+            names |= _shards(index)
         missing = sorted(name for name in names if not (folder / name).is_file())
         has_weights = any(folder.glob("*.safetensors"))
         findings.check(

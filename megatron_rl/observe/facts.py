@@ -3,9 +3,12 @@
 Used by the launcher at the end of a run, and by `megatron-rl report`.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.observe.summary import RunFacts
@@ -33,6 +36,19 @@ def run_facts(
         run_dir=str(run_dir),
         files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
     )
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The content of summary.json. Raises InputError for a damaged one."""
+    path = run_dir / "summary.json"
+    fix = "move it away: a report then summarizes the metrics, and a sweep takes the run again"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}; {fix}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no summary of a run: it holds {found!r:.40}; {fix}")
+    return found
 
 
 def find_export(run_dir: Path) -> str | None:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import zmq.auth
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import PRIVATE_FILE, PRIVATE_FOLDER
 
 _NAME = "run"
+_AGAIN = "remove its folder, and run `megatron-rl prepare` again"
 
 
 class Keys(NamedTuple):
@@ -32,10 +34,14 @@ def make_keys(folder: Path) -> None:
 
 
 def load_keys(folder: Path | None) -> Keys | None:
-    """The keys of a folder; None for no folder. Raises OSError or ValueError if there are none."""
+    """The keys of a folder; None for no folder. Raises InputError if there are none."""
     if folder is None:
         return None
-    public, secret = zmq.auth.load_certificate(folder / f"{_NAME}.key_secret")
+    path = folder / f"{_NAME}.key_secret"
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is missing or damaged: {error}; {_AGAIN}") from error
     if secret is None:
-        raise ValueError(f"{folder} holds no secret key: have the launcher make the keys again")
+        raise InputError(f"{path} holds no secret key; {_AGAIN}")
     return Keys(public, secret)

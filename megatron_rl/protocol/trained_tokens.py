@@ -13,14 +13,15 @@ concatenated arrays for S sequences with T completion tokens in total:
 | `advantages` | [T] float32: as in the policy loss                                              |
 """
 
-import contextlib
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import FOLDER
 
 _NAME = re.compile(r"trained_(\d{6,})\.\d+\.npz")
@@ -63,14 +64,29 @@ def trained_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def read_trained(run_dir: Path, step: int, group: int, index: int) -> TrainedTokens | None:
-    """The values of a rollout in step_NNNNNN.jsonl; None if not recorded."""
+    """The values of a rollout in step_NNNNNN.jsonl; None if not recorded.
+
+    Raises InputError for a damaged file.
+    """
     for path in sorted((run_dir / FOLDER).glob(f"trained_{step:06d}.*.npz")):
-        # queue.keep_tokens_of_steps may remove the file meanwhile.
-        with contextlib.suppress(FileNotFoundError), np.load(path, allow_pickle=False) as arrays:
-            rollouts, ends = arrays["rollouts"], arrays["ends"]
-            places = np.flatnonzero((rollouts == (group, index)).all(axis=1))
-            if len(places):
-                place = int(places[0])
-                begin = int(ends[place - 1]) if place else 0
-                return TrainedTokens(*(arrays[n][begin : ends[place]] for n in _VALUES))
+        try:
+            found = _find(path, group, index)
+        except FileNotFoundError:
+            # queue.keep_tokens_of_steps may remove the file meanwhile.
+            continue
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(f"{path} is damaged: {error}; move it away") from error
+        if found is not None:
+            return found
     return None
+
+
+def _find(path: Path, group: int, index: int) -> TrainedTokens | None:
+    with np.load(path, allow_pickle=False) as arrays:
+        rollouts, ends = arrays["rollouts"], arrays["ends"]
+        places = np.flatnonzero((rollouts == (group, index)).all(axis=1))
+        if not len(places):
+            return None
+        place = int(places[0])
+        begin = int(ends[place - 1]) if place else 0
+        return TrainedTokens(*(arrays[n][begin : ends[place]] for n in _VALUES))

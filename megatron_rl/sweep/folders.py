@@ -13,8 +13,8 @@ from megatron_rl.config.layers import leaves
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run_folder import CONFIG, SUMMARY
+from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
-from megatron_rl.sweep.measures import read_summary
 from megatron_rl.sweep.plan import PlannedRun
 
 FAILURE = "sweep_failure.txt"

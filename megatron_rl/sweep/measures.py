@@ -4,7 +4,6 @@ Used by `megatron-rl sweep`.
 """
 
 import difflib
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.renamed import RENAMED_METRICS
+from megatron_rl.observe.facts import read_summary
 from megatron_rl.observe.summary import RunFacts, summarize
 from megatron_rl.protocol.metrics import RESUMED, stream_rows
 
@@ -54,16 +53,6 @@ def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
     ]
     summary = read_summary(run_dir)
     return {name: _value(name, summary, rows) for name in names}
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json. Raises InputError when a crash of the host truncated it."""
-    path = run_dir / "summary.json"
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        hint = "remove it, and give the command again"
-        raise InputError(f"{path} was cut short ({error}): {hint}") from error
 
 
 def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
