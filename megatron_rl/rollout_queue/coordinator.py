@@ -256,8 +256,9 @@ class Coordinator:
         self._check_over(now)
 
     def lose(self, endpoint: str, peer: str) -> None:
-        """A peer cannot be reached: give its work to others."""
-        log.warning("%s cannot be reached", peer)
+        """A peer cannot be reached, or sends nonsense: give its work to others."""
+        if (endpoint, peer) in self.peers:
+            log.warning("%s is lost", peer)
         if endpoint == PROMPTS:
             self._leases.drop_generator(peer)
         elif endpoint == VERIFY:
@@ -272,7 +273,6 @@ class Coordinator:
         if (order := self._build_batch()) is not None:
             self._evaluations.note_batch()
             self._requests.begin(order.step)
-            # Generators may hold it before the queue hears of the sync.
             self._leases.limits.note_version(order.step + 1)
             self._maker.put(order)
         self._maker.look()

@@ -1,6 +1,7 @@
 """Receivers of messages bear whatever a broken or hostile peer sends: they refuse and count it."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -55,6 +56,14 @@ each_number = pytest.mark.parametrize(
         pytest.param(MANY, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)]),
     ],
 )
+
+
+@pytest.fixture(autouse=True)
+def no_logs() -> Iterator[None]:
+    """pytest would keep every line, which grows."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @each_number
