@@ -150,7 +150,7 @@ class GeneratorWorker:
         )
 
     def _unfinished(self) -> list[int]:
-        """Leases that the queue should not take for lost; when leaving, all that are unconfirmed."""
+        """Leases that the queue should not take for lost; when leaving, all unconfirmed ones."""
         owed = {lease_id for lease_id, waiting in self._owed.items() if waiting}
         now = math.inf if self._is_leaving else time.monotonic()
         return sorted(owed | self._unconfirmed.late_leases(now))

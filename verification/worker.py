@@ -2,8 +2,8 @@
 
 A DEALER "verifier" (or "verifier-INDEX") connected to the queue's verify endpoint. Sends
 VerifierReady at start and every 2 s, receives ScoreRequest and ClassRequest, answers ScoreDone,
-ClassDone or ScoreFailed, ends on Stop. After SIGUSR2 it takes no further request, and leaves the run
-when it has answered its own. One thread:
+ClassDone or ScoreFailed, ends on Stop. After SIGUSR2 it takes no further request, and leaves the
+run when it has answered its own. One thread:
 
 | waits for | woken by | does |
 |---|---|---|

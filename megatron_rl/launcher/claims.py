@@ -1,7 +1,7 @@
 """Names that a joining launcher claims for its node and replicas: RUN/joined/NAME, one file each.
 
-Used by the launcher. The file system creates each file for one claimant alone. A name whose claimant
-was killed stays taken until the run starts again.
+Used by the launcher. The file system creates each file for one claimant alone. A name whose
+claimant was killed stays taken until the run starts again.
 """
 
 import contextlib

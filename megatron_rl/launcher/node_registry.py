@@ -1,4 +1,4 @@
-"""The first node's knowledge of the other nodes: which are there, and what the run lacks without one.
+"""What the first node knows of the other nodes: which are there, and which replicas are missing.
 
 Used by `node_link.py`. No sockets, no clock: times are monotonic seconds.
 """

@@ -12,9 +12,9 @@ others follow (`node_link.py`).
 | end          | nothing                                                                         |
 
 A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
-remaining processes, and the next phase begins when all nodes have done so. Nodes that joined follow too. A
-generator, verifier or scorer that dies, and a queue of the training that is killed, are restarted by the rules of
-`restarts.py`; the death of any other role ends the run.
+remaining processes, and the next phase begins when all nodes have done so, joined ones too. A
+generator, verifier or scorer that dies, and a queue of the training that is killed, are restarted
+by the rules of `restarts.py`; the death of any other role ends the run.
 """
 
 import logging
@@ -96,6 +96,7 @@ def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> Non
     phase = own.link.begin(wanted, own.look)
     with own.phase("evaluation", f"evaluation {label}"):
         _take_part(own, phase, arguments)
+    own.link.end_run(own.look)
 
 
 def _begin(

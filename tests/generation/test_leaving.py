@@ -26,7 +26,9 @@ from tests.ports import free_port
 LEASE, CROSSING = 1, 2
 
 
-async def serve_and_leave(folder: Path, log_path: Path, *, tokens: int, limit_s: float) -> list[object]:
+async def serve_and_leave(
+    folder: Path, log_path: Path, *, tokens: int, limit_s: float
+) -> list[object]:
     """What the queue and the syncer hear, from the moment that the generator is asked to leave."""
     engine = HFEngine(make_setup(folder.parent, log_path, stop_ids=(), max_running=4))
     checks = {"exact": "none"}

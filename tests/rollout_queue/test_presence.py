@@ -1,4 +1,4 @@
-"""Peers that leave: what they hold goes to others at once, as no attempt, and nobody misses them."""
+"""Peers that leave: others get what they hold at once, as no attempt, and nobody misses them."""
 
 from pathlib import Path
 
@@ -29,7 +29,9 @@ def sent(queue: Coordinator, now: float, kind: type) -> list[tuple[str, object]]
     return [(peer, one) for _, peer, one in list(queue.outgoing(now)) if isinstance(one, kind)]
 
 
-def generator(queue: Coordinator, name: str, now: float, *leases: int, leaves: bool = False) -> None:
+def generator(
+    queue: Coordinator, name: str, now: float, *leases: int, leaves: bool = False
+) -> None:
     ready = GeneratorReady(8, 0, session=1, leases=list(leases), is_leaving=leaves)
     queue.handle(PROMPTS, name, ready, now)
 

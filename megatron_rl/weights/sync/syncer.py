@@ -281,9 +281,7 @@ class WeightSyncer(Closing):
             # Without other generators, each gets its chance.
             if passes_by and (due or self._held):
                 members = due
-        members, leaving = self._control.share(
-            (members, leaving), tuple[list[Member], list[str]]
-        )
+        members, leaving = self._control.share((members, leaving), tuple[list[Member], list[str]])
         for name in leaving:
             log.info("%s leaves the run", name)
             self._held.pop(name, None)
