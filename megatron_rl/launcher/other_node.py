@@ -35,7 +35,7 @@ class ServingNode(Node):
 
     def look(self) -> None:
         """As on every node. Raises HasLeft once it was asked to leave and has left."""
-        if self.stop.is_asked:
+        if self.stop.is_due:
             self._leave()
         super().look()
 

@@ -96,6 +96,7 @@ def evaluate_folder(own: FirstNode, label: str, arguments: Sequence[str]) -> Non
     phase = own.link.begin(wanted, own.look)
     with own.phase("evaluation", f"evaluation {label}"):
         _take_part(own, phase, arguments)
+    own.link.end_run(own.look)
 
 
 def _begin(

@@ -339,12 +339,10 @@ class Scoring:
     @property
     def loads(self) -> dict[str, tuple[int, int]]:
         """Live verifier -> number of its requests, and id of the newest one."""
-        loads = dict.fromkeys(self._verifiers.names, (0, -1))
+        held: dict[str, list[int]] = {name: [] for name in self._verifiers.names}
         for request_id, request in self._requests.items():
-            if request.verifier in loads:
-                count, newest = loads[request.verifier]
-                loads[request.verifier] = count + 1, max(newest, request_id)
-        return loads
+            held.get(request.verifier, []).append(request_id)
+        return {name: (len(ids), max(ids, default=-1)) for name, ids in held.items()}
 
     def describe(self, now: float) -> str:
         """One line: requests and verifiers."""

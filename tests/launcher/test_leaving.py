@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher import leaving
 from megatron_rl.launcher.leaving import LeaveOnSignal
 from megatron_rl.launcher.node_link import FirstNodeLink
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.placement import NodeRoles
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
+from megatron_rl.protocol.stop_request import request_stop
 from tests.ports import free_port
 
 ROLE = """
@@ -85,7 +87,18 @@ def test_a_second_signal_ends_the_node_at_once(tmp_path: Path) -> None:
         with outer:
             os.kill(os.getpid(), signal.SIGTERM)
         # A phase that ends does not change what a signal does.
-        assert outer.is_asked
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_to_all_nodes_stops_the_run_and_no_node_leaves_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "_OTHERS_S", 0.0)
+    with LeaveOnSignal(tmp_path) as stop:
+        assert not stop.is_due
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_due
+        request_stop(tmp_path)
+        assert not stop.is_due

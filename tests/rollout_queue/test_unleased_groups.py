@@ -154,7 +154,8 @@ class Play:
 
     def issue(self) -> bool:
         fresh = [self.open_group()] if self.chance.random() < 0.3 else []
-        self.leases._limit_engines(self.now)
+        for name, limit in self.leases._breaker.limits(self.now).items():
+            self.leases._generators.limit(name, limit)
         expected = self.leases.check_choice(self.rules, bool(fresh))
         open_group = lambda: fresh.pop() if fresh else None  # noqa: E731
         was_fresh = len(fresh)
