@@ -20,7 +20,6 @@ _OTHERS_S = 2.0
 """Time in which the request of another node to stop the run is seen here."""
 
 
-
 class HasLeft(Exception):
     """The node has left the run."""
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from megatron_rl.config.tree import Config, QueueConfig
 from megatron_rl.protocol.types import ScoredRollout
 from megatron_rl.rollout_queue.activity import Activity
+from megatron_rl.rollout_queue.answer_classes import find_without_asking
 from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker, FailureCount
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
@@ -38,7 +39,7 @@ from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook, has_gold
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.scoring import Scoring, find_without_asking
+from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import msgspec
 
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
-from megatron_rl.protocol.class_messages import NO_ANSWER
 from megatron_rl.protocol.types import (
     NOT_GRADED,
     ClassDone,
@@ -27,7 +26,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.protocol.wire import WireError
+from megatron_rl.rollout_queue.answer_classes import check_answer, class_request, set_classes
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
     CLASSES_UNGRADABLE,
@@ -38,9 +37,6 @@ from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.peers import Verifiers
 
 log = logging.getLogger(__name__)
-
-RIGHT = 0
-"""Class of the right answers; the classes of a request come after it."""
 
 
 @dataclasses.dataclass
@@ -193,7 +189,7 @@ class Scoring:
         """
         request = self._requests.get(done.request_id)
         if request is not None and request.verifier == name:
-            _check_answer(name, request.message, done)
+            check_answer(name, request.message, done)
         if not self._return(name, done.request_id, now):
             return None
         return self._requests.pop(done.request_id)
@@ -351,57 +347,3 @@ class Scoring:
             f"{len(self._requests)} scores awaited ({unasked} not yet asked for); verifiers: "
             f"{self._verifiers.describe(now)}"
         )
-
-
-def find_without_asking(group: Group) -> bool:
-    """Whether a scored group has the classes that it needs; sets them if all answers are right."""
-    if not group.is_complete and not _to_compare(group):
-        group.classes = dict.fromkeys(group.scored, RIGHT)
-    return group.is_complete
-
-
-def class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassRequest:
-    """The request for the classes of the answers of a scored group that are not right."""
-    prompt = group.prompt
-    rollouts = [group.scored[index].rollout for index in _to_compare(group)]
-    is_own = ":" in reward.all_tasks[prompt.task].compare
-    return ClassRequest(
-        request_id,
-        prompt.task,
-        texts=[rollout.text for rollout in rollouts],
-        prompt_tails=[rollout.prompt_tail for rollout in rollouts],
-        problem=prompt.question,
-        entry=prompt.entry if is_own else "",
-    )
-
-
-def _check_answer(
-    verifier: str, request: ScoreRequest | ClassRequest, done: ScoreDone | ClassDone
-) -> None:
-    """Raise WireError for an answer to another question."""
-    if isinstance(request, ScoreRequest):
-        if isinstance(done, ClassDone):
-            raise WireError(f"{verifier} answered a request for a score with classes")
-    elif isinstance(done, ScoreDone):
-        raise WireError(f"{verifier} answered a request for classes with a score")
-    elif len(done.classes) != len(request.texts):
-        raise WireError(
-            f"{verifier} sent {len(done.classes)} classes of the {len(request.texts)} answers of "
-            f"request {done.request_id}"
-        )
-    elif max(done.classes, default=0) >= len(request.texts):
-        text = f"{done.classes!r:.200}"
-        raise WireError(f"{verifier} sent classes {text} of request {done.request_id}")
-
-
-def set_classes(group: Group, found: list[int]) -> None:
-    """Set the classes of a group. found: those of its answers that are not right."""
-    classes = dict.fromkeys(group.scored, RIGHT)
-    for index, one in zip(_to_compare(group), found, strict=True):
-        classes[index] = NO_ANSWER if one == NO_ANSWER else RIGHT + 1 + one
-    group.classes = classes
-
-
-def _to_compare(group: Group) -> list[int]:
-    """Indices of the completions that are scored and not right."""
-    return [index for index in sorted(group.scored) if not group.scored[index].score.is_correct]
