@@ -17,6 +17,8 @@ _LARGEST = 1e30
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 """A number of things, or a place among them."""
+Change = Annotated[int, msgspec.Meta(ge=-INT32_MAX, le=INT32_MAX)]
+"""A difference of numbers of things."""
 Size = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 """A number of ranks, nodes or the like."""
 Version = Annotated[int, msgspec.Meta(ge=-1, le=INT32_MAX)]

@@ -7,7 +7,7 @@ import enum
 
 import msgspec
 
-from megatron_rl.protocol.limits import Count, Name, Size
+from megatron_rl.protocol.limits import Change, Count, Name, Size
 
 
 class PhaseKind(enum.StrEnum):
@@ -82,7 +82,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
     """Why the first node leaves the run."""
-    given_up: dict[str, int] = {}
+    given_up: dict[str, Change] = {}
     """As in NodeState, summed over all nodes; less than 0 where more have joined."""
     addresses: dict[Count, Name] = {}
     """Where each node is reached, of those that the first one has heard."""
