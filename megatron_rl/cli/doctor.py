@@ -42,6 +42,7 @@ from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
 from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.observe.listening import find_listeners
 from verification.code.setup import CodeLimits, resolve
 from verification.verdict import GradingError
@@ -172,7 +173,7 @@ def _version(package: str) -> str | None:
 def _check_machine() -> list[tuple[bool, str, str]]:
     compiler = find_compiler()
     setpriv = shutil.which("setpriv")
-    memory = psutil.virtual_memory().available
+    memory = min(psutil.virtual_memory().available, memory_limit_bytes())
     disk = shutil.disk_usage(Path.cwd()).free
     return [
         (compiler is not None, "C++ compiler", compiler or "missing: apt-get install g++"),

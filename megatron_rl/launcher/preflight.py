@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from generation.engine import ENGINES, load_engine
 from generation.sglang_arguments import check_extras
 from megatron_rl.algorithms.minibatch import find_advantage_functions
@@ -46,6 +44,7 @@ from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.thinking import describe_thinking
 from megatron_rl.observe.exporters.exporter import check_installed
+from megatron_rl.observe.host_memory import memory_limit_bytes
 from megatron_rl.protocol.render import (
     Conversation,
     count_parameters,
@@ -181,7 +180,7 @@ def notes_of_host(config: Config) -> list[str]:
         item_bytes=2 if config.model.dtype == "bfloat16" else 4,
         engines=config.generator.replicas,
         trains=bool(config.train.steps or config.sft.steps),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=memory_limit_bytes(),
     )
 
 

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -46,6 +47,7 @@ from megatron_rl.observe.deaths import (
     explain_death,
     how_it_ended,
 )
+from megatron_rl.observe.host_memory import Kills, count_kills, describe_kills
 from megatron_rl.protocol.disk_room import disk_fault
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
 from megatron_rl.protocol.node_messages import RoleRestart
@@ -143,6 +145,8 @@ class Supervisor:
     _not_ours: set[psutil.Process] = field(default_factory=set)
     _opened_s: float = 0.0
     """time.time() of its opening; failure notes from before belong to another run."""
+    _kills: Kills = field(default_factory=count_kills)
+    """For lack of memory, before the last death that was explained."""
 
     def __enter__(self) -> Self:
         set_subreaper(True)
@@ -290,7 +294,9 @@ class Supervisor:
         ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
         remark = "; ".join(filter(None, [role.why_killed, remark]))
         first = first_failure(self.log_dir / _FAILURES, self._opened_s)
-        return explain_death(ending, first, remark)
+        before, self._kills = self._kills, count_kills()
+        memory = partial(describe_kills, before, self._kills)
+        return explain_death(ending, first, remark, memory)
 
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
         """Kill orphans of dead roles, which hold ports and memory."""

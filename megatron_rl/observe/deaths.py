@@ -72,8 +72,15 @@ def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda
     return 0
 
 
-def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> RoleDied:
+def explain_death(
+    ending: Ending,
+    first: Failure | None,
+    remark: str = "",
+    memory: Callable[[int], str] = lambda exit_code: "",
+) -> RoleDied:
     """The error to raise for a role that died.
+
+    memory: says what lack of memory has to do with an exit code.
 
     first: the earliest failure noted by a process of the run. A process ended by a signal notes
     none, and then the failures of other processes count as consequences.
@@ -93,7 +100,7 @@ def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> Ro
         first = None
     elif first is not None:
         code = first.exit_code
-    how = "; ".join(filter(None, [how_it_ended(code) + place, remark]))
+    how = "; ".join(filter(None, [how_it_ended(code) + place, memory(code), remark]))
     if first is None:
         shown, source = tail(output), f"The end of {ending.log_path}"
     else:

@@ -25,6 +25,7 @@ RETRY_S = 0.2
 _WARN_S = 60.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 LOST_FOLDER = (errno.EROFS, *_GONE)
 """Errors of a folder that is read-only or gone."""
 _NUMBER = re.compile(r"os error (\d+)")
@@ -165,6 +166,10 @@ def await_room(folder: Path, limit_s: float) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
         try:
             os.posix_fallocate(descriptor, 0, _RESERVED_BYTES)
+        except OSError as error:
+            # Not every file system can reserve room.
+            if error.errno not in _UNSUPPORTED:
+                raise
         finally:
             os.close(descriptor)
             path.unlink(missing_ok=True)

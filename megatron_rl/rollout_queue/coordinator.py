@@ -347,7 +347,7 @@ class Coordinator:
         """
         self._recorder.writer.check()
         if self._recorder.writer.is_full:
-            self.deadline.note_progress(now)  # a slow or full disk has a limit of its own
+            self.deadline.note_progress(now)  # a slow disk has its own limit
         if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
             self._judged_at = now
             self._leases.expire(now)

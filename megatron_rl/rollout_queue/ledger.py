@@ -7,7 +7,7 @@ again: by generators (completions that were not confirmed), by the trainer (requ
 heartbeat that does not name a lease or request.
 
 A segment begins with the whole state. When its log has grown so that a replay would take long, the
-next one begins, and replaces it. While the disk has no room for a state, the old segment goes on.
+next one begins, and replaces it. While the disk has no room for a state, the old segment continues.
 """
 
 import hashlib
