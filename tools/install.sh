@@ -143,7 +143,7 @@ fingerprint() {
         echo "$MODE $ROOT"
         "$1" -c 'import sys; print(sys.version, sys.base_prefix)'
         cd "$ROOT"
-        cat "requirements/$MODE"*.txt requirements/dev.txt setup.py \
+        cat "requirements/$MODE"*.txt requirements/{dev,hashes}.txt setup.py \
             tools/install.sh tools/install_steps.sh tools/install_wheels.sh tools/versions.py
     } | sha256sum | cut -d' ' -f1
 }
@@ -202,7 +202,10 @@ install_sglang_only() {
     local pins=$ROOT/requirements/cpu-sglang-only.txt folder=$VENV/sglang-only
     ! cmp -s "$pins" "$folder/pins.txt" || return 0
     rm -rf "$folder" "$folder.new"
-    limited "${PIP_INSTALL[@]}" --no-deps --target "$folder.new" -r "$pins" || return
+    cp "$pins" "$VENV/.sglang-only.txt" && add_hashes "$VENV/.sglang-only.txt" || return
+    limited "${PIP_INSTALL[@]}" --no-deps --target "$folder.new" -r "$VENV/.sglang-only.txt" ||
+        return
+    rm "$VENV/.sglang-only.txt"
     cp "$pins" "$folder.new/pins.txt" && mv "$folder.new" "$folder"
 }
 
@@ -238,6 +241,7 @@ install_gpu() {
 install_pins() {
     mkdir -p "$VENV/.tmp"
     export TMPDIR=$VENV/.tmp
+    add_hashes "$1" || return
     install_by_uv "$1" || limited "${PIP_INSTALL[@]}" --no-deps -r "$1" || return
     rm -r "$1" "$VENV/.tmp"
 }

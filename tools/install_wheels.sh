@@ -25,6 +25,16 @@ use_wheels() {
     say "packages come from $folder alone"
 }
 
+# add_hashes FILE: adds the recorded hashes to pins, so that pip and uv refuse other files. A folder of
+# wheels has files that tools/fetch_wheels.sh compiled, whose hashes are not recorded.
+add_hashes() {
+    awk -v has_compiled="${MEGATRON_RL_WHEELS:+yes}" '
+        FILENAME == ARGV[1] { hashes[$1] = $0; next }
+        ($1 in hashes) && !(has_compiled && hashes[$1] ~ /# compiled$/) { print hashes[$1]; next }
+        { print }
+    ' "$ROOT/requirements/hashes.txt" "$1" >"$1.new" && mv "$1.new" "$1"
+}
+
 # missing_wheels PYTHON FOLDER: prints the pins without a file in FOLDER; stdin: names of pin files.
 missing_wheels() {
     "$1" -I -c 'import pathlib, re, sys

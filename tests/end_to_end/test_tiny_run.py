@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from generation.sglang_command import KEY_FILE
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 
@@ -238,13 +239,31 @@ def assert_closed_doors(run_dir: Path, run: subprocess.Popen) -> None:
     assert needs["SGLang's HTTP"] == "API key" and needs["queue for verifiers"] == "label"
     assert needs["weights for generators"] == "label" and "torchrun's store" in needs
     assert "unknown" not in needs
+    assert_secrets_stay(run_dir, tree)
+
+
+def assert_secrets_stay(run_dir: Path, tree: list[psutil.Process]) -> None:
+    """Label and engine's key are in private files, and in no command line, variable or log."""
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-    assert stat.S_IMODE((run_dir / "config.toml").stat().st_mode) == 0o600
     label = load_config(run_dir / "config.toml").ports.label
-    assert len(label) == 32
-    assert not any(label in word for process in tree for word in process.cmdline())
-    logs = [path for path in (run_dir / "logs").rglob("*") if path.is_file()]
-    assert len(logs) > 5 and not any(label.encode() in path.read_bytes() for path in logs)
+    words = [word for process in tree for word in process.cmdline()]
+    [key_file] = {Path(word) for word in words if word.endswith(KEY_FILE)}
+    assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
+    key = key_file.read_text().removeprefix("api-key: ").strip()
+    assert (len(label), len(key)) == (32, 64)
+    told = [*words, *(value for process in tree for value in process.environ().values())]
+    assert not any(secret in word for secret in (label, key) for word in told)
+    holders = {key_file} | {
+        path
+        for path in run_dir.rglob("*")
+        if path.is_file() and any(one.encode() in path.read_bytes() for one in (label, key))
+    }
+    # The queue's state has the configuration of each stage.
+    ledger = {*(run_dir / "ledger").iterdir()}
+    assert holders - ledger == {key_file, run_dir / "config.toml"}
+    private = holders | ledger
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    assert len([*(run_dir / "logs").iterdir()]) > 5
 
 
 def wait_for_a_step(run_dir: Path, run: subprocess.Popen) -> None:

@@ -153,15 +153,16 @@ def test_a_scheduler_that_hangs_up_fails_all_requests() -> None:
 
 def test_an_answer_is_read_or_refused() -> None:
     spans = [("4", 0, 1), ("5", 1, 2)]
-    good = Ended("n", [7, 1], [-0.5, -1.0], spans, "length", "", 3, b"\1", 20.5)
+    good = Ended("n", [7, 1], [-0.5, -1.0], spans, "length", "", 3, b"\1" * 8, 20.5)
     completion = read_ended(good, 6)
     assert (completion.index, completion.token_ids, completion.logprobs) == (6, [7, 1], [-0.5, -1])
     assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
-    assert completion.finish_reason == "length" and completion.expert_choices == b"\1"
+    assert completion.finish_reason == "length" and completion.expert_choices == b"\1" * 8
     assert completion.first_token_at == 20.5
     for words, bad in {
         "abort: too long": Ended("n", [], [], [], "abort", "too long", 0),
         "1 logprobs for 2": Ended("n", [7, 1], [-0.5], [("4", 0, 2)], "stop", "", 0),
+        "3 bytes of expert choices": Ended("n", [7], [-0.5], [], "stop", "", 0, b"123"),
         "do not cover 2": Ended("n", [7, 1], [-0.5, -1.0], [("4", 0, 1)], "stop", "", 0),
     }.items():
         with pytest.raises(EngineError, match=words):

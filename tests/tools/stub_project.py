@@ -125,6 +125,7 @@ class Project:
         self.write("requirements/cpu-sglang-only.txt", "stub_vision==1.0\n")
         self.write("requirements/dev.txt", "stub_dev==1.0\n")
         self.write("requirements/gpu.txt", GPU_PINS)
+        self.write("requirements/hashes.txt", "# none\n")
 
     def offer_gpu_packages(self) -> None:
         """Put what mode gpu installs among the wheels, and a pytest that tells how it was run."""

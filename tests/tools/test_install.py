@@ -1,5 +1,6 @@
 """tools/install.sh on a small project with components of its own: fresh, repeated, interrupted."""
 
+import hashlib
 import os
 import pty
 import re
@@ -91,6 +92,32 @@ def test_a_terminal_shows_the_step_that_goes_on_and_keeps_a_line_of_each(
     running = re.findall(rb"\r\x1b\[K(\[install\] step [^\r]+)\r\x1b\[K", shown)
     assert running and all(len(line) < 60 for line in running)
     assert len(re.findall(rb"\x1b\[K\[install\] step \d of 3: [^\r]+: \d+ s\r\n", shown)) == 3
+
+
+def hashes_of(project: Project, end: str = "") -> str:
+    lines = []
+    for name in ("stub_other", "stub_dev"):
+        [wheel] = project.wheels.glob(f"{name}-1.0-*.whl")
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lines.append(f"{name}==1.0 --hash=sha256:{digest}{end}\n")
+    return "".join(lines)
+
+
+def test_a_package_that_is_not_the_recorded_one_is_refused(project: Project) -> None:
+    project.write("requirements/hashes.txt", hashes_of(project))
+    assert project.install().returncode == 0 and "stub_dev" in project.modules()
+    recorded = hashes_of(project, end=" # compiled")
+    write_wheel(project.wheels, "stub_dev", "1.0", {"stub_new.py": "changed"})
+    project.write("requirements/dev.txt", "# changed\nstub_dev==1.0\n")
+    (project.root / ".venv" / ".installed").unlink()
+    shutil.rmtree(next((project.root / ".venv").rglob("stub_dev-1.0.dist-info")))
+    done = project.install()
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stdout + done.stderr
+    assert "stub_new" not in project.modules()
+    # What a folder of wheels compiled itself has another hash.
+    project.write("requirements/hashes.txt", recorded)
+    done = project.install(MEGATRON_RL_WHEELS=str(project.wheels))
+    assert done.returncode == 0 and "stub_new" in project.modules(), done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive

@@ -218,6 +218,7 @@ def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) 
         async def serve_and_talk() -> None:
             with AsyncDealer(f"127.0.0.1:{port}", "a") as dealer:
                 engine = PipedEngine(Generator("a"), [], {}, tmp_path / "notes")
+                engine.world_size = 1
                 client = WeightClient(dealer, engine, lambda: told.append(1))  # type: ignore[arg-type]
                 serving = asyncio.create_task(client.run())
                 await asyncio.to_thread(talk)
