@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
     "algorithm.norm_adv_by_std_in_grpo": lambda value, values: ours.estimator(
         values["algorithm.adv_estimator"], values
     ),
-    "algorithm.use_kl_in_reward": ours.kl,
+    "algorithm.use_kl_in_reward": ours.reward_kl,
     "algorithm.kl_ctrl.kl_coef": ours.used_kl("algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.type": only("fixed", "the coefficient is fixed here"),
     "algorithm.kl_ctrl.*": "the coefficient is fixed here",

@@ -85,11 +85,17 @@ def kl(_: Any, values: Values) -> dict[str, Any]:
     return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
 
 
+def reward_kl(value: Any, values: Values) -> dict[str, Any]:
+    if values["algorithm.use_kl_in_reward"] and values[f"{ACTOR}.use_kl_loss"]:
+        raise NoCounterpart("the loss has a KL too: algorithm.kl has one placement")
+    return kl(value, values)
+
+
 def used_kl(key: str) -> Rule:
     def rule(value: Any, values: Values) -> dict[str, Any]:
         if not values[key]:
             raise NoCounterpart(f"no effect without {key}")
-        return kl(value, values)
+        return (kl if key.startswith(ACTOR) else reward_kl)(value, values)
 
     return rule
 

@@ -144,6 +144,14 @@ def test_engines_that_generate_while_verl_trains(tmp_path: Path) -> None:
     assert "policy versions" in found.no_counterpart["async_training.staleness_threshold"]
 
 
+def test_a_kl_in_reward_and_loss_is_named(tmp_path: Path) -> None:
+    text = "algorithm: {adv_estimator: grpo, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.05}}\n"
+    text += "actor_rollout_ref: {rollout: {n: 2}, actor: {use_kl_loss: true, kl_loss_coef: 0.01}}\n"
+    found, ours = imported(written(tmp_path, "a.yaml", text))
+    assert (ours.algorithm.kl.placement, ours.algorithm.kl.coefficient) == ("loss", 0.01)
+    assert {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"} <= set(found.no_counterpart)
+
+
 def test_correction_of_verl_needs_the_trainers_logprobs(tmp_path: Path) -> None:
     text = "algorithm:\n  adv_estimator: grpo\n"
     text += "  rollout_correction: {rollout_is: LEVEL, rollout_is_threshold: 3.0}\n"
