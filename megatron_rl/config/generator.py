@@ -12,20 +12,20 @@ MOST_PASSED_BY = 8
 """Maximum number of weight syncs that skip a generator which failed several in a row."""
 
 
-def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
+def refuse_overlap(weights: "WeightsConfig", generator: "GeneratorConfig", *, gpus: bool) -> None:
     """Raise InputError if `expert.weights.overlap` may be unsafe.
 
-    has_gpus: whether the trainer computes on GPUs. method: `weights.method`.
+    gpus: whether the trainer computes on GPUs.
     """
-    if has_gpus and method == "reshard":
+    if gpus and weights.method == "reshard":
         raise InputError(
             "expert.weights.overlap=true with weights.method=reshard needs a trainer without GPUs: "
             "on one, the exchange's kernels and those of the trainer's own groups could wait for "
             "each other for ever; give weights.method=host, or leave overlap at false"
         )
-    if quantization:
+    if given := generator.quantization:
         raise InputError(
-            f"expert.weights.overlap=true with generator.quantization={quantization}: a quantised "
+            f"expert.weights.overlap=true with generator.quantization={given}: a quantised "
             "engine takes full tensors, which all ranks gather; leave one of them out"
         )
 

@@ -142,9 +142,9 @@ def find_compiler() -> str | None:
 
 def check_overlap(config: Config, gpus: Sequence[str]) -> None:
     """`expert.weights.overlap` fits the trainer's device; gpus: of this host."""
-    weights, quantization = config.weights, config.generator.quantization
-    if config.train.steps and weights.overlap:
-        refuse_overlap(uses_gpus(device_of_host(gpus)), weights.method, quantization)
+    if config.train.steps and config.weights.overlap:
+        has_gpus = uses_gpus(device_of_host(gpus))
+        refuse_overlap(config.weights, config.generator, gpus=has_gpus)
 
 
 def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:

@@ -142,9 +142,7 @@ def main(cfg: Config, scorer_address: str) -> None:
         scorer = stack.enter_context(open_scorer(cfg, leader, scorer_address))
         if cfg.weights.overlap:
             # The launcher checks this too; ranks may be started without it.
-            refuse_overlap(
-                policy.device.type != "cpu", cfg.weights.method, cfg.generator.quantization
-            )
+            refuse_overlap(cfg.weights, cfg.generator, gpus=policy.device.type != "cpu")
         trainer = Trainer(
             policy,
             objective,

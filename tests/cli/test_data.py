@@ -107,7 +107,10 @@ def test_bad_options_end_with_one_line_and_exit_code_2(
         ([], "has no prompts"),
         ([{"question": "q?", "answer": "7", "id": "a"}] * 2, "in.jsonl:2: id 'a' is that of"),
         ([{"question": "q?"}], "in.jsonl:1"),
-        ([{"messages": [{"role": "system", "content": "x"}], "answer": "7"}], "of the role 'system'"),
+        (
+            [{"messages": [{"role": "system", "content": "x"}], "answer": "7"}],
+            "of the role 'system'",
+        ),
     ],
 )
 def test_bad_files_end_with_one_line_and_exit_code_2(

@@ -65,6 +65,7 @@ def test_steps_that_a_restarted_trainer_repeats_are_progress_and_repeated_reques
     tmp_path: Path,
 ) -> None:
     with open_coordinator(tmp_path, **LIMITS) as coordinator:
+        coordinator._leases.limits.note_version(1)
         coordinator.handle("batches", "trainer-0", WeightsSynced(0), 0.0)
         coordinator.handle("batches", "trainer-0", WeightsSynced(1), 0.0)
         for number in range(1, 4):

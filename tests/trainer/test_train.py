@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
-from megatron_rl.config.generator import WeightsConfig, refuse_overlap
+from megatron_rl.config.generator import GeneratorConfig, WeightsConfig, refuse_overlap
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, first_failure
 from megatron_rl.protocol.process import run_rank
@@ -172,16 +172,18 @@ def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -
 
 def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:
     for method in ("reshard", "host", "ipc"):
-        refuse_overlap(has_gpus=False, method=method, quantization="")
+        refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=False)
         with pytest.raises(InputError, match="with generator.quantization=fp8"):
-            refuse_overlap(has_gpus=False, method=method, quantization="fp8")
+            refuse_overlap(
+                WeightsConfig(method=method), GeneratorConfig(quantization="fp8"), gpus=False
+            )
     with pytest.raises(
         InputError, match="=reshard needs .* without GPUs.*give weights.method=host"
     ):
-        refuse_overlap(has_gpus=True, method="reshard", quantization="")
+        refuse_overlap(WeightsConfig(method="reshard"), GeneratorConfig(quantization=""), gpus=True)
     # None of their kernels waits for another process.
     for method in ("host", "ipc"):
-        refuse_overlap(has_gpus=True, method=method, quantization="")
+        refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=True)
     for method in ("host", "ipc", "broadcast", "disk"):
         with pytest.raises(ValueError, match=f"relay=true with weights.method={method}"):
             WeightsConfig(method=method, relay=True)
