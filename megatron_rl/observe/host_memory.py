@@ -54,11 +54,10 @@ def describe_kills(before: Kills, now: Kills, exit_code: int) -> str:
             f"the kernel killed {count} processes of this job for lack of memory, of which it has "
             f"{limit:.3g} GB: {fix}"
         )
-    if exit_code != -_SIGKILL:
+    count = now.on_host - before.on_host
+    if exit_code != -_SIGKILL or count <= 0:
         return ""
-    if (count := now.on_host - before.on_host) > 0:
-        return f"the kernel killed {count} processes of this host for lack of memory: {fix}"
-    return "not for lack of memory, as far as the kernel tells"
+    return f"the kernel killed {count} processes of this host for lack of memory: {fix}"
 
 
 def _cgroups(root: Path) -> Iterator[Path]:

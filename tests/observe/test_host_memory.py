@@ -62,7 +62,7 @@ def test_cgroups_of_version_1_are_read(tmp_path: Path) -> None:
         (Kills(1, 9), 1, ""),
         (Kills(1, 9), -11, ""),
         (Kills(1, 9), -9, "killed 4 processes of this host for lack of memory"),
-        (Kills(1, 5), -9, "not for lack of memory"),
+        (Kills(1, 5), -9, ""),
     ],
 )
 def test_a_death_is_explained_by_what_the_kernel_counts(
