@@ -29,8 +29,6 @@ class RolloutLimits:
     """The largest token id of the model."""
     tokens: int = INT32_MAX
     """Maximum length of prompt and completion together."""
-    has_choices: bool = True
-    """Whether rollouts may bring expert choices."""
     newest_version: int = INT32_MAX
     """The newest policy version that a generator can hold."""
 
@@ -52,7 +50,6 @@ def limits_of(config: Config) -> RolloutLimits:
     return RolloutLimits(
         last_id=values.get("vocab_size", INT32_MAX + 1) - 1,
         tokens=config.generator.context_tokens,
-        has_choices=config.train.router_replay,
         newest_version=0,
     )
 
@@ -79,7 +76,7 @@ def find_fault(rollout: Rollout, limits: RolloutLimits, *, most_tokens: int | No
         or find_bad_ids("token ids", rollout.token_ids, most=limits.last_id)
         or _find_bad_logprob(rollout.logprobs)
         or _find_bad_gold(rollout, limits)
-        or _find_bad_choices(rollout, limits)
+        or _find_bad_choices(rollout)
     )
 
 
@@ -115,12 +112,10 @@ def _find_bad_gold(rollout: Rollout, limits: RolloutLimits) -> str:
     return find_bad_ids("reference ids", gold.token_ids, most=limits.last_id)
 
 
-def _find_bad_choices(rollout: Rollout, limits: RolloutLimits) -> str:
+def _find_bad_choices(rollout: Rollout) -> str:
     choices, inputs = rollout.expert_choices, len(rollout.prompt_ids) + len(rollout.token_ids) - 1
     if choices.dtype not in _CHOICE_DTYPES:
         return f"expert choices are {choices.dtype}, expected whole numbers"
-    if len(choices) and not limits.has_choices:
-        return f"{len(choices)} expert choices without train.router_replay"
     if len(choices) % inputs:
         return f"{len(choices)} expert choices of {inputs} tokens"
     return ""

@@ -15,7 +15,7 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.faults import RolloutLimits, find_fault, limits_of
 from tests.rollout_queue.makers import make_rollout
 
-LIMITS = RolloutLimits(last_id=999, tokens=64, has_choices=False, newest_version=4)
+LIMITS = RolloutLimits(last_id=999, tokens=64, newest_version=4)
 IDS = np.array([7, 8], np.int32)
 
 
@@ -28,7 +28,7 @@ def test_limits_are_those_of_the_model_and_the_run(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"dir": tmp_path}, **values})
     assert limits_of(config).last_id == 2**31 - 1
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512}))
-    assert limits_of(config) == RolloutLimits(511, 2000, False, 0)
+    assert limits_of(config) == RolloutLimits(511, 2000, 0)
 
 
 def test_a_version_is_new_until_the_trainer_can_have_made_it() -> None:
@@ -77,7 +77,6 @@ def test_rollout_that_contradicts_itself_is_found() -> None:
             "version s",
         ),
         ({"spans": [VersionSpan(0, 0, 4), VersionSpan(1, 4, 4)]}, "version spans"),
-        ({"expert_choices": np.zeros(10, np.uint8)}, "10 expert choices without train.router_rep"),
         ({"expert_choices": np.zeros(10, np.float32)}, "expert choices are float32"),
         ({"token_ids": np.ones(4, np.float32)}, "token ids are float32, expected int32"),
         ({"prompt_ids": np.ones(4, np.uint8)}, "prompt ids are uint8, expected int32"),
