@@ -107,7 +107,8 @@ def _conflicts(
 
 
 def _describe(found: dict[_Conflict, list[Prompt]], count: int) -> str:
-    own = len({prompt.id for prompts in found.values() for prompt in prompts})
+    # Evaluation sets may repeat ids.
+    own = len({id(prompt) for prompts in found.values() for prompt in prompts})
     of_all = f"all {own:,} prompts" if own == count else f"{own:,} of {count:,} prompts"
     told = "; ".join(_tell(conflict, prompts) for conflict, prompts in found.items())
     return (

@@ -119,7 +119,10 @@ def read_template(config: RenderConfig, model: Path) -> str:
     named = read_json(model / "tokenizer_config.json").get("chat_template", "")
     older = read_json(model / "chat_template.json").get("chat_template", "")
     file = model / "chat_template.jinja"
-    own = file.read_text(encoding="utf-8") if file.exists() else ""
+    try:
+        own = file.read_text(encoding="utf-8") if file.exists() else ""
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read {file}: {error}; copy the model's folder again") from error
     texts = [own, *(one if isinstance(one, str) else json.dumps(one) for one in (named, older))]
     return "\n".join(filter(None, texts))
 

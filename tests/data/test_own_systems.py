@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.own_systems import describe_own_systems
 from megatron_rl.protocol.types import ChatMessage, Prompt
@@ -111,3 +112,10 @@ def test_prompts_without_a_system_message_and_unknown_tasks_are_passed_over(tmp_
     assert said.startswith("warning: 1 of 3 prompts") and said.count(" asks for ") == 1
     assert "1 asks for no form of the answer, but box or think_box demands" in said
     assert "first f.jsonl:3" in said
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    prompt = Prompt("a", "math", [ChatMessage("system", "s"), ChatMessage("user", "q")], "3")
+    with pytest.raises(InputError, match="cannot read .*chat_template.jinja: .*copy the model"):
+        describe_own_systems([prompt], Config.model_validate({"model": {"path": tmp_path}}))

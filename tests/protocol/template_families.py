@@ -1,4 +1,8 @@
-"""Tiny tokenizers with chat templates that behave as those of families in use, in our words."""
+"""Tiny tokenizers with chat templates that behave as those of families in use, in our words.
+
+Without tools, those of Qwen3, Llama 3.2 and R1's distilled models write what the published ones
+write, but for names in a default system message.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +20,14 @@ _SMOLLM2 = (
     "{% if messages[0].role != 'system' %}"
     "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}" + CHATML
 )
-_QWEN25 = """\
+_TOOL_RESPONSES = """\
+{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+"""
+"""How both Qwens write messages of tools: as turns of the user. Other roles are left out."""
+_QWEN25 = (
+    """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
 {{- messages[0].content if messages[0].role == 'system' else 'You are Qwen.' }}
@@ -26,28 +37,46 @@ _QWEN25 = """\
 {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}
 {%- endif %}
 {%- for m in messages %}
-{%- if not (tools and loop.first and m.role == 'system') %}
+{%- if m.role == 'tool' %}
+"""
+    + _TOOL_RESPONSES
+    + """\
+{%- elif m.role in ('user', 'assistant', 'system') and
+not (tools and loop.first and m.role == 'system') %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-_QWEN3 = """\
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+)
+_QWEN3 = (
+    """\
+{%- set ns = namespace(last=messages | length - 1) %}
+{%- for m in messages %}
+{%- set is_tools = m.content.startswith('<tool_response>') and
+m.content.endswith('</tool_response>') %}
+{%- if m.role == 'user' and not is_tools %}
+{%- set ns.last = loop.index0 %}
+{%- endif %}
 {%- endfor %}
 {%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' %}
+{%- if m.role == 'tool' %}
+"""
+    + _TOOL_RESPONSES
+    + """\
+{%- elif m.role in ('user', 'system') %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
 {%- set thought = '' %}{%- set content = m.content %}
 {%- if '</think>' in content %}
-{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].strip('\\n') %}
 {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
 {%- endif %}
-{%- if loop.index0 > ns.last %}
-{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + content }}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
 {%- else %}{{- content }}{%- endif %}
-{%- else %}{{- m.content }}{%- endif %}
 {{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -55,43 +84,69 @@ _QWEN3 = """\
 {{- '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}
 {%- endif %}"""
+)
 _MISTRAL = """\
 {{- bos_token }}
 {%- if messages[0].role == 'system' %}
-{{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}
-{%- set turns = messages[1:] %}
-{%- else %}{%- set turns = messages %}{%- endif %}
-{%- for m in turns %}
+{%- set system = messages[0].content %}{%- set turns = messages[1:] %}
+{%- else %}
+{%- set system = 'Think first.[THINK]Draft here.[/THINK]Then answer.' %}{%- set turns = messages %}
+{%- endif %}
+{{- '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
+{%- for m in turns if m.role != 'tool' %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('user and assistant must take turns') }}
 {%- endif %}
+{%- endfor %}
+{%- for m in turns %}
 {%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
-{%- else %}{{- m.content + eos_token }}{%- endif %}
+{%- elif m.role == 'assistant' %}{{- m.content + eos_token }}
+{%- elif m.role == 'tool' and m.tool_call_id is defined %}
+{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- raise_exception('only user, assistant and tools with ids') }}
+{%- endif %}
 {%- endfor %}"""
 _LLAMA3 = """\
 {{- bos_token }}
-{%- if date_string is not defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if date_string is not defined %}
+{%- set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}
+{%- endif %}
 {%- if messages[0].role == 'system' %}
-{%- set system = messages[0].content | trim %}{%- set turns = messages[1:] %}
-{%- else %}{%- set system = '' %}{%- set turns = messages %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + date_string + '\\n\\n' }}
-{{- system + '<|eot_id|>' }}
-{%- for m in turns %}
+{%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n' }}
+{{- 'Today Date: ' + date_string + '\\n\\n' + system + '<|eot_id|>' }}
+{%- for m in messages %}
+{%- if m.role in ('tool', 'ipython') %}
+{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- m.content | tojson }}
+{{- '<|eot_id|>' }}
+{%- else %}
 {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 _R1 = """\
-{{- bos_token }}
+{%- set ns = namespace(system='', after_tool=false, any_tool=false) %}
+{%- for m in messages if m.role == 'system' %}{%- set ns.system = m.content %}{%- endfor %}
+{{- bos_token + ns.system }}
 {%- for m in messages %}
-{%- if m.role == 'system' %}{{- m.content }}
-{%- elif m.role == 'user' %}{{- '<｜User｜>' + m.content }}
-{%- else %}
+{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}{%- set ns.after_tool = false %}
+{%- elif m.role == 'assistant' and ns.after_tool %}
+{{- '<｜tool▁outputs▁end｜>' + m.content + '<｜end▁of▁sentence｜>' }}
+{%- set ns.after_tool = false %}
+{%- elif m.role == 'assistant' %}
 {{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}
+{{- '\\n' if ns.any_tool else '<｜tool▁outputs▁begin｜>' }}
+{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- set ns.after_tool = true %}{%- set ns.any_tool = true %}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
+{%- if ns.after_tool %}{{- '<｜tool▁outputs▁end｜>' }}
+{%- elif add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
 
 
 class Family(NamedTuple):

@@ -33,7 +33,7 @@ THOUGHT = "<think>\n1 + 11\n</think>\n\nIt is 12"
         ("qwen3", {}, THOUGHT),
         ("qwen3", {"enable_thinking": False}, "It is 12"),
         ("mistral", {}, "[THINK]1 + 11[/THINK]It is 12"),
-        ("llama3", {}, "It is 12"),
+        ("llama3", {"date_string": "1 May 2026"}, "It is 12"),
     ],
 )
 def test_sft_teaches_the_ids_of_the_whole_conversation_up_to_its_end(

@@ -36,9 +36,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
      f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"),
     ("qwen3", {"enable_thinking": False},
      f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
-    ("mistral", {}, f"<s>[INST]{ASK}[/INST]"),
+    ("mistral", {}, "<s>[SYSTEM_PROMPT]Think first.[THINK]Draft here.[/THINK]Then answer."
+     f"[/SYSTEM_PROMPT][INST]{ASK}[/INST]"),
     ("llama3", {"date_string": "1 May 2026"},
-     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 1 May 2026\n\n"
+     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+     "Cutting Knowledge Date: December 2023\nToday Date: 1 May 2026\n\n"
      f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{ASK}<|eot_id|>"
      "<|start_header_id|>assistant<|end_header_id|>\n\n"),
     ("r1", {}, f"<｜begin▁of▁sentence｜><｜User｜>{ASK}<｜Assistant｜><think>\n"),
@@ -112,7 +114,8 @@ class OneToken:
         ("qwen3", {"enable_thinkin": False}, "reads no variable 'enable_thinkin', so it changes "
          "nothing; it reads enable_thinking."),
         ("llama3", {"date_string": "x", "enable_thinking": True},
-         "reads no variable 'enable_thinking', so it changes nothing; it reads date_string."),
+         "reads no variable 'enable_thinking', so it changes nothing; it reads custom_tools, "
+         "date_string."),
         ("smollm2", {"thinking": True, "effort": "low"},
          "'effort', 'thinking', so it changes nothing; it reads none but messages and tools."),
     ],
@@ -186,6 +189,62 @@ def test_what_a_template_leaves_out_of_the_runs_prompts_is_said_with_their_numbe
     notes = left_out(make(folders / name), [*prompts, conversation("thoughts", *tags)])
     expected = f"note: the chat template leaves out or changes: {losses}"
     assert notes == ([expected] if losses else [])
+
+
+ANSWER, LOOKED_UP = ("assistant", "It is 12."), ("tool", '12 "a"')
+Q = ("user", "1?")
+QWEN = {"user": "<|im_start|>user\n1?<|im_end|>\n", "open": "<|im_start|>assistant\n"}
+TOOL = '<|im_start|>user\n<tool_response>\n12 "a"\n</tool_response><|im_end|>\n'
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "text"),
+    [
+        # Answers since the question keep their thoughts, and only the last gets empty ones.
+        ("qwen3", [Q, ANSWER, LOOKED_UP],
+         f"{QWEN['user']}{QWEN['open']}It is 12.<|im_end|>\n{TOOL}{QWEN['open']}"),
+        ("qwen3", [Q, ("assistant", "<think>\n6+6\n</think>\n\nIt is 12."), LOOKED_UP],
+         f"{QWEN['user']}{QWEN['open']}<think>\n6+6\n</think>\n\nIt is 12.<|im_end|>\n{TOOL}"
+         f"{QWEN['open']}"),
+        ("qwen3", [Q, ("assistant", "<think>\n6+6\n</think>\n\nIt is 12."), Q],
+         f"{QWEN['user']}{QWEN['open']}It is 12.<|im_end|>\n{QWEN['user']}{QWEN['open']}"),
+        ("qwen2.5", [("system", "s"), Q, ANSWER, LOOKED_UP],
+         f"<|im_start|>system\ns<|im_end|>\n{QWEN['user']}{QWEN['open']}It is 12.<|im_end|>\n"
+         f"{TOOL}{QWEN['open']}"),
+        ("llama3", [("system", " s "), Q, ANSWER, LOOKED_UP],
+         "<|begin_of_text|>"
+         + LLAMA.format("system", "Cutting Knowledge Date: December 2023\nToday Date: d\n\ns")
+         + f"<|eot_id|>{LLAMA.format('user', '1?')}<|eot_id|>"
+         + f"{LLAMA.format('assistant', 'It is 12.')}<|eot_id|>"
+         + LLAMA.format("ipython", '"12 \\"a\\""<|eot_id|>') + LLAMA.format("assistant", "")),
+        # R1's template opens no answer behind the output of a tool.
+        ("r1", [Q, ANSWER, LOOKED_UP],
+         "<｜begin▁of▁sentence｜><｜User｜>1?<｜Assistant｜>It is 12.<｜end▁of▁sentence｜>"
+         '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>12 "a"<｜tool▁output▁end｜>'
+         "<｜tool▁outputs▁end｜>"),
+        ("r1", [("system", "s"), Q, ("assistant", "6+6\n</think>\nIt is 12."), Q],
+         "<｜begin▁of▁sentence｜>s<｜User｜>1?<｜Assistant｜>\nIt is 12.<｜end▁of▁sentence｜>"
+         "<｜User｜>1?<｜Assistant｜><think>\n"),
+    ],
+)  # fmt: skip
+def test_longer_conversations_have_the_text_of_the_published_templates(
+    folders: Path, name: str, turns: list[tuple[str, str]], text: str
+) -> None:
+    given = {"date_string": "d"} if name == "llama3" else {}
+    renderer = make(folders / name, chat_template_kwargs=given)
+    ids = renderer.render([ChatMessage(*turn) for turn in turns], 8, task="sums")
+    # A stop token at the end is part of the prompt, and `decode` would leave it out.
+    assert renderer.tokenizer.decode(ids, skip_special_tokens=False) == text
+    plain = [{"role": role, "content": content} for role, content in turns]
+    assert ids == own_ids(folders / name, plain, True, **given)
+
+
+def test_mistral_refuses_messages_of_tools_without_ids(folders: Path) -> None:
+    with pytest.raises(RenderError, match="only user, assistant and tools with ids"):
+        make(folders / "mistral").render(
+            [ChatMessage(*turn) for turn in (Q, ANSWER, LOOKED_UP)], 8, task="sums"
+        )
 
 
 def test_losses_of_every_role_are_said(folders: Path) -> None:
