@@ -10,8 +10,11 @@ Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per c
 missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
+import itertools
 import re
 
+from verification.math.choices import is_lettered
+from verification.math.constants import is_renamed
 from verification.math.domains import without_shared_domain
 from verification.math.forms import is_in_named_base
 from verification.math.magnitude import is_explosive
@@ -22,7 +25,6 @@ from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.typed import (
     as_functions,
     as_reference_writes,
-    is_renamed,
     typed,
     with_rows,
 )
@@ -58,6 +60,8 @@ def compare_quickly(
         return CORRECT
     if (problem or "constant" in answer) and is_renamed(answer, reference, problem):
         return CORRECT
+    if problem and len(first) == 1 and first.upper() == second and is_lettered(problem):
+        return CORRECT
     # Both sides are checked, so that a swapped pair is refused too.
     reason = refusal(first) or refusal(second)
     if reason:
@@ -85,6 +89,19 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     undecided pair is wrong for the reason "undecided".
     """
     first, second = spelled(answer, reference)
+    verdict = _compute(first, second, accept_missing_unit=accept_missing_unit)
+    if verdict.is_correct:
+        return verdict
+    # Forms that only a grading process can compare: 1/\\sqrt2 or \\sqrt2/2.
+    for text, other in ((answer, second), (reference, first)):
+        forms = [normalise(form) for form in forms_of(typed(text))]
+        pairs = [*itertools.pairwise(forms), (forms[0], other)] if forms else []
+        if pairs and all(_compute(*pair, accept_missing_unit=False).is_correct for pair in pairs):
+            return CORRECT
+    return verdict
+
+
+def _compute(first: str, second: str, *, accept_missing_unit: bool) -> Verdict:
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
     from verification.math.calculus import has_operation, same_calculus
     from verification.math.readings import without_names

@@ -225,5 +225,5 @@ def _renamed_constant(tree: Tree, other: Tree, constants: frozenset[str]) -> fro
     """The A or K of the other tree in the position of this tree's only free constant."""
     names = symbols_of(other) - symbols_of(tree)
     is_one = len(constants) == len(names) == 1 and not _INDEXED_CONSTANT.fullmatch(min(constants))
-    is_free = is_one and names <= {"A", "K"} and _stands_outside(other, ("sym", *names))
+    is_free = is_one and names <= {"A", "B", "K", "k"} and _stands_outside(other, ("sym", *names))
     return names if is_free else frozenset()

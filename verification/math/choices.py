@@ -15,7 +15,7 @@ _NAMED = re.compile(
 )
 _LISTED = re.compile(r"([A-J])(?:\)|\.(?![0-9])|:) ?(.*)", re.DOTALL)
 _LONE = re.compile(r"\(([a-j])\)|([A-J])")
-_STATED = re.compile(r"(?:\\text\{ ?)?(?:(?i:option|choice) )?\(?([A-J])\)?\}? ?")
+_STATED = re.compile(r"(?:\\text\{ ?)?(?:(?i:option|choice) ?(?=[ (]|(?<= )))?\(?([A-J])\)?\}? ?")
 _CONFIRMED = re.compile(
     r"(?:\\text\{)? ?is (?:the )?"
     r"(?:(?:correct|right|true|best)(?: (?:answer|choice|option))?|answer|choice|option)[.}]{0,2}"
@@ -39,6 +39,11 @@ _DOUBTS = frozenset(
 _LETTER = r"(?:(?i:option|choice) )?\(?[A-J]\)?"
 _SEVERAL = re.compile(rf"{_LETTER}(?:(?: ?, ?(?:and ?)?| ?and ?| ?& ?){_LETTER})+")
 _ONE_LETTER = re.compile(r"(?<![A-Za-z])[A-J](?![A-Za-z])")
+_JOINED = re.compile(r"(?:\\text\{ ?)?([A-J](?: ?[A-J]){1,9}) ?\}?")
+_OFFERED = re.compile(
+    r"\(A\).{1,2000}?\(B\)|(?<![A-Za-z])A[.):].{1,2000}?(?<![A-Za-z])B[.):]", re.DOTALL
+)
+MAX_PROBLEM_CHARS = 20_000
 _BLANKS = re.compile(r" {2,}")
 _HEDGE = re.compile(
     r"(?<![\\A-Za-z])(?P<word>approximately|approx|roughly|nearly|almost|circa|maybe|perhaps"
@@ -91,6 +96,17 @@ def read_choice(text: str) -> Choice | Choices | None:
     if text.startswith("\\text{(") and rest.endswith("}") and rest.count("{") < rest.count("}"):
         rest = f"\\text{{{rest}"
     return Choice(match[1], rest)
+
+
+def are_joined(text: str, listed: str) -> bool:
+    """Whether a normalised text has the letters of a list of choices, in its order: `ACD`."""
+    joined = _JOINED.fullmatch(text)
+    return joined is not None and [*joined[1].replace(" ", "")] == _ONE_LETTER.findall(listed)
+
+
+def is_lettered(problem: str) -> bool:
+    """Whether a problem has lettered choices."""
+    return _OFFERED.search(problem[:MAX_PROBLEM_CHARS]) is not None
 
 
 def hedges_in(text: str) -> frozenset[str]:

@@ -24,6 +24,8 @@ _NAME = re.compile(
 )
 _FUNCTION = re.compile(r"[A-Za-z]'*(?:_[0-9A-Za-z])?(?:\^\{?-1\}?)?\([A-Za-z](?:,[A-Za-z])*\)")
 _LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}[a-z]?")
+# A term of a sequence, as a_n.
+_TERM = re.compile(r"([A-Za-z])\(([nkm])\)")
 _COORDINATES = re.compile(r"\([A-Za-z](?:, ?[A-Za-z]){1,3}\)")
 _RELATION = re.compile(r"<|>|(?<![0-9)])!=|\\(?:le|ge|ne|in|equiv|subset)(?![a-z])")
 _ENVIRONMENT = re.compile(r"\\begin\{.*\\end\{[a-zA-Z]{1,12}\}", re.DOTALL)
@@ -272,6 +274,9 @@ def _canonical(name: str) -> str:
     if angle:
         ends = sorted((angle[1], angle[3]))
         return f"\\angle {ends[0]}{angle[2]}{ends[1]}"
+    term = _TERM.fullmatch(name)
+    if term:
+        return f"{term[1]}_{term[2]}"
     if _LABEL.fullmatch(name) and not name.startswith("\\frac"):
         words = name.removeprefix("\\text{").removesuffix("}").lower().replace("-", " ").split()
         return "\\text " + " ".join(word for word in words if word not in _IDLE_WORDS)

@@ -58,6 +58,8 @@ def without_markup(text: str) -> str:
         text = _ENTITY.sub(lambda match: _ENTITIES[match[1]], text)
     if "</" in text:
         text = _TAG.sub(_spell_tag, text)
+    if text[:1] == "'" == text[-1:] and text.count("'") == 2:
+        text = text[1:-1]
     has_marks = "*" in text or "_" in text or "`" in text
     return _without_markdown(text) if has_marks else text
 

@@ -38,6 +38,7 @@ _SYSTEM = re.compile(
 _ROW_END = re.compile(r"\\\\(?: ?\[[^\[\]]{0,12}\])?")
 _ALIGNMENT = re.compile(r"& ?(?==|<|>|\\le|\\ge|\\ne)|(?<==) ?&")
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathds) ?\{? ?([RZNQC])")
+_SETS = "RZNQC"
 _SET_SIGNS = (("ℝ", "R"), ("ℤ", "Z"), ("\\R", "R"), ("\\Z", "Z"), ("\\reals", "R"), ("ℚ", "Q"))
 _BOLD_SET = re.compile(
     r"(?P<member>\\in ?)?\\(?:mathbf|textbf|boldsymbol|bold) ?(?P<brace>\{ ?)?(?P<name>[RZNQC])"
@@ -91,6 +92,8 @@ def with_bold_sets(text: str, other: str) -> str:
 
     It is a set behind `\in`, and where the other text names that set or, for R, infinity.
     """
+    if len(text) == 1 and text in _SETS and text in _BLACKBOARD.findall(other):
+        return f"\\mathbb{{{text}}}"
     if "\\mathbf" not in text and "\\bold" not in text and "\\textbf" not in text:
         return text
     sets = set(_BLACKBOARD.findall(other)) | {name for sign, name in _SET_SIGNS if sign in other}

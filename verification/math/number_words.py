@@ -33,10 +33,12 @@ _BASE_NAME = rf"(?P<base>{'|'.join(_BASES)}|[0-9]{{1,2}})"
 _DIGITS = r"(?<![0-9A-Za-z.,])(?P<open>\()?(?P<digits>[0-9][0-9A-F]{0,100})(?(open)\))"
 _SUBSCRIPT_BASE = re.compile(
     rf"{_DIGITS} ?_ ?(?:\{{ ?(?:\\text\{{ ?)?\(?(?:base[ -]?\}}?)?{_BASE_NAME}\)? ?\}}? ?\}}"
-    r"|(?P<one>[0-9]))"
+    rf"|(?P<one>[0-9])|\\text\{{ ?(?:base[ -]?)?(?P<word>{'|'.join(_BASES)}) ?\}})"
 )
+_SMALL_LETTERS = re.compile(r"(?<![0-9A-Za-z.,\\])[0-9a-f]{0,99}[a-f][0-9a-f]{0,99}(?=_\{?1[1-6])")
 _NAMED_BASE = re.compile(
-    rf"{_DIGITS}[ ,]{{0,2}}(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}(?:\\text\{{)?{_BASE_NAME}"
+    rf"{_DIGITS}[ ,]{{0,2}}\(?(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}"
+    rf"(?:\\text\{{)?{_BASE_NAME}"
     r"(?![0-9A-Za-z])[)}]{0,3}"
 )
 
@@ -77,6 +79,8 @@ def spell_factors(text: str) -> str:
 
 def spell_bases(text: str) -> str:
     """A text whose bases of numerals are subscripts in digits: `1011_{\\text{two}}` is `1011_2`."""
+    if "_" in text:
+        text = _SMALL_LETTERS.sub(lambda digits: digits[0].upper(), text)
     for pattern in (_SUBSCRIPT_BASE, _NAMED_BASE):
         text = pattern.sub(_with_base, text)
     return text
@@ -183,7 +187,7 @@ def _scale(match: re.Match[str]) -> str:
 
 
 def _with_base(match: re.Match[str]) -> str:
-    name = match["base"] or match.groupdict().get("one") or "0"
+    name = match["base"] or match.groupdict().get("one") or match.groupdict().get("word") or "0"
     base = _BASES[name] if name in _BASES else int(name)
     return f"{match['digits']}_{{{base}}}" if base > 9 else f"{match['digits']}_{base}"
 

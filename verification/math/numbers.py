@@ -39,7 +39,9 @@ _BASE = re.compile(
 _COLON = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{2}))? ?([ap]m)?")
 _HALF_DAY = re.compile(r" ?(?:\\text\{)?\b([ap])\.? ?m\b\.?\}?", re.IGNORECASE)
 
-_HOUR = re.compile(r"(?:\\text\{)?([0-9]{1,2}) ?(?:\\text\{)? ?([ap])\.? ?m\.?\}?", re.IGNORECASE)
+_HOUR = re.compile(
+    r"(?:\\text\{)?([0-9]{1,2}) ?(?:\\text\{)? ?(?:([ap])\.? ?m\.?|o'clock)\}?", re.IGNORECASE
+)
 
 
 class ClockTime(NamedTuple):
@@ -99,7 +101,7 @@ def parse_hour(text: str) -> ClockTime | None:
     match = _HOUR.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= 12:
         return None
-    return ClockTime(int(match[1]), 0, 0, match[2].lower())
+    return ClockTime(int(match[1]), 0, 0, (match[2] or "").lower())
 
 
 def same_time(first: ClockTime, second: ClockTime, *, accept_missing_unit: bool) -> bool:

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from verification.math.choices import Choice, Choices, hedges_in, read_choice
+from verification.math.choices import Choice, Choices, are_joined, hedges_in, read_choice
 from verification.math.number_words import read_number_words
 from verification.math.numbers import (
     ClockTime,
@@ -34,16 +34,17 @@ _SHORT_WORDS = frozenset(
     "one two six ten zero four five nine prime dog cat".split()
 )
 _CONNECTIVES = frozenset({"and", "or"})
-_OPENINGS = frozenset("a an the it it's this that they is are".split())
+_OPENINGS = frozenset("a an the it it's this that they is are on".split())
 _PROPERTIES = frozenset(
     "odd even rational irrational prime composite isoscele equilateral scalene infinite".split()
 )
-_BEARERS = frozenset("number integer triangle solution".split())
+_BEARERS = frozenset("number integer triangle solution function".split())
 _SUBJECTS = frozenset("series sequence".split())
 _SYNONYMS = {
     "convergent": "converge", "converges": "converge", "divergent": "diverge",
     "diverges": "diverge",
 }  # fmt: skip
+_AGREEMENT = {"true": "yes", "false": "no"}
 MIN_BARE_WORD_CHARS = 5
 
 
@@ -97,7 +98,10 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     first, second = settle_units(first, second)
     plain, other = _read_pair(first, second)
     if plain is None or other is None:
-        is_choice = isinstance(plain or other, Choice | Choices)
+        known, text = (plain, second) if plain is not None else (other, first)
+        if isinstance(known, Choices) and are_joined(text, first if text is second else second):
+            return CORRECT
+        is_choice = isinstance(known, Choice | Choices)
         # A sentence about a letter that is not plainly the choice of it is no choice.
         return WRONG if is_choice and (_is_prose(first) or _is_prose(second)) else None
     if isinstance(plain, Number) and isinstance(other, Number):
@@ -108,6 +112,10 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     if isinstance(plain, ClockTime) and isinstance(other, ClockTime):
         is_same = same_time(plain, other, accept_missing_unit=accept_missing_unit)
         return CORRECT if is_same else WRONG
+    if isinstance(plain, Choices) != isinstance(other, Choices) and (
+        are_joined(first, second) or are_joined(second, first)
+    ):
+        return CORRECT
     if isinstance(plain, Words | Choices) and isinstance(other, Words | Choices):
         return CORRECT if _same_words(plain, other) else WRONG
     ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
@@ -148,6 +156,8 @@ def _same_words(first: Words | Choices, second: Words | Choices) -> bool:
     if isinstance(first, Words) and isinstance(second, Words):
         one, two = sorted((_core_words(first.text), _core_words(second.text)), key=len)
         # odd and an odd number
+        if one == ["neither"] and two[:1] == one and "nor" in two:
+            return True
         is_property = len(one) == 1 and one[0] in _PROPERTIES and two[:1] == one
         return one == two or (is_property and len(two) == 2 and two[1] in _BEARERS)
     return first == second
@@ -162,6 +172,8 @@ def _core_words(text: str) -> list[str]:
     if words[:2] == ["infinitely", "many"]:
         words = ["infinite", *words[2:]]
     words = [_SYNONYMS.get(word, word) for word in words]
+    if len(words) == 1:
+        words = [_AGREEMENT.get(words[0], words[0])]
     # A the end of a name, as in plane A, is no article.
     words = [word for word, _ in zip(words, words[1:], strict=False) if word != "the"] + words[-1:]
     return [singular(word) for word in words]

@@ -26,7 +26,8 @@ _DOMAIN = re.compile(
 # Each branch begins with a known letter, so that a search skips to those.
 _ANY_REMARK = re.compile(
     r"where|for|with|since|because|, \\text\{ ?as |, as |ing |reject|discard|ignor|extraneous"
-    r"|only|unique|just|exact|integer|[,(] ?[a-z] ?[\\>≥≠∈!=]|\\text ?\{ ?[ynft][eora]"
+    r"|only|unique|just|exact|total|in all|altogether|integer"
+    r"|[,(] ?[a-z] ?[\\>≥≠∈!=]|\\text ?\{ ?[ynft][eora]"
 )
 _ANY_WORD = re.compile(r"\W{0,3}[ynft][eora]")
 _REASON = re.compile(
@@ -34,11 +35,12 @@ _REASON = re.compile(
     r"| ?\(? ?(?:reject|discard|ignor)(?:ing|ed)? | ?\( ?(?:since|because|as) )"
     r"(?P<why>[^()]{1,300})\)?$"
     r"| ?\((?P<other>[^()]{1,80}) is (?:extraneous|rejected|discarded|invalid|not valid"
-    r"|inadmissible)\)$"
+    r"|inadmissible) ?\)$"
 )
 _ONLY = re.compile(
     r" ?\(?,? ?(?:the )?(?:only|unique)(?: (?:solution|answer|value))?\)?$"
     r"|^(?:only|just|exactly) (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))"
+    r"|^(?:a )?total of (?=[0-9])|(?<=[0-9}]) (?:in total|in all|altogether)$"
     r"|(?<=[0-9}]) exactly$|(?: is the only (?:solution|answer|value))$"
 )
 _FORMULA = re.compile(r"[^,;<>]{1,300}")
@@ -85,7 +87,7 @@ def without_remarks(text: str, other: str) -> str:
             continue
         if pattern is _DOMAIN and may_state_domain(other):
             continue
-        rest = (bare[: match.start()] + bare[match.end() :]).strip(" ,")
+        rest = (bare[: match.start()] + bare[match.end() :]).strip(" ,").removesuffix(" \\")
         if _may_stand(pattern, match, rest):
             return rest
     return text

@@ -103,7 +103,7 @@ _ORDINAL = re.compile(
 _INCHES = re.compile(r"(?<=[0-9])\"$")
 _ANSWER = (
     r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:(?:final|correct|right|best) ){0,2}"
-    r"answer(?: is(?![A-Za-z'])| ?=)? ?:?"
+    r"(?:answer|option|choice)(?: is(?![A-Za-z'])| ?=)? ?:?"
 )
 _ANSWER_IS = re.compile(
     rf"^(?:\\text\{{ ?{_ANSWER} ?\}} ?|(\\text\{{ ?)?{_ANSWER}(?<=[s=:]) ?)(?=.)", re.IGNORECASE
@@ -118,7 +118,9 @@ _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _VECTOR = r"\\(?:vec|overrightarrow) ?(?:\{([^{}]{1,9})\}|([A-Za-z]))"
 _CROSS_PRODUCT = re.compile(rf"{_VECTOR} ?\\times ?(?:{_VECTOR})?")
 _ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
-_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg)(?![A-Za-z])) ?")
+_DEGREE = re.compile(
+    r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg|(?<=[0-9]\^)o)(?![A-Za-z])) ?"
+)
 # Letters that no lettered choice bears; in text they are more likely units than variables.
 _LETTER_UNITS = frozenset("mgshlLNWV")
 # 1, 234 are two numbers and 1,234 may be one.
@@ -159,7 +161,9 @@ _ALIASES = (
     )
     | dict.fromkeys(["infinity", "+\\infty", "inf", "positive infinity"], "\\infty")
     | dict.fromkeys(["negative infinity", "-infinity", "minus infinity"], "-\\infty")
-    | dict.fromkeys(["dne", "does not exist", "d.n.e"], "\\text{does not exist}")
+    | dict.fromkeys(
+        ["dne", "does not exist", "d.n.e", "undefined", "not defined", "is undefined"],
+        "\\text{does not exist}")
 )  # fmt: skip
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("{", "}"))
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

@@ -9,7 +9,6 @@ import re
 
 from verification.math.markup import unescaped, without_markup
 from verification.math.number_sets import spell_sets
-from verification.math.phrasing import bare_words
 
 # --- one text -------------------------------------------------------------------------------------
 
@@ -52,6 +51,11 @@ _UNION = re.compile(r"(?<=[)\]]) ?(?:U|u|union) ?(?=[(\[])")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt ?([0-9]{1,20})(?![0-9.])")
 _CUBE_ROOT = re.compile(r"(?<![\\A-Za-z])cbrt ?\(([^()]{1,100})\)")
 _ABSOLUTE = re.compile(r"(?<![\\A-Za-z])abs ?\(([^()]{1,100})\)")
+_SAID_CONSTANT = re.compile(
+    r"\+ ?(?:\\(?:text|mathrm|mbox) ?\{ ?)?(?:an? )?(?:arbitrary )?const(?:ant)?\.?(?: ?\})?$"
+)
+_ANGLE_BRACKETS = re.compile(r"<([^<>=]{1,200},[^<>=]{1,200})>")
+_MARKED_SET = re.compile(r"\\text\{(\\\{[^{}A-Za-z]{1,200}\\\})\}")
 _MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|dots|\.\.\.")
 _EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
 _SIGNS = {
@@ -80,7 +84,11 @@ def typed(text: str) -> str:
     if ":=" in text or "\\colon" in text or "\\equiv" in text or "\\mapsto" in text:
         text = _with_equals_sign(text)
     if "+" in text:
-        text = _EITHER_SIGN.sub(r"\\pm ", text)
+        text = _SAID_CONSTANT.sub("+C", _EITHER_SIGN.sub(r"\\pm ", text))
+    if "smallmatrix" in text:
+        text = text.replace("{psmall", "{p").replace("{bsmall", "{b").replace("{small", "{")
+    if text[:1] == "<" or text[:7] == "\\text{\\":
+        text = _with_brackets(text)
     if _MAY_BE_SET.search(text):
         text = spell_sets(text)
     if not _NAMES_TYPED.search(text):
@@ -99,6 +107,12 @@ def _with_triangles(text: str) -> str:
     text = _ANGLE_ENDS.sub(_order_ends, _ANGLE.sub(_spell_angle, text))
     measure = _MEASURE.fullmatch(text)
     return measure[1] if measure else text
+
+
+def _with_brackets(text: str) -> str:
+    """`<1,2>` with LaTeX's brackets; a set without the mark of a text."""
+    text = _ANGLE_BRACKETS.sub(r"\\langle \1\\rangle ", text)
+    return _MARKED_SET.sub(r"\1", text)
 
 
 _IS = re.compile(
@@ -140,6 +154,19 @@ def _with_sign_for_words(text: str) -> str:
     return f"{stated['name']}={stated['value']}" if stated else text
 
 
+_DOLLARS = re.compile(r"\\?\$ ?([0-9.,]{1,40}) ?(?:\\text ?\{ ?)?dollars? ?\}?")
+_RATIO = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9})")
+_EXCLAIMED = re.compile(r"(yes|no|true|false)!+", re.IGNORECASE)
+
+
+def _without_spare_words(text: str) -> str:
+    """`$5 dollars` as `\\$5`, `3 to 4` as `3:4`, `Yes!` as `Yes`."""
+    for pattern, spelling in ((_DOLLARS, r"\\$\1"), (_RATIO, r"\1:\2"), (_EXCLAIMED, r"\1")):
+        match = pattern.fullmatch(text)
+        text = match.expand(spelling) if match else text
+    return text
+
+
 def with_letters(problem: str) -> str:
     """A problem with every typed name of a letter as LaTeX."""
     return _LETTER.sub(lambda match: f"\\{match[0]} ", problem)
@@ -157,6 +184,8 @@ def _order_ends(match: re.Match[str]) -> str:
 def _spell_names(text: str) -> str:
     if "is" in text or "equals" in text or "than" in text:
         text = _with_sign_for_words(text)
+    if "dollar" in text or " to " in text or text[-1] == "!":
+        text = _without_spare_words(text)
     outside = _MARKED.sub(" ", text)
     is_prose = any(not _KNOWN.fullmatch(word) for word in _WORD.findall(outside))
     kept: list[str] = []
@@ -235,12 +264,25 @@ def as_functions(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-_ROWS = re.compile(r"\[ ?(\[[^\[\]]{1,200}\](?: ?, ?\[[^\[\]]{1,200}\]){0,9}) ?\]")
+_ROWS = re.compile(
+    r"(?:(?:Matrix|(?:np|numpy)\.array) ?\()?[(\[] ?"
+    r"((?:[(\[][^\[\]()]{1,200}[)\]](?: ?, ?|(?= ?[)\]]))){2,10}) ?[)\]]\)?"
+)
+_LINES = re.compile(r"\[([^\[\];,]{1,200}(?:;[^\[\];,]{1,200}){1,9})\]")
+_ROW = re.compile(r"[(\[]([^\[\]()]{1,200})[)\]]")
 _PAIR = re.compile(r"[-+0-9./]{1,40}, ?[-+0-9./]{1,40}")
+_SEGMENT = re.compile(
+    r"(?:(?:\\text ?\{ ?)?(?:the )?(?:line )?segment ?\}? ?)?(?:\\(?:overline|bar) ?\{ ?)?"
+    r"([A-Z]{2}) ?\}?"
+)
 
 
 def as_reference_writes(answer: str, reference: str) -> str:
-    """The answer without brackets that the reference lacks: (3,12) for the list 3,12."""
+    """The answer without brackets, or a segment's mark, that the reference lacks or has."""
+    if "overline" in answer or "overline" in reference:
+        segments = _SEGMENT.fullmatch(answer), _SEGMENT.fullmatch(reference)
+        is_same = segments[0] and segments[1] and segments[0][1] == segments[1][1]
+        return reference if is_same else answer
     if answer[:1] != "(" or answer[-1:] != ")" or not _PAIR.fullmatch(reference):
         return answer
     is_same = answer[1:-1].replace(" ", "") == reference.replace(" ", "")
@@ -248,92 +290,14 @@ def as_reference_writes(answer: str, reference: str) -> str:
 
 
 def with_rows(text: str, other: str) -> str:
-    """A list of rows, `[[1,2],[3,4]]`, as a matrix, if the other text is one."""
-    match = _ROWS.fullmatch(text) if "matrix" in other or "array" in other else None
-    if match is None:
+    """A list of rows, `[[1,2],[3,4]]` or `[1 2; 3 4]`, as a matrix, if the other text is one."""
+    if "matrix" not in other and "array" not in other:
         return text
-    rows = [row.strip("[], ").replace(",", "&") for row in match[1].split("]")[:-1]]
-    return "\\begin{pmatrix}" + "\\\\".join(rows) + "\\end{pmatrix}"
-
-
-# --- renamed constants ----------------------------------------------------------------------------
-
-_SAYS_CONSTANT = re.compile(
-    r",? ?(?:where|with|for) (?P<names>[A-Za-z](?:(?:, ?| and )[A-Za-z]){0,2}) "
-    r"(?:is|are) (?:(?:an|a|any|some) )?(?:arbitrary )?constants?\.?$"
-)
-_ASKS_FOR_ALL = re.compile(
-    r"(?<![a-z])(?:(?:find|determine|what are|describe) (?:all|every) (?:(?:the|real|such"
-    r"|continuous|possible|real-valued) ){0,2}(?:functions?|polynomials?)"
-    r"|general solution)(?![a-z])",
-    re.IGNORECASE,
-)
-_MATHS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-_ARTICLE = re.compile(
-    r"(?<![A-Za-z])(?<!constant )(?<!number )(?<!parameter )(?<!integer )(?<!real )(?<!given )"
-    r"(?<!fixed )[aA] (?=(?!(?:is|are|and|be|not|for|of|in|to|at|on|as|with|by|from|that|which"
-    r"|where|such|has|if|then|but|or|so|may|can|when|exists?|holds?|satisf[a-z]*)[ ,.])[a-z]{3})"
-)
-_WRITTEN_LETTERS = re.compile(
-    r"[A-Za-z]+(?=[-=+*/^(_<>0-9])|(?<=[-=+*/^)(_<>0-9])[A-Za-z]+|(?<![A-Za-z])[A-Za-z]{1,2}(?![A-Za-z])"
-)
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_PARAMETERS = frozenset("abckmpqrsCK")
-_VARIABLE = re.compile("[xtyz]")
-# The letter of a choice, `(a) cx`, is no constant.
-_MAY_BE_CHOICE = re.compile(
-    r"^\W*[A-Za-z] ?[).:]|[A-Za-z] [A-Za-z]|[^-A-Za-z0-9+*/^()=. ]|\.(?![0-9])"
-)
-_MAX_PROBLEM_CHARS = 4000
-
-
-def is_renamed(answer: str, reference: str, problem: str) -> bool:
-    """Whether two texts are the same but for the names of arbitrary constants.
-
-    Both texts say which letters are constants; or the problem asks for all functions, all
-    polynomials or a general solution, and does not contain those letters. The rest is the same.
-    """
-    if "constant" not in answer and not _ASKS_FOR_ALL.search(problem):
-        return False
-    texts = bare_words(answer), bare_words(reference)
-    said = [_SAYS_CONSTANT.search(text) for text in texts]
-    if len(problem) > _MAX_PROBLEM_CHARS:
-        return False
-    if said[0] and said[1]:
-        names = [
-            frozenset(re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", m["names"]))
-            for m in said
-            if m
-        ]
-        bare = [text[: m.start()] for text, m in zip(texts, said, strict=True) if m]
-        return _is_same_but_for(bare[0], bare[1], *(one - _letters_in(problem) for one in names))
-    if any(said):
-        return False
-    if not _ASKS_FOR_ALL.search(problem):
-        return False
-    free = _PARAMETERS - _letters_in(problem)
-    return _is_same_but_for(*texts, free, free)
-
-
-def _is_same_but_for(
-    first: str, second: str, names: frozenset[str], others: frozenset[str]
-) -> bool:
-    """Whether a one-to-one renaming of some letters turns one text into the other."""
-    if _MAY_BE_CHOICE.search(first) or not _VARIABLE.search(first):
-        return False
-    first, second = first.replace(" ", ""), second.replace(" ", "")
-    if len(first) != len(second) or "\\" in first + second:
-        return False
-    forth: dict[str, str] = {}
-    for one, other in zip(first, second, strict=True):
-        is_free = one in names and other in others
-        if (one != other and not is_free) or forth.setdefault(one, other) != other:
-            return False
-    return len(set(forth.values())) == len(forth) and not re.search("[A-Za-z]{3}", first)
-
-
-def _letters_in(problem: str) -> frozenset[str]:
-    """Letters that stand in a problem's formulas, with every letter of a doubtful run."""
-    maths = "".join(_COMMAND.sub(" ", part) for part in _MATHS.findall(problem))
-    words = _ARTICLE.sub(" ", _COMMAND.sub(" ", _MATHS.sub(" ", problem)))
-    return frozenset(maths + "".join(_WRITTEN_LETTERS.findall(words)))
+    rows, lines = _ROWS.fullmatch(text), _LINES.fullmatch(text)
+    if rows:
+        found = [row.replace(",", "&") for row in _ROW.findall(rows[1])]
+    elif lines:
+        found = ["&".join(line.split()) for line in lines[1].split(";")]
+    else:
+        return text
+    return "\\begin{pmatrix}" + "\\\\".join(found) + "\\end{pmatrix}"
