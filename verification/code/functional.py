@@ -14,6 +14,7 @@ MAX_DIGITS = 100_000
 """Of an integer in JSON: Python's time for one grows with the square of its digits."""
 _SOURCE = """
 import json
+import math
 
 CASES = json.loads({cases!r})
 TOLERANCE = {tolerance!r}
@@ -39,8 +40,14 @@ def is_same(given, expected):
         return isinstance(given, str) and given == expected
     if not isinstance(given, (int, float)):
         return False
-    if TOLERANCE is None or isinstance(given, int) and isinstance(expected, int):
-        return given == expected
+    if expected != expected:
+        return given != given
+    if given == expected:
+        return True
+    is_exact = TOLERANCE is None or isinstance(given, int) and isinstance(expected, int)
+    # No finite number is near an infinite one.
+    if is_exact or given != given or expected in (math.inf, -math.inf):
+        return False
     return abs(given - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 

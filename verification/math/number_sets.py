@@ -15,7 +15,8 @@ _HALF = re.compile(
 )
 _WORDS = re.compile(
     r"(?:\\text ?\{ ?)?(?:any |every |all )?(?:the )?(?:set of )?(?:all )?(?:the )?"
-    r"(?P<kind>positive|negative|non-?negative) integers?(?: ?\}? ?[a-z])? ?\}?",
+    r"(?P<kind>positive|negative|non-?negative) "
+    r"(?:integers?|(?P<real>real(?: number)?s?))(?: ?\}? ?[a-z])? ?\}?",
     re.IGNORECASE,
 )
 _LISTED = re.compile(
@@ -39,6 +40,11 @@ _FAMILY = re.compile(
 )
 _POSITIVE, _NEGATIVE, _NATURAL = "\\integers^{+}", "\\integers^{-}", "\\integers_{0}^{+}"
 
+_WHOLE_HALVES = {"positive": _POSITIVE, "negative": _NEGATIVE, "nonnegative": _NATURAL}
+_REAL_HALVES = {
+    "positive": "(0,\\infty)", "negative": "(-\\infty,0)", "nonnegative": "[0,\\infty)",
+}  # fmt: skip
+
 
 def spell_sets(text: str) -> str:
     """The text with one spelling for a half of the numbers, a family and a real unknown."""
@@ -46,7 +52,8 @@ def spell_sets(text: str) -> str:
     words = _WORDS.fullmatch(text)
     if words:
         kind = words["kind"].lower()
-        return {"positive": _POSITIVE, "negative": _NEGATIVE}.get(kind, _NATURAL)
+        halves = _REAL_HALVES if words["real"] else _WHOLE_HALVES
+        return halves[kind.replace("-", "")]
     listed = _LISTED.fullmatch(text)
     if listed:
         return _spell_list(listed) or text

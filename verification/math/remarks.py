@@ -64,7 +64,7 @@ _BRACKETED = re.compile(
     rf"(?P<one>[^,;()]{{1,100}}?)(?:,? | ?\\[;,:] ?| ?\\q?quad ?)\( ?(?:{_LINK} )?"
     r"(?P<two>[^,;()]{1,100}?) ?\)"
 )
-_FORM = re.compile(r"[^,;()]{1,100}")
+_FORM = re.compile(r"[^,;]{1,100}")
 MAX_FORMS = 4
 
 

@@ -155,15 +155,17 @@ _ALIASES = (
         "\\reals",
     )
     | dict.fromkeys(
-        ["all integers", "integers", "the integers", "the set of integers",
-         "the set of all integers"],
+        ["all integers", "any integer", "every integer", "integers", "the integers",
+         "the set of integers", "the set of all integers"],
         "\\integers",
     )
     | dict.fromkeys(["infinity", "+\\infty", "inf", "positive infinity"], "\\infty")
     | dict.fromkeys(["negative infinity", "-infinity", "minus infinity"], "-\\infty")
     | dict.fromkeys(
-        ["dne", "does not exist", "d.n.e", "undefined", "not defined", "is undefined"],
-        "\\text{does not exist}")
+        ["dne", "does not exist", "d.n.e", "undefined", "not defined", "is undefined",
+         "it is undefined"],
+        "\\text{does not exist}",
+    )
 )  # fmt: skip
 _WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("{", "}"))
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

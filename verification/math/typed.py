@@ -20,6 +20,7 @@ _MARKED = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf|mathbf)[a-z]*\*
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _KNOWN = re.compile(
     rf"{_GREEK}|[sS]qrt|cbrt|d?t?frac|infinity|infty|union|degrees|radians|(?:arc)?(?:sin|cos|tan)h?"
+    r"|(?:sin|cos|tan)[xy]"
     r"|binom(?:ial)?|comb"
 )
 _LETTER = re.compile(rf"(?<![\\A-Za-z])({_GREEK}|pi|Pi)(?![A-Za-z])")
@@ -56,10 +57,11 @@ _SAID_CONSTANT = re.compile(
 )
 _ANGLE_BRACKETS = re.compile(r"<([^<>=]{1,200},[^<>=]{1,200})>")
 _MARKED_SET = re.compile(r"\\text\{(\\\{[^{}A-Za-z]{1,200}\\\})\}")
-_MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|dots|\.\.\.")
+_MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|tive real|dots|\.\.\.")
 _EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
 _SIGNS = {
-    "∠": "\\angle ", "△": "\\triangle ", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "≔": "=",
+    "∠": "\\angle ", "∡": "\\angle ", "△": "\\triangle ",
+    "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "≔": "=",
 }  # fmt: skip
 _SIGN = re.compile(f"[{''.join(_SIGNS)}]")
 _LOW_DIGITS = re.compile(r"(?<=log)[₀-₉]{1,9}")
@@ -102,6 +104,7 @@ def _with_triangles(text: str) -> str:
         text = _DELTA.sub(r"\\triangle ", text)
     if "\\widehat" in text:
         text = _HAT.sub(r"\\angle ", text)
+    text = text.replace("\\measuredangle", "\\angle").replace("\\bigtriangleup", "\\triangle")
     if "angle" not in text:
         return text
     text = _ANGLE_ENDS.sub(_order_ends, _ANGLE.sub(_spell_angle, text))
@@ -126,7 +129,7 @@ _COMPARED = re.compile(
     r"(?P<value>[-0-9.\\].{0,99})"
 )
 _DEFINED = re.compile(r":=|\\(?:coloneqq?|colonequals)(?![a-z]) ?")
-_IDENTICAL = re.compile(r"(?P<head>[A-Za-z]\([a-z]\)) ?\\equiv(?![a-z]) ?(?!.*mod)")
+_IDENTICAL = re.compile(r"(?P<head>[A-Za-z]\([a-z]\)|f) ?\\equiv(?![a-z]) ?(?!.*mod)")
 _MAPPED = re.compile(
     r"(?:(?P<head>[A-Za-z]) ?: ?)?(?P<name>[a-z]) ?\\mapsto(?![a-z]) ?(?P<value>.+)"
 )
@@ -264,11 +267,13 @@ def as_functions(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
+_ENTRIES = r"[^\[\]()]{1,200}"
 _ROWS = re.compile(
-    r"(?:(?:Matrix|(?:np|numpy)\.array) ?\()?[(\[] ?"
-    r"((?:[(\[][^\[\]()]{1,200}[)\]](?: ?, ?|(?= ?[)\]]))){2,10}) ?[)\]]\)?"
+    r"(?:(?:Matrix|(?:np|numpy)\.array) ?\()?(?:"
+    rf"\[ ?(?P<square>\[{_ENTRIES}\](?: ?, ?\[{_ENTRIES}\]){{0,9}}) ?\]"
+    rf"|\( ?(?P<round>\({_ENTRIES}\)(?: ?, ?\({_ENTRIES}\)){{1,9}}) ?\))\)?"
 )
-_LINES = re.compile(r"\[([^\[\];,]{1,200}(?:;[^\[\];,]{1,200}){1,9})\]")
+_LINES = re.compile(r"\[([^\[\];]{1,200}(?:;[^\[\];]{1,200}){1,9})\]")
 _ROW = re.compile(r"[(\[]([^\[\]()]{1,200})[)\]]")
 _PAIR = re.compile(r"[-+0-9./]{1,40}, ?[-+0-9./]{1,40}")
 _SEGMENT = re.compile(
@@ -279,7 +284,7 @@ _SEGMENT = re.compile(
 
 def as_reference_writes(answer: str, reference: str) -> str:
     """The answer without brackets, or a segment's mark, that the reference lacks or has."""
-    if "overline" in answer or "overline" in reference:
+    if any(mark in text for text in (answer, reference) for mark in ("overline", "segment")):
         segments = _SEGMENT.fullmatch(answer), _SEGMENT.fullmatch(reference)
         is_same = segments[0] and segments[1] and segments[0][1] == segments[1][1]
         return reference if is_same else answer
@@ -295,9 +300,9 @@ def with_rows(text: str, other: str) -> str:
         return text
     rows, lines = _ROWS.fullmatch(text), _LINES.fullmatch(text)
     if rows:
-        found = [row.replace(",", "&") for row in _ROW.findall(rows[1])]
+        found = [row.replace(",", "&") for row in _ROW.findall(rows["square"] or rows["round"])]
     elif lines:
-        found = ["&".join(line.split()) for line in lines[1].split(";")]
+        found = ["&".join(line.replace(",", " ").split()) for line in lines[1].split(";")]
     else:
         return text
     return "\\begin{pmatrix}" + "\\\\".join(found) + "\\end{pmatrix}"
