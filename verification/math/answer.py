@@ -16,7 +16,7 @@ import re
 from verification.math.choices import is_lettered
 from verification.math.constants import is_renamed
 from verification.math.domains import without_shared_domain
-from verification.math.forms import is_in_named_base
+from verification.math.forms import are_numerals_in_two_cases, is_in_named_base
 from verification.math.magnitude import is_explosive
 from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
@@ -59,6 +59,8 @@ def compare_quickly(
     if problem and is_in_named_base(first, second, problem):
         return CORRECT
     if (problem or "constant" in answer) and is_renamed(answer, reference, problem):
+        return CORRECT
+    if "_" in second and are_numerals_in_two_cases(first, second):
         return CORRECT
     if problem and len(first) == 1 and first.upper() == second and is_lettered(problem):
         return CORRECT

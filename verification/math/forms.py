@@ -42,6 +42,8 @@ _CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
 _NUMERAL = re.compile(
     r"(?P<digits>-?[0-9A-F]{1,100})(?:_(?:\{(?P<base>[0-9]{1,2})\}|(?P<one>[0-9])))?"
 )
+# Starts with a digit: a_{12} and A_{12} are two names.
+_LETTERED_NUMERAL = re.compile(r"[0-9][0-9A-F]{1,99}_\{1[1-6]\}")
 _BASE_WORDS = {"binary": 2, "octal": 8, "hexadecimal": 16, "decimal": 10} | {
     word: value
     for value, word in enumerate(
@@ -124,6 +126,12 @@ def is_in_named_base(answer: str, reference: str, problem: str) -> bool:
         return False
     is_asked = any(_WANTED.search(problem[: match.start()]) for match in wanted)
     return is_asked and not _holds_value(problem, digits, base)
+
+
+def are_numerals_in_two_cases(first: str, second: str) -> bool:
+    """Whether two texts are one numeral with small and with capital letters: 2b_{16}, 2B_{16}."""
+    upper = first.upper()
+    return upper == second.upper() and _LETTERED_NUMERAL.fullmatch(upper) is not None
 
 
 def _base_of(match: re.Match[str]) -> int:

@@ -35,7 +35,6 @@ _SUBSCRIPT_BASE = re.compile(
     rf"{_DIGITS} ?_ ?(?:\{{ ?(?:\\text\{{ ?)?\(?(?:base[ -]?\}}?)?{_BASE_NAME}\)? ?\}}? ?\}}"
     rf"|(?P<one>[0-9])|\\text\{{ ?(?:base[ -]?)?(?P<word>{'|'.join(_BASES)}) ?\}})"
 )
-_SMALL_LETTERS = re.compile(r"(?<![0-9A-Za-z.,\\])[0-9a-f]{0,99}[a-f][0-9a-f]{0,99}(?=_\{?1[1-6])")
 _NAMED_BASE = re.compile(
     rf"{_DIGITS}[ ,]{{0,2}}\(?(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}"
     rf"(?:\\text\{{)?{_BASE_NAME}"
@@ -79,8 +78,6 @@ def spell_factors(text: str) -> str:
 
 def spell_bases(text: str) -> str:
     """A text whose bases of numerals are subscripts in digits: `1011_{\\text{two}}` is `1011_2`."""
-    if "_" in text:
-        text = _SMALL_LETTERS.sub(lambda digits: digits[0].upper(), text)
     for pattern in (_SUBSCRIPT_BASE, _NAMED_BASE):
         text = pattern.sub(_with_base, text)
     return text
