@@ -20,8 +20,8 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 _LISTED = re.compile(
-    r"(?:\\left)? ?\\?\{ ?(?P<first>[01]), ?(?P<second>[12]), ?(?P<third>[23])(?:, ?[34])?(?:, ?5)?"
-    r", ?(?:\\(?:l|c|)dots|\.\.\.|…) ?(?:\\right)? ?\\?\}"
+    r"(?:\\left)? ?\\?\{ ?(?:(?P<positive>1, ?2, ?3(?:, ?4(?:, ?5)?)?)|0, ?1, ?2(?:, ?3(?:, ?4)?)?)"
+    r", ?(?:\\[lc]?dots|\.\.\.|…) ?(?:\\right)? ?\\?\}"
 )
 _MEMBER = re.compile(r"(?:(?:\\text ?\{ ?)?(?:for )?all ?\}? ?)?[A-Za-z] ?(?:\\in(?![a-z])|∈) ?")
 _REAL = r"(?:\\(?:mathbb|Bbb) ?\{? ?R ?\}?|\\R(?![A-Za-z])|ℝ)"
@@ -56,7 +56,7 @@ def spell_sets(text: str) -> str:
         return halves[kind.replace("-", "")]
     listed = _LISTED.fullmatch(text)
     if listed:
-        return _spell_list(listed) or text
+        return _POSITIVE if listed["positive"] else _NATURAL
     family = _FAMILY.fullmatch(text)
     if family:
         return _spell_family(family) or text
@@ -65,13 +65,6 @@ def spell_sets(text: str) -> str:
         return real["rest"]
     half = _HALF.fullmatch(_MEMBER.sub("", text, count=1))
     return text if half is None else _spell_half(half) or text
-
-
-def _spell_list(listed: re.Match[str]) -> str:
-    first, second, third = (int(listed[key]) for key in ("first", "second", "third"))
-    if (second, third) != (first + 1, first + 2):
-        return ""
-    return _POSITIVE if first else _NATURAL
 
 
 def _spell_family(family: re.Match[str]) -> str:

@@ -39,6 +39,7 @@ _PROPERTIES = frozenset(
     "odd even rational irrational prime composite isoscele equilateral scalene infinite".split()
 )
 _BEARERS = frozenset("number integer triangle solution function".split())
+_NAMED = frozenset("limit slope function".split())
 _SUBJECTS = frozenset("series sequence".split())
 _SYNONYMS = {
     "convergent": "converge", "converges": "converge", "divergent": "diverge",
@@ -165,7 +166,9 @@ def _same_words(first: Words | Choices, second: Words | Choices) -> bool:
 
 def _core_words(text: str) -> list[str]:
     words = text.split()
-    while len(words) > 1 and words[0] in _OPENINGS:
+    while len(words) > 1 and (
+        words[0] in _OPENINGS or (words[0] in _NAMED and words[1] in ("is", "does"))
+    ):
         words = words[1:]
     if words[0] in _SUBJECTS and words[1:] and words[-1] in _SYNONYMS:
         words = words[1:] if words[1] != "is" else words[2:]
