@@ -8,30 +8,36 @@ from typing import Any
 
 MAX_ANSWERS = 64
 """Accepted answers of one question: each costs a comparison."""
-_NO_LABEL = ("", "n/a", "null", "nan")
+_NO_LABEL = ("", "n/a", "null", "nan", "[]")
 """Texts that stand for no answer to a mathematical problem."""
-_ITEM = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')\s*(,|\Z)""", re.S)
+_ITEM = re.compile(
+    r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|(-?[0-9]+(?:\.[0-9]+)?))\s*(,|\Z)""", re.S
+)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrt](?![A-Za-z])|([\\\"'/]))")
 _SPACES = {"\\n": "\n", "\\r": "\r", "\\t": "\t"}
 
 
 def texts_of_list(text: str) -> list[str] | None:
-    """The texts of a JSON or Python list of texts, as `["7/2", '3.5']`; None for another text.
+    """The texts of a JSON or Python list of texts, as `["7/2", '3.5', 3.5]`; None for another text.
 
-    A list of other values, such as the interval [1, 2] or a matrix, is one answer.
+    A list without a text, such as the interval [1, 2] or a matrix, is one answer.
     """
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         return None
     inner, place = text[1:-1].strip(), 0
     found: list[str] = []
+    has_text = False
     while place < len(inner):
         item = _ITEM.match(inner, place)
         if item is None:
             return None
-        found.append(_ESCAPE.sub(_unescaped, item[1] if item[1] is not None else item[2]))
+        is_number = item[3] is not None
+        has_text |= not is_number
+        written = item[1] if item[1] is not None else item[2]
+        found.append(item[3] if is_number else _ESCAPE.sub(_unescaped, written))
         place = item.end()
-    return found or None
+    return found if has_text else None
 
 
 def _unescaped(escape: re.Match[str]) -> str:

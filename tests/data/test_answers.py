@@ -29,7 +29,8 @@ from megatron_rl.data.answers import (
         ("[[1,2],[3,4]]", None),
         ("[x, y]", None),
         ('["a" "b"]', None),
-        ('["a", 3]', None),
+        ('["a", 3.50]', ["a", "3.50"]),
+        ('["a", b]', None),
         ("[]", None),
         ('["a"', None),
         ("7", None),
@@ -53,7 +54,8 @@ def test_accepted_answers_are_different_and_not_empty() -> None:
         return accepted_answers(value, reads_text=True, is_math=True)
 
     assert read(["7", 7, " ", None, "7.0"]) == ["7", "7.0"]
-    assert read("n/a") == read(["", "N/A"]) == []
+    assert read("n/a") == read(["", "N/A"]) == read("[]") == []
+    assert read('[3.5, "7/2"]') == read([3.5, "7/2"]) == ["3.5", "7/2"]
     plain = accepted_answers("['a']", reads_text=False, is_math=False)
     assert plain == ["['a']"] and accepted_answers("n/a", reads_text=True, is_math=False) == ["n/a"]
 
