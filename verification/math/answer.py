@@ -31,7 +31,7 @@ from verification.math.typed import (
 from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 
 # Most answers hold nothing that is typed, styled or a remark.
-_BARE = re.compile(r"(?:[-0-9./{}^ %]|\\d?frac(?![a-z]))*")
+_BARE = re.compile(r"(?:[-0-9/{}^ %]++|\.(?!\.)|\\d?frac(?![a-z]))*+")
 
 
 def compare_quickly(

@@ -40,7 +40,7 @@ _REASON = re.compile(
 _ONLY = re.compile(
     r" ?\(?,? ?(?:the )?(?:only|unique)(?: (?:solution|answer|value))?\)?$"
     r"|^(?:only|just|exactly) (?=[-0-9\\({]|[A-Za-z](?![A-Za-z]))"
-    r"|^(?:a )?total of (?=[0-9])|(?<=[0-9}]) (?:in total|in all|altogether)$"
+    r"|^(?:a )?total of (?=[0-9])|(?<=[0-9}a-z]) (?:in total|in all|altogether)$"
     r"|(?<=[0-9}]) exactly$|(?: is the only (?:solution|answer|value))$"
 )
 _FORMULA = re.compile(r"[^,;<>]{1,300}")

@@ -57,7 +57,7 @@ _SAID_CONSTANT = re.compile(
 )
 _ANGLE_BRACKETS = re.compile(r"<([^<>=]{1,200},[^<>=]{1,200})>")
 _MARKED_SET = re.compile(r"\\text\{(\\\{[^{}A-Za-z]{1,200}\\\})\}")
-_MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|tive real|dots|\.\.\.")
+_MAY_BE_SET = re.compile(r"[ZNRℤℕℝ…]|integer|tive real|dots|\.\(|\.\.\.")
 _EITHER_SIGN = re.compile(r"\+ ?/ ?-|(?:^|(?<=[=,{(])|(?<=[=,] ))\+-(?=[0-9A-Za-z\\])")
 _SIGNS = {
     "∠": "\\angle ", "∡": "\\angle ", "△": "\\triangle ",
@@ -92,7 +92,7 @@ def typed(text: str) -> str:
     if text[:1] == "<" or text[:7] == "\\text{\\":
         text = _with_brackets(text)
     if _MAY_BE_SET.search(text):
-        text = spell_sets(text)
+        text = spell_sets(_with_cycle(text))
     if not _NAMES_TYPED.search(text):
         return text
     return _spell_names(text)
@@ -157,17 +157,40 @@ def _with_sign_for_words(text: str) -> str:
     return f"{stated['name']}={stated['value']}" if stated else text
 
 
-_DOLLARS = re.compile(r"\\?\$ ?([0-9.,]{1,40}) ?(?:\\text ?\{ ?)?dollars? ?\}?")
-_RATIO = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9})")
-_EXCLAIMED = re.compile(r"(yes|no|true|false)!+", re.IGNORECASE)
+_SPARE = re.compile(r"dollar| to |!$| of | in |^(?:\\text ?\{ ?)?(?:neg|min|[Tt]h|point)|\( ?[a-z]")
+_SPARE_WORDS = (
+    (re.compile(r"\\?\$ ?([0-9.,]{1,40}) ?(?:\\text ?\{ ?)?dollars? ?\}?"), r"\\$\1"),
+    (re.compile(r"([0-9]{1,9}) to ([0-9]{1,9})"), r"\1:\2"),
+    (re.compile(r"([0-9]{1,9}) (?:out of|in) ([0-9]{1,9})"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?i:(yes|no|true|false))!+"), r"\1"),
+    (re.compile(r"\\text ?\{ ?(?:negative|minus) ([0-9.,/]{1,40}) ?\}"), r"-\1"),
+    (re.compile(r"(?:\\text ?\{ ?)?(?:negative|minus) ?\}? ?([0-9\\(].{0,200})"), r"-\1"),
+    (re.compile(r"[Tt]here (?:are|is) (?:exactly )?([0-9].{0,200})"), r"\1"),
+    (re.compile(r"(?:[Tt]he )?point (\(.{1,200}\))"), r"\1"),
+    (re.compile(r"([0-9.,]{1,40}) ?\\text ?\{ ?\( ?([a-z][a-z ]{0,30}) ?\) ?\}"), r"\1\\text{ \2}"),
+)
 
 
 def _without_spare_words(text: str) -> str:
-    """`$5 dollars` as `\\$5`, `3 to 4` as `3:4`, `Yes!` as `Yes`."""
-    for pattern, spelling in ((_DOLLARS, r"\\$\1"), (_RATIO, r"\1:\2"), (_EXCLAIMED, r"\1")):
+    """`$5 dollars` as `\\$5`, `3 to 4` as `3:4`, `Yes!` as `Yes`, `negative 3` as `-3`."""
+    for pattern, spelling in _SPARE_WORDS:
         match = pattern.fullmatch(text)
         text = match.expand(spelling) if match else text
     return text
+
+
+_CYCLE = re.compile(
+    r"(-?[0-9]{0,20}\.)(?:\(([0-9]{1,12})\)"
+    r"|([0-9]{0,12}?)(?:([0-9])\4\4{1,20}|([0-9]{2,6})\5{1,6})(?:\.\.\.|…|\\[lc]?dots))"
+)
+
+
+def _with_cycle(text: str) -> str:
+    """`0.(3)` and `0.333...` as a repeating decimal."""
+    match = _CYCLE.fullmatch(text)
+    if match is None:
+        return text
+    return f"{match[1]}{match[3] or ''}\\overline{{{match[2] or match[4] or match[5]}}}"
 
 
 def with_letters(problem: str) -> str:
@@ -187,7 +210,7 @@ def _order_ends(match: re.Match[str]) -> str:
 def _spell_names(text: str) -> str:
     if "is" in text or "equals" in text or "than" in text:
         text = _with_sign_for_words(text)
-    if "dollar" in text or " to " in text or text[-1] == "!":
+    if _SPARE.search(text):
         text = _without_spare_words(text)
     outside = _MARKED.sub(" ", text)
     is_prose = any(not _KNOWN.fullmatch(word) for word in _WORD.findall(outside))
