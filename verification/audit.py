@@ -5,7 +5,7 @@ A line is a rollout record of a run, or {"text", "answer"} with optional "task",
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +24,17 @@ PARSERS = ("text", "number", "structure", "math_verify", "bare")
 FAILED = "grading failed"
 
 
+Answer = str | int | float | list[str | int | float]
+"""A reference, or several accepted ones."""
+ReadAnswers = Callable[[Answer, str], list[str]]
+"""(what a line has as its answer, task) -> the accepted answers."""
+
+
 class _Line(msgspec.Struct, frozen=True):
     """Keys that are read from a line; others are ignored."""
 
     text: str
-    answer: str = ""
+    answer: Answer = ""
     task: str = "math"
     entry: str = ""
     problem: str = ""
@@ -72,13 +78,22 @@ class Disagreement(NamedTuple):
     verdict: str
 
 
+def _as_written(answer: Answer, task: str) -> list[str]:
+    return [str(one) for one in (answer if isinstance(answer, list) else [answer])]
+
+
 def read_records(
-    path: Path, prompts: Mapping[str, Prompt], rules: Sequence[LengthRule] = ()
+    path: Path,
+    prompts: Mapping[str, Prompt],
+    rules: Sequence[LengthRule] = (),
+    *,
+    read_answers: ReadAnswers = _as_written,
 ) -> list[Record]:
     """All lines of a file; InputError names the first bad one.
 
     prompts: by id; the source of tests and reasoning_gym entries, which records leave out.
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
+    read_answers: as the reader of prompts does, so that a list in text is a list here too.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -95,17 +110,23 @@ def read_records(
                 f'{path}:{number}: {error}; expected {{"text": ..., "answer": ...}} with optional '
                 '"task", "entry", "problem", "language", "tokens", "seed"'
             ) from error
-        records.append(Record(_sample(line, prompts, rules), line.reason))
+        answers = read_answers(line.answer, line.task) or [""]
+        records.append(Record(_sample(line, answers, prompts, rules), line.reason))
     if not records:
         raise InputError(f"{path} holds no completions")
     return records
 
 
-def _sample(line: _Line, prompts: Mapping[str, Prompt], rules: Sequence[LengthRule]) -> Sample:
+def _sample(
+    line: _Line,
+    answers: list[str],
+    prompts: Mapping[str, Prompt],
+    rules: Sequence[LengthRule],
+) -> Sample:
     prompt = prompts.get(line.prompt_id)
     return Sample(
         text=line.text,
-        answer=line.answer,
+        answer=answers[0],
         task=line.task,
         entry=line.entry or (prompt.entry if prompt else ""),
         problem=line.problem,
@@ -114,7 +135,7 @@ def _sample(line: _Line, prompts: Mapping[str, Prompt], rules: Sequence[LengthRu
         is_finished=line.is_finished and line.finish_reason != "length",
         seed=line.seed,
         prompt_tail=line.prompt_tail,
-        other_answers=line.other_answers,
+        other_answers=[*answers[1:], *line.other_answers],
         length_rule=rules[line.stage] if line.stage < len(rules) else None,
     )
 

@@ -12,10 +12,12 @@ from rich.table import Table
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import OneConfig, Overrides
 from megatron_rl.cli.command_line.printing import printable
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path as path_of
 from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.data.answers import accepted_answers
 from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher.thinking import decide_thinking
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
@@ -64,7 +66,9 @@ def verify(
     # The longest stage judges all evaluations of a run.
     is_evaluation = path.name.startswith(("eval_", "dropped_eval_"))
     rules = [] if is_evaluation else [length_rule(stage) for stage in resolve_stages(config)]
-    records = audit.read_records(path, _prompts_by_id(config), rules)
+    records = audit.read_records(
+        path, _prompts_by_id(config), rules, read_answers=_accepted_answers
+    )
     longest = longest_stage(config)
     reward = audit.with_opinions(longest.reward) if disagree else longest.reward
     with Grading(
@@ -80,6 +84,14 @@ def verify(
         _print_disagreements(audit.disagreements(records, scores), console)
         _print_beside_bare(audit.beside_bare(scores), console)
     return int(any(isinstance(score, ScoreFailed) for score in scores))
+
+
+def _accepted_answers(answer: audit.Answer, task: str) -> list[str]:
+    is_math = task == "math"
+    try:
+        return accepted_answers(answer, reads_text=is_math, is_math=is_math)
+    except ValueError as error:
+        raise InputError(f"{error}: {answer!r:.80}") from error
 
 
 def _prompts_by_id(config: Config) -> dict[str, Prompt]:

@@ -133,3 +133,12 @@ def test_a_record_is_graded_again_by_the_length_rule_of_its_stage(tmp_path: Path
     found = [record.sample.length_rule for record in read_records(path, {}, rules)]
     assert found == [*rules, None]
     assert [record.sample.length_rule for record in read_records(path, {})] == [None] * 3
+
+
+def test_a_line_may_have_a_number_or_several_accepted_answers(tmp_path: Path) -> None:
+    lines = [{"text": "a", "answer": answer} for answer in (5, 3.5, "5", ["7/2", 3.5], [])]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [record.sample for record in read_records(path, {})]
+    found = [[sample.answer, *sample.other_answers] for sample in samples]
+    assert found == [["5"], ["3.5"], ["5"], ["7/2", "3.5"], [""]]
