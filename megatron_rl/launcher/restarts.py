@@ -83,7 +83,7 @@ class Death:
     """Facts about a death."""
 
     exit_code: int
-    """-N when signal N ended the role."""
+    """-N when signal N ended the role, or one of its ranks."""
     can_start: bool
     """A replica of its kind was ready in this run, or another one may still become ready."""
     restarts: int

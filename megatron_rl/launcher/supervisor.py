@@ -1,9 +1,8 @@
 """Starts the processes of a run, restarts those that may die, and ends them all together.
 
 Used by `node.py`, in one thread. Every child leads a process group, so that Ctrl-C at the terminal
-reaches only the launcher. Linux sends a child SIGTERM when the launcher dies. While a Supervisor is
-open, the launcher is a child subreaper: a grandchild whose parent died becomes its child. So `stop`
-finds every descendant, and a role restarts only when nothing is left of its earlier session.
+reaches only the launcher; Linux ends it with the launcher. While a Supervisor is open, the launcher
+is a child subreaper, so `stop` finds every descendant. A role restarts when none of it is left.
 """
 
 import contextlib
@@ -96,11 +95,20 @@ class Role:
     """Why the supervisor killed it; "": it did not."""
 
     @property
+    def ending(self) -> Ending:
+        """Facts about its death."""
+        return Ending(self.name, self.exit_code or 0, self.log_path, self.log_start)
+
+    @property
+    def kind(self) -> str:
+        """Kind of replica; empty for a role whose death ends the run."""
+        return "" if self.restarts is None else self.restarts.kind
+
+    @property
     def is_ready(self) -> bool:
         """Whether it runs and has written its ready file."""
-        return (
-            self.ended is None and self.restarts is not None and self.restarts.ready_path.exists()
-        )
+        rule = self.restarts
+        return self.ended is None and rule is not None and rule.ready_path.exists()
 
     @property
     def generations(self) -> int | None:
@@ -271,18 +279,12 @@ class Supervisor:
         self._end_orphans(role)
 
     def _death_of(self, role: Role, rule: RestartRule, now: float) -> Death:
-        same = [
-            other
-            for other in self.roles.values()
-            if other.restarts is not None and other.restarts.kind == rule.kind
-        ]
+        same = [other for other in self.roles.values() if other.kind == rule.kind]
         if any(other.is_ready for other in same) or rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         starting = [other for other in same if other.ended is None and not other.is_restarted]
-        # torchrun itself ends with an error when a signal killed one of its ranks.
-        code = self._explain(role).exit_code if rule.only_killed else role.exit_code or 0
         return Death(
-            exit_code=code,
+            exit_code=role.ending.code,
             can_start=self.replicas.can_start(rule, len(starting), len(same)),
             restarts=self.replicas.restarts(rule, now),
             is_run_ending=self._has_ended_well(role.outlives),
@@ -291,12 +293,11 @@ class Supervisor:
         )
 
     def _explain(self, role: Role, remark: str = "") -> RoleDied:
-        ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
         remark = "; ".join(filter(None, [role.why_killed, remark]))
         first = first_failure(self.log_dir / _FAILURES, self._opened_s)
         before, self._kills = self._kills, count_kills()
         memory = partial(describe_kills, before, self._kills)
-        return explain_death(ending, first, remark, memory)
+        return explain_death(role.ending, first, remark, memory)
 
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
         """Kill orphans of dead roles, which hold ports and memory."""
@@ -317,18 +318,16 @@ class Supervisor:
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         count = self.replicas.note_restart(rule, time.monotonic())
+        how = how_it_ended(role.exit_code)
         # A full disk keeps no role from its restart.
         with contextlib.suppress(OSError), role.log_path.open("a") as out:
-            how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
         new = self.start(
             role.name, role.command, outlives=role.outlives, restarts=rule,
             environment=role.environment,
         )  # fmt: skip
-        new.is_restarted = True
-        return RoleRestart(
-            role.name, rule.kind, role.exit_code, count, rule.limit, why=role.why_killed
-        )
+        new.is_restarted, why = True, role.why_killed
+        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit, why=why)
 
     def end_silent(self, missing: Collection[str]) -> None:
         """Kill hanging roles: ready ones that the queue has missed for silence_s.

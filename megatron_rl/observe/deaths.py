@@ -38,6 +38,12 @@ class Ending:
     log_start: int
     """Bytes of the log from earlier sessions."""
 
+    @property
+    def code(self) -> int:
+        """The exit code; -N when signal N ended a rank of torchrun, which ends with an error."""
+        killed = _killed_ranks(_output_of(self))
+        return -killed[0][1] if killed else self.exit_code
+
 
 class RoleDied(RuntimeError):
     """The death of a role ends the run; the text shows the exit code and the first error."""
@@ -85,14 +91,10 @@ def explain_death(
     first: the earliest failure noted by a process of the run. A process ended by a signal notes
     none, and then the failures of other processes count as consequences.
     """
-    has_log = ending.log_path.exists()
-    output = last_output(ending.log_path, ending.log_start) if has_log else ""
-    code = ending.exit_code
+    output, code, place = _output_of(ending), ending.exit_code, ""
     if code == EXIT_FAILED and (verdicts := _TORCHRUN_VERDICT.findall(output)):
         code = int(verdicts[-1])
-    killed = [(rank, int(number)) for rank, number in _TORCHRUN_LISTED.findall(output)]
-    killed = [(rank, number) for rank, number in killed if number != _SIGTERM]
-    place = ""
+    killed = _killed_ranks(output)
     if killed:
         (rank, number), first = killed[0], None
         code, place = -number, f" of rank {rank}"
@@ -108,6 +110,17 @@ def explain_death(
         source = f"{first.who} failed first (all output: {ending.log_path})"
     lines = "\n".join(f"    {line}" for line in shown) or "    (nothing)"
     return RoleDied(ending.name, code, f"{ending.name} ended with {how}. {source}:\n{lines}")
+
+
+def _output_of(ending: Ending) -> str:
+    has_log = ending.log_path.exists()
+    return last_output(ending.log_path, ending.log_start) if has_log else ""
+
+
+def _killed_ranks(output: str) -> list[tuple[str, int]]:
+    """(rank, signal) of the ranks that torchrun lists as killed by others."""
+    listed = ((rank, int(number)) for rank, number in _TORCHRUN_LISTED.findall(output))
+    return [(rank, number) for rank, number in listed if number != _SIGTERM]
 
 
 def how_it_ended(exit_code: int) -> str:
