@@ -10,7 +10,6 @@ _MAX_CHARS = 60
 """Of a placeholder or an empty label."""
 MAX_ANSWERS = 64
 """Accepted answers of one question: each costs a comparison."""
-<<<<<<< HEAD
 _NO_LABEL = ("n/a", "null", "nan", "proof", "notfound", "not found")
 """Texts that stand for no answer to a mathematical problem: NuminaMath has the last three."""
 _LAYOUT = re.compile(
@@ -18,10 +17,6 @@ _LAYOUT = re.compile(
     r"|\\[ ,;:!()\[\]]|[\s\u200b-\u200d\u2060\ufeff{}()\[\]$.,;:!?~]"
 )
 """What of a text is layout alone: a label of nothing else, as `[]` or `\\boxed{}`, is empty."""
-=======
-_NO_LABEL = ("", "n/a", "null", "nan", "[]")
-"""Texts that stand for no answer to a mathematical problem."""
->>>>>>> h/d
 _ITEM = re.compile(
     r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|(-?[0-9]+(?:\.[0-9]+)?))\s*(,|\Z)""", re.S
 )
@@ -49,11 +44,7 @@ def texts_of_list(text: str) -> list[str] | None:
         written = item[1] if item[1] is not None else item[2]
         found.append(item[3] if is_number else _ESCAPE.sub(_unescaped, written))
         place = item.end()
-<<<<<<< HEAD
     return found if has_text or not found else None
-=======
-    return found if has_text else None
->>>>>>> h/d
 
 
 def _unescaped(escape: re.Match[str]) -> str:

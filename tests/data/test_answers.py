@@ -31,11 +31,7 @@ from megatron_rl.data.answers import (
         ('["a" "b"]', None),
         ('["a", 3.50]', ["a", "3.50"]),
         ('["a", b]', None),
-<<<<<<< HEAD
         ("[]", []),
-=======
-        ("[]", None),
->>>>>>> h/d
         ('["a"', None),
         ("7", None),
     ],
@@ -58,7 +54,6 @@ def test_accepted_answers_are_different_and_not_empty() -> None:
         return accepted_answers(value, reads_text=True, is_math=True)
 
     assert read(["7", 7, " ", None, "7.0"]) == ["7", "7.0"]
-<<<<<<< HEAD
     assert read("n/a") == read(["", "N/A"]) == []
     empty = [
         "[]",
@@ -76,9 +71,6 @@ def test_accepted_answers_are_different_and_not_empty() -> None:
     assert [one for one in empty if read(one) or read([one])] == []
     kept = ["-", "\\{\\}", "\\emptyset", "(0)", "+", "<", "None", "\\boxed{7}", "proof by cases"]
     assert [one for one in kept if read(one) != [one]] == []
-=======
-    assert read("n/a") == read(["", "N/A"]) == read("[]") == []
->>>>>>> h/d
     assert read('[3.5, "7/2"]') == read([3.5, "7/2"]) == ["3.5", "7/2"]
     plain = accepted_answers("['a']", reads_text=False, is_math=False)
     assert plain == ["['a']"] and accepted_answers("n/a", reads_text=True, is_math=False) == ["n/a"]
