@@ -124,13 +124,11 @@ def find_columns(
             f"{place} has no column of answers: expected {', '.join(known_names('answer'))}; it "
             f"has {', '.join(names)}: name it by prompts.columns.answer"
         )
-    answers = finder.values(answer) if answer else []
-    part = source.answer_part
+    answers, part = finder.values(answer) if answer else [], source.answer_part
     if part == "auto":
         part = form.part if form is not None else choose_part(answers, answer)
-    if tests and part == "all" and answer.lower() == _SOLUTION and not source.columns.answer:
-        # Beside tests a solution without a box is a program, as in KodCode.
-        answer = ""
+    if tests and part == "all" and not source.columns.answer:
+        answer = _without_program(answer)
     prefix, suffix = source.strip_prefix, source.strip_suffix
     if not prefix and not suffix:
         prefix, suffix = _instructions(finder.questions(question))
@@ -147,10 +145,13 @@ def find_columns(
         gym=_GYM if all(map(finder.named, _GYM_MARKS)) and answer and not tests else "",
         **{name: finder.optional(name, is_lines=is_lines) for name in OPTIONAL},
     )
-    return found._replace(
-        form=form.name if form is not None else finder.recognise(found),
-        unread_rates=finder.unread_rates,
-    )
+    name = form.name if form is not None else finder.recognise(found)
+    return found._replace(form=name, unread_rates=finder.unread_rates)
+
+
+def _without_program(answer: str) -> str:
+    """The column of answers; "" for solutions, which with tests are programs, as in KodCode."""
+    return "" if answer.lower() == _SOLUTION else answer
 
 
 def _instructions(questions: Sequence[Any]) -> tuple[str, str]:

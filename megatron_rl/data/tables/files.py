@@ -12,7 +12,7 @@ import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -104,7 +104,7 @@ def _refuse_pointer(path: Path, start: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[IO[bytes]]:
+def _open_text(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
     """The bytes of a text file in UTF-8, without its mark. Raises InputError."""
     try:
         with gzip.open(path) if path.suffix == _GZIP else path.open("rb") as file:
