@@ -6,7 +6,6 @@ Used by `megatron-rl verify`, by benchmarks, and from Python:
         scores = grading.score([Sample(text=..., answer="7")])
 """
 
-import select
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from verification.classes import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
+from verification.sandbox.time_limits import is_readable
 from verification.score import screen
 from verification.verdict import GradingError
 
@@ -159,7 +159,7 @@ class Grading:
         deadline_s = self.pool.next_deadline_s
         if deadline_s is not None:
             limit_s = min(limit_s, max(0.0, deadline_s - time.monotonic()))
-        select.select([self.pool], [], [], limit_s)
+        is_readable(self.pool.fileno(), limit_s)
 
 
 def _request(number: int, sample: Sample) -> ScoreRequest:

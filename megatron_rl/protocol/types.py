@@ -181,10 +181,11 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """[completion tokens] float32; zeros for SFT examples."""
     token_versions: np.ndarray
     """[completion tokens] int32: policy version that sampled each token."""
-    advantage: Finite
-    weight: Finite
+    advantage: float
+    """May be NaN or infinite, as a user's estimator makes it: the trainer skips that update."""
+    weight: float
     """Loss weight of every completion token."""
-    reward: Finite = 0.0
+    reward: float = 0.0
     group: int = 0
     """Number of its group in the minibatch; -1: padding."""
     member: int = 0

@@ -76,7 +76,7 @@ with Supervisor(folder / 'logs') as supervisor:
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             1,
-            ["trainer ended with signal 9 of rank 1; ", "memory"],
+            ["trainer ended with signal 9 of rank 1", "The end of"],
             "failed first",
         ),
     ],

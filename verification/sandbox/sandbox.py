@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
 from verification.sandbox.memory_file import closing, make_file, read_file
-from verification.sandbox.time_limits import HOST, Limits, await_reply
+from verification.sandbox.time_limits import HOST, Limits, await_reply, is_readable
 from verification.verdict import GradingError, HostBusy
 
 START_TIMEOUT_S = 30.0
@@ -136,7 +135,7 @@ class Sandbox(Closing):
     def _wait_for_end(self) -> None:
         """Wait at most END_TIMEOUT_S; Popen.wait would sleep too long."""
         pidfd = os.pidfd_open(self._process.pid)
-        select.select([pidfd], [], [], END_TIMEOUT_S)
+        is_readable(pidfd, END_TIMEOUT_S)
         os.close(pidfd)
 
     def compile(
@@ -353,7 +352,7 @@ def _read_info(descriptor: int) -> int:
     text = b""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while (left_s := deadline_s - time.monotonic()) > 0:
-        if select.select([descriptor], [], [], left_s)[0]:
+        if is_readable(descriptor, left_s):
             received = os.read(descriptor, 4096)
             text += received
             if not received:

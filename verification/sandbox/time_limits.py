@@ -79,3 +79,10 @@ def await_reply(
             waited_s=watch.waited_s,
         )
     return end
+
+
+def is_readable(descriptor: int, limit_s: float) -> bool:
+    """Whether a descriptor of any number can be read or has ended within limit_s seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * max(0.0, limit_s)))
