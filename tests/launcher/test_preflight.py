@@ -305,7 +305,7 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
         'boxed = {format_check = "box", compare = "exact"}\n'
     )
     report = check(tmp_path, [o for o in overrides if "eval.prompts" not in o])
-    counts = re.match(r"prompts: (\d+) for training, (\d+) held out; 1 of 31 ", report.notes[0])
+    counts = re.match(r"prompts: (\d+) for training, (\d+) held out", report.notes[0])
     assert counts and int(counts[1]) + int(counts[2]) == 31 and int(counts[2]) > 0
     shown, none = [note for note in report.notes if note.startswith("system prompt")]
     assert shown.startswith("system prompt (exact, math): ") and "\\n<think>" in shown
