@@ -54,7 +54,7 @@ from megatron_rl.protocol.wire import WireError
 
 ROLE = "scorer-0"
 MOST_OPEN = 4_096
-"""Open requests of all peers; expert.scorer.max_running bounds those of a healthy one."""
+"""Open requests of all peers; expert.scorer.max_running bounds the requests of a healthy peer."""
 
 log = logging.getLogger(__name__)
 

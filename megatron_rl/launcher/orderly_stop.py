@@ -73,7 +73,7 @@ class OrderlyStop(Closing):
     def conclude(self) -> None:
         """After the end of training: raise Interrupted if the run is asked to stop.
 
-        If no checkpoint holds the last step, the rest of the run goes on until the limit.
+        If no checkpoint holds the last step, the rest of the run continues until the limit.
         """
         if has_stopped(self._run_dir):
             self._end()

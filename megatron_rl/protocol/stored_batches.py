@@ -111,7 +111,7 @@ def stored_steps(folder: Path) -> list[int]:
 
 
 def remove_batches(folder: Path, *, before: int = 0, since: int | None = None) -> None:
-    """Remove the batches before a step, and those of a step and later ones. Raises OSError."""
+    """Remove batches of steps below `before`, and of `since` and later steps. Raises OSError."""
     for step in stored_steps(folder):
         if step < before or (since is not None and step >= since):
             _path(folder, step).unlink(missing_ok=True)

@@ -44,7 +44,7 @@ class RolloutLimits:
 
 
 def limits_of(config: Config) -> RolloutLimits:
-    """The limits at the start of a run; token ids without, if there is no folder of the model."""
+    """Return the limits at the start of a run; without a model folder, token ids have none."""
     path = config.model.path / "config.json"
     values = json.loads(path.read_text()) if path.exists() else {}
     return RolloutLimits(

@@ -108,14 +108,15 @@ class BatchClient(Closing):
 
     def request(self, step: int) -> None:
         """Ask for the batch of `step` before it is needed; it travels meanwhile."""
-        if self._is_stored(step):
+        if self._stored_with(step) is not None:
             return
         if self._dealer is not None and self._requested_step != step:
             self._ask(self._dealer, step)
         self._requested_step = step
 
-    def _is_stored(self, step: int) -> bool:
-        return self.stored is not None and step in self.stored.steps
+    def _stored_with(self, step: int) -> Stored | None:
+        """The stored batches, if that of the step is one of them."""
+        return self.stored if self.stored is not None and step in self.stored.steps else None
 
     def _ask(self, dealer: wire.Dealer, step: int) -> None:
         self._asked_at = time.monotonic()
@@ -190,8 +191,8 @@ class BatchClient(Closing):
         started: when the wait for the batch of this step began.
         """
         assert self._dealer is not None
-        if self.stored is not None and step in self.stored.steps:
-            return self.stored.read(step, self._dp_rank, self._dp_size)
+        if (stored := self._stored_with(step)) is not None:
+            return stored.read(step, self._dp_rank, self._dp_size)
         now = time.monotonic()
         if self._is_final and now - started > STOP_S:
             log.warning("the last version is synced and the queue sent no stop: it may have ended")

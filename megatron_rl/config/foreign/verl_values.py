@@ -203,7 +203,7 @@ def gpus(_: Any, values: Values) -> dict[str, Any]:
     engine = values[f"{ROLLOUT}.tensor_model_parallel_size"]
     data = ratio(gpus, ranks, "parallel.data")
     if apart := values.get("rollout.n_gpus_per_node"):
-        # fully_async: engines have GPUs of their own.
+        # In fully_async scripts the engines have separate GPUs.
         apart = product(apart, values.get("rollout.nnodes", 1))
         replicas = ratio(apart, engine, "generator.replicas")
         return {"parallel.data": data, "generator.replicas": replicas}

@@ -220,7 +220,7 @@ class Checkpoints:
         content = sharded_state(trainer, step)
         self._plans = self._plans or SavePlans()
         try:
-            # Its error names the cause, so it comes before that of the deadline.
+            # The writer's error names the cause, so raise it before the deadline's error.
             limit_s = 0.9 * self._cfg.write_timeout_s
             save = BackgroundSave(content, folder, self._plans, limit_s=limit_s)
         # torch's archive writer turns a failed write into a RuntimeError.

@@ -63,7 +63,7 @@ class GeneratorLink:
                     self._let_start(peer, session)
                 case Hello():
                     self._greet(peer, message)
-                # Those of strangers count for nothing.
+                # Messages of strangers are ignored.
                 case Ack() if self._knows(peer):
                     self._acks.setdefault(peer, set()).add(message.done)
                 case Failed() if self._knows(peer):
