@@ -80,7 +80,10 @@ class ServerChild:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if ends[0].done():
                     return ends[0].result()
-                gone = [names[fd] for fd in select.select(list(names), [], [], 0)[0]]
+                poll = select.poll()  # unlike select(), for descriptors of any number
+                for descriptor in names:
+                    poll.register(descriptor, select.POLLIN)
+                gone = [names[descriptor] for descriptor, _ in poll.poll(0)]
                 return f"its process {', '.join(gone)} ended; {self.log_tail()}"
             finally:
                 for end in ends:
