@@ -7,10 +7,10 @@ between two steps. It ends when the generator closes the connection.
 """
 
 import logging
-import select
 import socket
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Line:
 
     def messages(self, wait_s: float) -> Iterator[Any]:
         """Messages that have arrived; waits for one. Raises EOFError without a generator."""
-        while select.select([self._socket], [], [], wait_s)[0]:
+        while wait([self._socket], wait_s):
             chunk = self._socket.recv(CHUNK_BYTES)
             if not chunk:
                 raise EOFError("the generator hung up")

@@ -18,7 +18,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -160,7 +160,7 @@ class RankServer:
 
     def _read(self, timeout_s: float) -> list[str]:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        if not wait([self._process.stdout], timeout_s):
             raise RanksFailed(f"the rank server did not answer in {timeout_s} s")
         line = self._process.stdout.readline()
         if not line:

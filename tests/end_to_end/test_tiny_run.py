@@ -218,28 +218,41 @@ def run_command(finished: Path, run_dir: Path) -> list[str]:
 
 def assert_closed_doors(run_dir: Path, run: subprocess.Popen) -> None:
     """Sockets listen on loopback alone, folder and configuration are private, the label secret."""
-    tree = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
     doctor = [str(ROOT / ".venv/bin/python"), "-m", "megatron_rl.cli.main", "doctor"]
-    done = subprocess.run(
-        [*doctor, "--listening", str(run_dir), "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)
+    deadline = time.monotonic() + 90
+    while True:
+        before = listeners_of(run)
+        done = subprocess.run(
+            [*doctor, "--listening", str(run_dir), "--json"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        there, rows = listeners_of(run), json.loads(done.stdout)
+        needs = {row["what"]: row["needs"] for row in rows}
+        # Roles that were killed are starting again: their sockets come and go meanwhile.
+        if there == before and "weights for generators" in needs:
+            break
+        assert time.monotonic() < deadline, f"listeners keep changing, or one is missing: {needs}"
     told = {(row["pid"], row["address"], row["port"]) for row in rows if row["kind"] == "tcp"}
-    # By psutil's table of the whole host; the verifier may have been restarted in between.
-    pids = {process.pid for process in tree}
-    there = {
+    assert there == told and {address for _, address, _ in there} == {"127.0.0.1"}
+    assert needs["SGLang's HTTP"] == "API key" and needs["queue for verifiers"] == "label"
+    assert needs["weights for generators"] == "label" and "torchrun's store" in needs
+    assert "unknown" not in needs
+    assert_secrets_stay(run_dir, tree_of(run))
+
+
+def tree_of(run: subprocess.Popen) -> list[psutil.Process]:
+    return [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+
+
+def listeners_of(run: subprocess.Popen) -> set[tuple[int, str, int]]:
+    """Process, address and port, by psutil's table of the whole host."""
+    pids = {process.pid for process in tree_of(run)}
+    return {
         (one.pid, one.laddr.ip, one.laddr.port)
         for one in psutil.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN and one.pid in pids
     }
-    assert there == told and {address for _, address, _ in there} == {"127.0.0.1"}
-    needs = {row["what"]: row["needs"] for row in rows}
-    assert needs["SGLang's HTTP"] == "API key" and needs["queue for verifiers"] == "label"
-    assert needs["weights for generators"] == "label" and "torchrun's store" in needs
-    assert "unknown" not in needs
-    assert_secrets_stay(run_dir, tree)
 
 
 def assert_secrets_stay(run_dir: Path, tree: list[psutil.Process]) -> None:

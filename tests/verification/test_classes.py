@@ -1,10 +1,10 @@
 """Classes of answers: the clustering by itself, then with comparisons in real grading processes."""
 
 import random
-import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -122,7 +122,7 @@ def finish(desk: ClassDesk, pool: Pool, limit_s: float = 60.0) -> dict[int, Answ
     while desk.pending:
         assert time.monotonic() < deadline, f"{desk.pending} requests are late"
         if not desk.has_work:
-            select.select([pool], [], [], 0.05)
+            wait([pool], 0.05)
         found = [a for finished in pool.collect() for a in desk.take_verdict(finished)]
         found += desk.advance(time.monotonic())
         answered |= {answer.request_id: answer for answer in found}

@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import select
 import time
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -140,7 +140,7 @@ def test_each_pool_holds_no_more_than_its_max_pending() -> None:
             for name in WORKER_POOLS:
                 assert pool.pools[name].pending <= pool.taken[name] <= room[name]
                 most[name] = max(most[name], pool.taken[name])
-            select.select([pool], [], [], 0.05)
+            wait([pool], 0.05)
             for done in pool.collect():
                 assert isinstance(done, ScoreDone) and done.score.is_correct
                 assert scoring.take_score("v", done, 0.0) is not None

@@ -115,7 +115,7 @@ def _uses(text: str) -> list[_Use]:
             continue
         letter = match["name"].strip()
         power = match["power"]
-        if power and power[1].isdigit() and letter not in _ALWAYS_FUNCTIONS:
+        if power and power[1].isdecimal() and letter not in _ALWAYS_FUNCTIONS:
             # x^2(x+1): the power is a factor, and says nothing of x.
             uses.append(_Use(name, None, match.end(), False))
             continue

@@ -234,7 +234,7 @@ class _Reader:
         while self._place < len(self._tokens) and len(self._leaves) < MAX_LEAVES:
             token = self._tokens[self._place]
             self._place += 1
-            if token[0].isdigit() or (token[0] == "." and len(token) > 1):
+            if token[0].isdecimal() or (token[0] == "." and len(token) > 1):
                 self._emit(*_of_number(Fraction(token)))
             elif token[0] == "\\" and len(token) > 1:
                 self._command(token[1:])

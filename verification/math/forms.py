@@ -136,12 +136,12 @@ def are_numerals_in_two_cases(first: str, second: str) -> bool:
 
 def _base_of(match: re.Match[str]) -> int:
     name = (match["name"] or match["base"] or match["index"]).lower()
-    return int(name) if name.isdigit() else _BASE_WORDS.get(name, 0)
+    return int(name) if name.isdecimal() else _BASE_WORDS.get(name, 0)
 
 
 def _holds_value(problem: str, digits: str, base: int) -> bool:
     """Whether a problem contains, in a base, the number that digits are in base ten."""
-    if not digits.isdigit():
+    if not digits.isdecimal():
         return False
     numerals = re.findall(r"(?<![0-9A-Za-z])[0-9][0-9A-F]{0,99}", problem)
     fitting = [one for one in numerals if all(int(digit, 16) < base for digit in one)]

@@ -212,7 +212,7 @@ def _is_label(left: str, value: str) -> bool:
         is_list = len(split_at(left, ",", ";")) > 1
         parts = split_at(left, ":")
         is_list = is_list or (len(parts) > 1 and not all(is_name(part.strip()) for part in parts))
-        return not (is_list or left[0].isdigit() or _NO_LABEL.search(left)) and (
+        return not (is_list or left[0].isdecimal() or _NO_LABEL.search(left)) and (
             re.search("[A-Za-z]", left) is not None
         )
     names = _free_names(tree)

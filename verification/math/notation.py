@@ -181,11 +181,11 @@ def _spell_prefixed(match: re.Match[str]) -> str:
 def _spell_stacked(match: re.Match[str]) -> str:
     total, chosen = match[2] or match[5], match[3] or match[4]
     pair = total.strip("{}"), chosen.strip("{}")
-    if all(part.isdigit() for part in pair):
+    if all(part.isdecimal() for part in pair):
         # C_1^2 is a constant squared.
         is_count = int(pair[0]) >= int(pair[1])
     else:
-        is_count = match[1] == "C" and not pair[0].isdigit() and bool(_WHOLE.fullmatch(pair[0]))
+        is_count = match[1] == "C" and not pair[0].isdecimal() and bool(_WHOLE.fullmatch(pair[0]))
     return _spell_count(match[1], *pair) if is_count else match[0]
 
 

@@ -147,7 +147,7 @@ def _read_fraction(match: re.Match[str]) -> Fraction | None:
     top, bottom = match["top"], match["bottom"]
     divisor = _read_decimal(bottom)
     # In a mixed number the fraction is a plain one; 3\frac{-1}{2} is a product.
-    is_plain = top.isdigit() and bottom.isdigit()
+    is_plain = top.isdecimal() and bottom.isdecimal()
     if divisor == 0 or (match["whole"] and not is_plain):
         return None
     value = int(match["whole"] or 0) + _read_decimal(top) / divisor

@@ -242,7 +242,7 @@ def _count_token(token: str, previous: str, count: Counter[str]) -> None:
         count["product" if token == "*" else "quotient"] += 1
     elif token == "^":
         count["power"] += 1
-        count[POWER] += previous[-1:].isdigit()
+        count[POWER] += previous[-1:].isdecimal()
     elif token == "\\frac":
         count["quotient"] += 1
     elif token == "\\sqrt":
@@ -256,10 +256,10 @@ def _count_token(token: str, previous: str, count: Counter[str]) -> None:
             count[CALL + name] += 1
             # A factor before a matrix.
             count["product"] += name == "begin" and is_ended and not is_command
-    elif token == "(" and (previous[-1:].isdigit() or previous == ")"):
+    elif token == "(" and (previous[-1:].isdecimal() or previous == ")"):
         count["product"] += 1
         count[BRACKETS] += 1
-    elif token.isalpha() and len(token) == 1 and previous[-1:].isdigit():
+    elif token.isalpha() and len(token) == 1 and previous[-1:].isdecimal():
         count["product"] += 1
     elif token[0].isalnum() and previous == ")":
         count["product"] += 1

@@ -120,7 +120,9 @@ def _shows(problem: str, reference: str) -> bool:
 
 
 def _trim(text: str) -> str:
-    return text.strip().removesuffix(".").rstrip()
+    """Without a full stop; an ellipsis at the end is no full stop."""
+    text = text.strip()
+    return text if text.endswith("..") else text.removesuffix(".").rstrip()
 
 
 def _is_open(extra: Counter[str], allowed: Counter[str]) -> bool:

@@ -161,7 +161,7 @@ def _split(text: str, *, is_liberal: bool = False) -> _Split:
         if match["other"] or not before or before[-1] in "+-*/^=<>,;_({" or not _is_balanced(tail):
             continue
         unit = read_unit(tail)
-        if unit is None and before[-1].isdigit() and _BARE_WORDS.fullmatch(tail):
+        if unit is None and before[-1].isdecimal() and _BARE_WORDS.fullmatch(tail):
             unit = read_opaque_unit(f"\\text{{{tail}}}")
         if unit is None or (unit.dimension == ANGLE and _TRIGONOMETRY.search(before)):
             continue
@@ -246,7 +246,7 @@ def read_compound(text: str) -> tuple[str, Unit] | None:
 
     None for anything but two to four quantities of one kind, each in a smaller unit than the last.
     """
-    if text[-1:].isdigit() or not _FIRST_PART.match(text):
+    if text[-1:].isdecimal() or not _FIRST_PART.match(text):
         return None
     flat = _BLANKS.sub(" ", _MARKS.sub(" ", text)).strip()
     sign, flat = ("-", flat[1:]) if flat.startswith("-") else ("", flat)

@@ -1,8 +1,8 @@
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -55,7 +55,7 @@ def _collect(pool: Pool, limit_s: float) -> dict[int, Finished]:
     deadline = time.monotonic() + limit_s
     while pool.pending:
         assert time.monotonic() < deadline, f"{pool.pending} items are late"
-        select.select([pool], [], [], 0.05)
+        wait([pool], 0.05)
         finished |= {reply.request_id: reply for reply in pool.collect()}
     return finished
 
@@ -198,7 +198,7 @@ def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 60))
     finished: dict[int, Finished] = {}
     while not finished:
-        select.select([pool], [], [], 0.05)
+        wait([pool], 0.05)
         finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(pool.pids[0], signal.SIGKILL)
     finished |= _collect(pool, 30)
@@ -226,7 +226,7 @@ def test_other_pools_and_processes_work_on_while_one_hangs() -> None:
         _submit(pool, _hostile("obey", 4))
         done: set[int] = set()
         while len(done) < 3:
-            select.select([pool], [], [], 0.05)
+            wait([pool], 0.05)
             done |= {reply.request_id for reply in pool.collect()}
         assert done == {2, 3, 4}
         assert pool.pending == 1
@@ -245,7 +245,7 @@ def test_slow_answer_leaves_its_worker_and_holds_up_nobody() -> None:
         deadline = time.monotonic() + 60
         while pool.pending:
             assert time.monotonic() < deadline
-            select.select([pool], [], [], 0.01)
+            wait([pool], 0.01)
             order += [reply.request_id for reply in pool.collect()]
         assert order[-1] == 9 and len(order) == 21
         assert (pool.kills, pool.deaths) == (0, 0)
@@ -315,7 +315,7 @@ def test_no_process_outlives_the_pool_and_none_is_a_zombie(tmp_path: Path) -> No
         # The fork server and its live children: those that were killed are reaped within moments.
         while len(set(psutil.Process().children(recursive=True)) - before) > 1 + len(pool.pids):
             assert time.monotonic() < deadline, "a killed process is left"
-            select.select([pool], [], [], 0.05)
+            wait([pool], 0.05)
             pool.collect()
     assert set(psutil.Process().children(recursive=True)) <= before
     deadline = time.monotonic() + 5
@@ -347,7 +347,7 @@ def test_death_of_the_fork_server_loses_no_item_and_blames_none(pool: Pool) -> N
     _submit_neighbours(pool, range(0, 60))
     finished: dict[int, Finished] = {}
     while not finished:
-        select.select([pool], [], [], 0.05)
+        wait([pool], 0.05)
         finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
     finished |= _collect(pool, 60)

@@ -1,8 +1,8 @@
 """Slow items: bombs hold up nobody, what is slow loses nothing, a crowded host fails none."""
 
 import json
-import select
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def _collect(pool: Pool, limit_s: float, most_held: int = 1000) -> dict[int, Fin
     deadline = time.monotonic() + limit_s
     while pool.pending:
         assert time.monotonic() < deadline, f"{pool.pending} items are late"
-        select.select([pool], [], [], 0.02)
+        wait([pool], 0.02)
         finished |= {reply.request_id: reply for reply in pool.collect()}
         assert len(pool.pools["answers"].suspects.processes) <= most_held
     return finished
@@ -82,7 +82,7 @@ def test_slow_items_overtake_the_bombs_before_them() -> None:
         deadline = time.monotonic() + 60
         while sum(process.used_s > 0.35 for process in answers.suspects.processes) < 3:
             assert time.monotonic() < deadline and answers.pending == 3
-            select.select([pool], [], [], 0.02)
+            wait([pool], 0.02)
             pool.collect()
         for number in range(1, 11):
             _submit(pool, _integral(number))
