@@ -14,6 +14,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.reward import RewardConfig
+from megatron_rl.data.tables.folders import list_splits
 from megatron_rl.launcher.placement import listed_gpus, place
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -97,30 +98,48 @@ def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> st
     """The file's text. gpus: of one node; trainer and engines take half each."""
     if task not in RewardConfig().all_tasks:
         raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
+    source, held_out = _source(data)
     parts = [
         "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
-        override("path", model).replace("=", " = ", 1),
+        _line("path", model),
         "\n[[prompts]]",
-        *_source(data),
-        override("task", task).replace("=", " = ", 1),
+        *source,
+        _line("task", task),
         f"\n[train]\nsteps = {steps}",
         *_sizes(gpus),
+        *held_out,
         '\n[run]\ndir = "runs/mine"\n',
     ]
     return "\n".join(parts)
 
 
-def _source(data: str) -> list[str]:
-    if is_hub_name(data) and not Path(data).expanduser().exists():
-        return ['kind = "hub"', override("name", data).replace("=", " = ", 1)]
-    return [override("path", data).replace("=", " = ", 1)]
+def _source(data: str) -> tuple[list[str], list[str]]:
+    """Lines of the prompts' section, and the section of a folder's held-out split or nothing."""
+    folder = Path(data).expanduser()
+    if is_hub_name(data) and not folder.exists():
+        return ['kind = "hub"', _line("name", data)], []
+    splits = {split for _, split in list_splits(folder)}
+    if "train" not in splits or len(splits) == 1:
+        return [_line("path", data)], []
+    train = [_line("path", data), 'dataset_split = "train"']
+    other = next((split for split in ("test", "validation") if split in splits), None)
+    if other is None:
+        return train, []
+    of_set = f'{_line("path", data)}, dataset_split = "{other}"'
+    return train, [f'\n[[eval.sets]]\nname = "{other}"\nprompts = {{{of_set}}}']
+
+
+def _line(key: str, value: str) -> str:
+    return override(key, value).replace("=", " = ", 1)
 
 
 def _sizes(gpus: int) -> list[str]:
     """Batch, lengths and layout: small without a GPU, one shared GPU, or several divided."""
     if not gpus:
         sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
-        return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]
+        evaluation = "\n[eval]  # for CPU cores\nprompts = 64\nsamples = 1"
+        lengths = "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"
+        return [sizes, lengths, evaluation]
     lengths = "\n[sampling]\nmax_new_tokens = 3072  # tokens of a completion, at most"
     lengths += "\n\n[generator]\ncontext_tokens = 4096  # prompt and completion"
     if gpus == 1:

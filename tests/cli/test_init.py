@@ -1,6 +1,7 @@
 """`megatron-rl init`: what it writes loads, fits the GPUs, and is ten lines."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 from megatron_rl.cli.init import InitOptions, configuration, init
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.data.sources import load_files
 from megatron_rl.launcher.placement import place
 
 
@@ -42,6 +44,22 @@ def test_a_data_set_of_the_hub_is_named(tmp_path: Path) -> None:
     config = load_config(path)
     assert (config.prompts[0].kind, config.prompts[0].name) == ("hub", "openai/gsm8k")
     assert str(config.model.path) == "Qwen/Qwen3-0.6B"
+
+
+def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for split, count in (("train", 5), ("test", 3)):
+        rows = [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(count)]
+        file = tmp_path / "data" / f"{split}-00000-of-00001.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "my.toml"
+    path.write_text(configuration("m", str(tmp_path / "data"), "math", 0, 3))
+    config = load_config(path)
+    assert (config.prompts[0].dataset_split, len(config.prompts)) == ("train", 1)
+    [held_out] = config.eval.sets
+    assert (held_out.name, held_out.prompts.dataset_split) == ("test", "test")
+    counts = [len(load_files(one, seed=0)) for one in (config.prompts[0], held_out.prompts)]
+    assert counts == [5, 3]
 
 
 @pytest.mark.parametrize(

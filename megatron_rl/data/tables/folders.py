@@ -52,13 +52,22 @@ def find_files(path: Path, *, subset: str = "", split: str = "") -> TableFiles:
         if subset or split:
             raise InputError(f"{path} is one file: it has no subset or dataset_split to choose")
         return TableFiles(path.parent, [path], "")
-    parts = _saved(path) or _declared(path) or _named(path)
+    parts = _parts(path)
     if not parts:
         raise InputError(
             f"{path} holds no prompts: expected files that end in {FORMATS}. A data set that is a "
             "script is not run: its revision refs/convert/parquet has files"
         )
     return _choose(path, parts, subset, split)
+
+
+def list_splits(path: Path) -> set[tuple[str, str]]:
+    """(subset, split) of each part of a folder; empty for a file and for what holds no rows."""
+    return set(_parts(path)) if path.is_dir() else set()
+
+
+def _parts(folder: Path) -> Parts:
+    return _saved(folder) or _declared(folder) or _named(folder)
 
 
 def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
