@@ -181,12 +181,13 @@ def test_a_yaml_of_trl(tmp_path: Path) -> None:
     assert (ours.algorithm.kl.placement, ours.train.epochs) == ("loss", 3)
     assert (ours.checkpoint.every_steps, ours.eval.every_steps) == (0, 25)
     assert "0.5 groups of 4" in found.no_counterpart["per_device_train_batch_size"]
-    assert ours.algorithm.zero_variance_groups == "keep"
+    assert ours.algorithm.zero_variance_groups == "keep" and ours.eval.prompts == "auto"
     # 20 optimizer steps, two for each batch.
     counted = "model_name_or_path: m/m\ndataset_name: a/b\nnum_generations: 4\nmax_steps: 20\n"
     counted += "per_device_train_batch_size: 4\nsteps_per_generation: 2\nsave_steps: 10\n"
     _, ours = imported(written(tmp_path, "two.yaml", counted))
     assert (ours.train.steps, ours.train.minibatches, ours.checkpoint.every_steps) == (10, 2, 5)
+    assert ours.eval.prompts == 0, "TRL evaluates nothing without eval_strategy"
 
 
 def test_files_of_prime_rl(tmp_path: Path) -> None:

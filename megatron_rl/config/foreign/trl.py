@@ -247,7 +247,7 @@ RULES: dict[str, Rule] = {
     "save_*": "checkpoint.every_steps and checkpoint.keep_last say when and how many",
     "eval_steps": _every("eval.every_steps", "eval_strategy", "no"),
     "eval_strategy": choice(
-        "eval.every_steps", {"no": 0, "steps": None}, "eval.every_steps is a number of steps"
+        "eval.prompts", {"no": 0, "steps": None}, "eval.every_steps is a number of steps"
     ),
     "num_generations_eval": to("eval.samples"),
     "resume_from_checkpoint": "a run resumes by itself; checkpoint.resume chooses",
@@ -323,6 +323,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "adam_beta2": 0.999,
     "save_steps": 500,
+    "eval_strategy": "no",
 }
 
 
