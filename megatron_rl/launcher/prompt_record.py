@@ -87,8 +87,13 @@ def _count_epochs(config: Config) -> Config:
             "give train.steps in its place"
         )
     sets = material_of_run(config).divide()
-    drawn = zip(config.prompts, sets.train, strict=True)
-    prompts = sum(len(found) for source, found in drawn if source.weight)
+    drawn = zip(sets.weights_of(config), sets.train, strict=True)
+    prompts = sum(len(found) for weight, found in drawn if weight)
+    if not prompts:
+        raise InputError(
+            f"train.epochs={config.train.epochs} counts no prompt ({sets.describe()}): lower "
+            "prompts.held_out_share, or add prompts to train on"
+        )
     if not config.sampled_groups:
         raise InputError("train.epochs counts sampled groups, and replay.share=1 samples none")
     steps = -(-config.train.epochs * prompts // config.sampled_groups)

@@ -90,6 +90,21 @@ def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> No
         pin_revisions(load_config(tmp_path / "mine.toml", [model, *stage]))
 
 
+def test_epochs_count_no_prompt_of_a_source_that_is_held_out_whole(tmp_path: Path) -> None:
+    for name, count in (("mine", 25), ("held", 7)):
+        lines = [json.dumps({"question": f"{n} + {name}?", "answer": str(n)}) for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.toml").write_text(
+        "[train]\nepochs = 3\nprompts_per_batch = 4\n"
+        '[[prompts]]\npath = "held.jsonl"\nheld_out_share = 1\n'
+        '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0\n'
+    )
+    given = [f"model.path={tmp_path}"]
+    assert pin_revisions(load_config(tmp_path / "mine.toml", given)).train.steps == 19
+    with pytest.raises(InputError, match="train.epochs=3 counts no prompt"):
+        pin_revisions(load_config(tmp_path / "mine.toml", [*given, "prompts.1.held_out_share=1"]))
+
+
 def test_stop_strings_of_the_model_join_those_of_the_run(tmp_path: Path) -> None:
     model, path = f"model.path={tmp_path}", tmp_path / "generation_config.json"
     given = load_config(None, [model, 'sampling.stop=["</answer>"]', f"run.dir={tmp_path}"])
