@@ -289,7 +289,7 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
 class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """Grade one completion. Carries only text: verifiers see no token ids."""
 
-    request_id: int
+    request_id: Id
     task: str
     answer: str
     entry: str

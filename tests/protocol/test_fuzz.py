@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections import deque
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from generation.engine import EngineError
 from generation.scorer import Scorer
 from generation.sglang_direct import DirectRequests, read_ended
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import WORKER_POOLS
 from megatron_rl.config.tree import Config, NodesConfig, PortsConfig
 from megatron_rl.launcher import node_link
 from megatron_rl.protocol.endpoints import BATCHES, ENDPOINTS, NODES, PROMPTS, VERIFY, WEIGHTS
@@ -24,9 +27,17 @@ from megatron_rl.protocol.engine_requests import Abort, Ended, Generate, order_d
 from megatron_rl.protocol.frames import decode_frames
 from megatron_rl.protocol.limits import INT32_MAX
 from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart, RunPhase
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.scorer_messages import LogprobRequest
-from megatron_rl.protocol.types import AnyMessage
-from megatron_rl.protocol.wire import MAX_REFUSED, WireError, encode_frames
+from megatron_rl.protocol.types import AnyMessage, ClassRequest, ScoreRequest
+from megatron_rl.protocol.wire import (
+    MAX_REFUSED,
+    Dealer,
+    Router,
+    WireError,
+    encode_frames,
+    labelled,
+)
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.server import _Inbox
 from megatron_rl.rollout_queue.stall import LoopClock
@@ -47,6 +58,10 @@ from tests.protocol.fuzz import (
 from tests.protocol.test_wire import examples
 from tests.rollout_queue.makers import make_score
 from tests.rollout_queue.played_queue import PlayedQueue
+from verification.classes import ClassDesk
+from verification.pool.pool import Pool
+from verification.rules import RewardRules
+from verification.worker import Leave, Verifier
 
 FEW, MANY = 2_000, 100_000
 """Frames of one receiver; there are ten."""
@@ -193,6 +208,71 @@ def test_the_first_node_bears_what_others_send(
 
         assert isinstance(link._router, Counted)
         run_attack(attack, link._router, frames=number, messages=lambda: sound, read=read)
+
+
+REQUESTS = [
+    ScoreRequest(
+        0, "math", "7", "", "It is \\boxed{7}.", 5, True, "3+4?", "en", other_answers=["7.0"]
+    ),
+    ScoreRequest(
+        0,
+        "exact",
+        "ab",
+        "",
+        "<think>so</think>\\boxed{ba}",
+        9,
+        False,
+        length_rule=LengthRule(8, 2, 0.1),
+    ),
+    ScoreRequest(0, "code", "", '{"inputs": ["1"], "outputs": ["1"]}', "no program", 3, True),
+    ScoreRequest(0, "reasoning_gym", "", "{}", "\\boxed{1}", 3, True, prompt_tail="<think>"),
+    ClassRequest(0, "math", ["\\boxed{7}", "\\boxed{14/2}", "none"], ["", "", ""], "3+4?"),
+]
+
+
+@each_number
+def test_a_verifier_answers_each_request_that_can_be_read(number: int) -> None:
+    port, fuzzer, memory = free_port(), Fuzzer(8), Memory(number)
+    config = Config()
+    asked, answered = Counter[int](), Counter[int]()
+    with ExitStack() as stack:
+        router = stack.enter_context(Router("127.0.0.1", port, endpoint=VERIFY, label=LABEL))
+        address = f"127.0.0.1:{port}"
+        dealer = stack.enter_context(Dealer(address, "verifier", endpoint=VERIFY, label=LABEL))
+        rules = RewardRules.of(config)
+        pool = stack.enter_context(Pool(config.verifier, rules))
+        desk = ClassDesk(pool, rules, answer_within_s=60.0)
+        verifier = Verifier(
+            dealer, pool, desk, rules=rules, capacity=dict.fromkeys(WORKER_POOLS, 512),
+            leave=Leave(threading.Event(), 60.0),
+        )  # fmt: skip
+
+        def serve(frames: Frames) -> None:
+            with replayable([*frames]):
+                verifier._receive()
+            verifier._send_finished()
+            while (received := router.receive(0)) is not None:
+                answered[received[1].request_id] += 1
+
+        verifier._send_heartbeat_if_due()
+        while router.receive(1.0) is None:
+            pass
+        for sent in range(number):
+            kind = fuzzer.chance.choice(REQUESTS)
+            frames = fuzzer.spoil(msgspec.structs.replace(kind, request_id=sent))
+            with suppress(WireError):
+                message = decode_frames([*frames], VERIFY.dealer_hears)
+                assert isinstance(message, ScoreRequest | ClassRequest)
+                asked[message.request_id] += 1
+            router.socket.send_multipart([labelled("verifier", LABEL), *frames])
+            while asked.total() - answered.total() > 100:
+                serve(frames)
+            memory.look(sent)
+        ends_at = time.monotonic() + 120
+        while asked != answered:
+            assert time.monotonic() < ends_at, (asked - answered, answered - asked)
+            serve(frames)
+    assert 0.02 < asked.total() / number < 0.9
 
 
 class Zeros:
