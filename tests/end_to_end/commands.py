@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,10 +29,10 @@ def write_inputs(folder: Path, config: str, *, train: int, held_out: int = 0) ->
     return path
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """`megatron-rl ...`."""
+def start(*arguments: object, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`megatron-rl ...`, behind the words of `before`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.cli.main", *map(str, arguments)],
+        [*before, sys.executable, "-m", "megatron_rl.cli.main", *map(str, arguments)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
