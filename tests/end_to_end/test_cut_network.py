@@ -1,4 +1,4 @@
-"""Nodes with own networks: one is cut off for a while, later for ever; another joins, one leaves."""
+"""Nodes with own networks: one is cut off for a while, then for ever; one joins, one leaves."""
 
 import signal
 import subprocess
