@@ -98,35 +98,44 @@ def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> st
     """The file's text. gpus: of one node; trainer and engines take half each."""
     if task not in RewardConfig().all_tasks:
         raise InputError(f"task {task!r} is none of {', '.join(RewardConfig().all_tasks)}")
-    source, held_out = _source(data)
+    splits = _splits(data)
     parts = [
         "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
         _line("path", model),
         "\n[[prompts]]",
-        *source,
+        *_source(data),
+        *(['dataset_split = "train"'] if splits else []),
         _line("task", task),
         f"\n[train]\nsteps = {steps}",
         *_sizes(gpus),
-        *held_out,
+        *_evaluation(data, splits, is_short=not gpus),
         '\n[run]\ndir = "runs/mine"\n',
     ]
     return "\n".join(parts)
 
 
-def _source(data: str) -> tuple[list[str], list[str]]:
-    """Lines of the prompts' section, and the section of a folder's held-out split or nothing."""
-    folder = Path(data).expanduser()
-    if is_hub_name(data) and not folder.exists():
-        return ['kind = "hub"', _line("name", data)], []
-    splits = {split for _, split in list_splits(folder)}
-    if "train" not in splits or len(splits) == 1:
-        return [_line("path", data)], []
-    train = [_line("path", data), 'dataset_split = "train"']
+def _source(data: str) -> list[str]:
+    if is_hub_name(data) and not Path(data).expanduser().exists():
+        return ['kind = "hub"', _line("name", data)]
+    return [_line("path", data)]
+
+
+def _splits(data: str) -> set[str]:
+    """Splits of a folder that has the split "train" and others; else none."""
+    found = {split for _, split in list_splits(Path(data).expanduser())}
+    return found if "train" in found and len(found) > 1 else set()
+
+
+def _evaluation(data: str, splits: set[str], *, is_short: bool) -> list[str]:
+    """The held-out split of a folder; the first 64 prompts, once each, if it is to be short."""
+    lines = ["\n[eval]  # short, for CPU cores", "samples = 1"] if is_short else []
+    limit = ["64"] if is_short else []
     other = next((split for split in ("test", "validation") if split in splits), None)
     if other is None:
-        return train, []
+        return [*lines, *(f"prompts = {number}" for number in limit)]
     of_set = f'{_line("path", data)}, dataset_split = "{other}"'
-    return train, [f'\n[[eval.sets]]\nname = "{other}"\nprompts = {{{of_set}}}']
+    lines += ["\n[[eval.sets]]", f'name = "{other}"', f"prompts = {{{of_set}}}"]
+    return [*lines, *(f"problems = {number}" for number in limit)]
 
 
 def _line(key: str, value: str) -> str:
@@ -137,9 +146,7 @@ def _sizes(gpus: int) -> list[str]:
     """Batch, lengths and layout: small without a GPU, one shared GPU, or several divided."""
     if not gpus:
         sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
-        evaluation = "\n[eval]  # for CPU cores\nprompts = 64\nsamples = 1"
-        lengths = "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"
-        return [sizes, lengths, evaluation]
+        return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]
     lengths = "\n[sampling]\nmax_new_tokens = 3072  # tokens of a completion, at most"
     lengths += "\n\n[generator]\ncontext_tokens = 4096  # prompt and completion"
     if gpus == 1:
