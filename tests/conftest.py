@@ -5,6 +5,7 @@ Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the 
 the longest first, because workers take one file after the other. Tests marked `gpu` have more time.
 """
 
+import multiprocessing
 import os
 import subprocess
 from collections import defaultdict
@@ -14,18 +15,52 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.protocol import process
+from megatron_rl.launcher import ports
+from megatron_rl.protocol import process, tokenizer_child
 from tests.sampling import commit_seed, draw, is_drawn
 
 GPU_TIMEOUT_S = 600
 """Of a test on a GPU that names no deadline: its processes import everything anew, and compile
 kernels when they first use them."""
+MOST_LEFT_OPEN = 100
+"""Models that several files share hold memory that is shared with other processes: 64 tensors."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that run a role in this process do not tell those after them that a run has begun."""
     monkeypatch.setattr(process._Progress, "has_started", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def descriptors_are_given_back() -> Iterator[None]:
+    """A test file leaves few descriptors open, and no lock of a port, in a worker of many files."""
+    before = open_descriptors()
+    yield
+    held = ports._locks()._held
+    for descriptor in held.values():
+        os.close(descriptor)
+    held.clear()
+    left = open_descriptors() - before
+    assert left <= MOST_LEFT_OPEN, f"{left} descriptors are left open; allowed: {MOST_LEFT_OPEN}"
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module")
+def forked_tokenizer_children() -> Iterator[None]:
+    """Children of `call_in_child` are forked from one server that has imported transformers.
+
+    A spawned one imports it anew, for two seconds of a core. The server has the environment of its
+    start, and ends with pytest.
+    """
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["tests.tokenizer_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_child, "get_context", lambda method: forking)
+        yield
 
 
 @pytest.fixture

@@ -44,6 +44,9 @@ PRELOAD = (
     "megatron.core.distributed",
     "megatron.core.pipeline_parallel",
     "safetensors.torch",
+    # Two seconds of a core for each rank that reads a tokenizer.
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
 )
 START_TIMEOUT_S = 60.0
 FORKED_S, ANEW_S = 60.0, 300.0

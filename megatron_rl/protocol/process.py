@@ -4,8 +4,10 @@ Used by the entry of every process. An error that a person can fix is one line, 
 process whose launcher died ends itself.
 """
 
+import atexit
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import resource
@@ -153,6 +155,8 @@ def run_main(role: str, main: Callable[[], None]) -> int:
     if os.environ.get("MEGATRON_RL_LAUNCHED"):
         launcher = os.getppid()
         die_with_parent()
+    # The interpreter's last collections would visit each object of torch: a second of a core.
+    atexit.register(gc.freeze)
     for number in ENDING_SIGNALS:
         # A process under `nohup` outlives its terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

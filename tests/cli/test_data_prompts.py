@@ -13,6 +13,8 @@ from megatron_rl.cli.data_tools.prompts import CheckOptions, ShowOptions, check,
 from megatron_rl.config.errors import InputError
 from megatron_rl.data.tiny_model import write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 LONG = "Find the sum of all positive divisors of the number n that is given here"
 
 

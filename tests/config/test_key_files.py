@@ -22,12 +22,6 @@ AROUND = ("config", "plan", "simulation", "cli", "observe", "curation", "sweep",
 COMMANDS = {
     "megatron_rl.launcher.replay", "megatron_rl.trainer.replay", "megatron_rl.launcher.joining",
 }  # fmt: skip
-# Types of these are not needed to know a section of the configuration.
-UNREAD = (
-    "torch", "sglang", "megatron", "transformers", "sympy", "numpy", "fastapi", "pandas",
-    "datasets", "pyarrow", "matplotlib", "wandb", "scipy", "aiohttp", "tokenizers",
-    "transformer_engine", "vllm",
-)  # fmt: skip
 MOST_FILES = 4
 NEARLY_ALL = 0.9
 # Attributes by which a node names what is defined elsewhere.
@@ -73,9 +67,8 @@ def readers() -> dict[tuple[str, str], set[str]]:
     options = Options()
     options.export_types = options.preserve_asts = options.check_untyped_defs = True
     options.incremental, options.ignore_missing_imports = False, True
-    options.per_module_options = {
-        name: {"follow_imports": "skip"} for other in UNREAD for name in (other, f"{other}.*")
-    }
+    # Types of other packages are not needed to know a section of the configuration.
+    options.follow_imports = "skip"
     sources = create_source_list([str(ROOT / name) for name in OURS], options)
     result = build.build(sources, options)
     found = defaultdict(set)

@@ -17,6 +17,8 @@ from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from tests.rollout_queue.makers import make_prompt
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 
 def make_config(folder: Path) -> Config:
     """Room for 20 prompt tokens; the tiny tokenizer has one a character, and one <bos>."""

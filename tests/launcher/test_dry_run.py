@@ -15,6 +15,8 @@ from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, grade
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from tools.make_skills import Counts, make
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}<s>assistant\n"

@@ -18,6 +18,7 @@ from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import ALL, COMMON, RECIPES
 from tests.plan.test_plan import LLAMA_8B
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
 SHAPES = {example.name: {**COMMON, **example.shape} for example in ALL}
 SHAPES["magistral_stages"] = SHAPES["magistral_24b"]
 ASKED = {

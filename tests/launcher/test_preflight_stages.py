@@ -13,6 +13,8 @@ from tests.launcher.test_preflight import (
 )
 from tests.launcher.test_preflight import overrides as overrides
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 
 def write_run(tmp_path: Path, text: str, lines: list[dict]) -> None:
     path = write_lines(tmp_path / "prompts.jsonl", lines)

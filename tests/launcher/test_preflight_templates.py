@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.launcher.test_preflight import check, overrides
+
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
 
 __all__ = ["overrides"]
 

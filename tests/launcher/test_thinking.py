@@ -18,6 +18,8 @@ from tests.launcher.test_dry_run import write_byte_tokenizer
 from verification.rules import RewardRules
 from verification.score import score
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 SQUARE = ThinkTags(open="[THINK]", close="[/THINK]")
 NONE = ThinkTags(open="", close="")
 CHATML = (

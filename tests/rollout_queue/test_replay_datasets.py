@@ -18,6 +18,8 @@ from megatron_rl.rollout_queue.replay import open_replay
 from megatron_rl.rollout_queue.replay_datasets import check_sources, check_tokens, prepare_datasets
 from tests.rollout_queue.makers import make_group
 
+pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
+
 SFT_EXAMPLES = [
     {"prompt": "1+1=", "response": "2", "reward": 1},
     {"prompt": "2+2=", "response": "5", "reward": -0.5},

