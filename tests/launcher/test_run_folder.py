@@ -3,7 +3,9 @@
 import errno
 import json
 import logging
+import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from megatron_rl.launcher.run_folder import (
     write_evaluation_config,
 )
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal, step_of
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, FAILURES
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
 
 
@@ -235,6 +238,32 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         child.communicate(timeout=10)
     with locked(tmp_path):
         pass
+
+
+def test_what_was_stopped_when_its_launcher_died_does_not_keep_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 10.0)
+    note = {FAILURE_VARIABLE: str(tmp_path / "logs" / FAILURES / "verifier")}
+    other = {FAILURE_VARIABLE: str(tmp_path / "other" / FAILURES / "verifier")}
+
+    def start(environment: dict[str, str], *descriptors: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"], env=os.environ | environment, pass_fds=descriptors)
+
+    with locked(tmp_path) as lock:
+        holder = start(note, lock.descriptor)
+        rank, running, stranger = start(note), start(note), start(other)
+    try:
+        for process in (holder, rank, stranger):
+            process.send_signal(signal.SIGSTOP)
+        with locked(tmp_path):
+            assert holder.wait(10) == rank.wait(10) == -signal.SIGKILL
+            # A running process ends itself, and the stranger belongs to another run.
+            assert running.poll() is None and stranger.poll() is None
+    finally:
+        for process in (holder, rank, running, stranger):
+            process.kill()
+            process.wait(10)
 
 
 def mode(path: Path) -> int:

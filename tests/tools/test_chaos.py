@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from megatron_rl.protocol.rollout_files import RolloutRecord
-from tools.chaos import audit
+from tools.chaos_audit import audit
 
 STEPS, GROUPS, SIZE = 6, 4, 2
 
