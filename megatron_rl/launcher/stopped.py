@@ -2,7 +2,8 @@
 
 Used by `supervisor.py` and `run_folder.py`, in the launcher's one thread. Linux tells the
 state of every process, so this covers all processes of all roles, also those that nobody hears:
-torchrun, trainer ranks, engines' children. A process under a debugger has another state and is left alone.
+torchrun, trainer ranks, engines' children. A process under a debugger has another state and is
+left alone.
 """
 
 import contextlib
