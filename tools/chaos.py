@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config.files import load_run
+from megatron_rl.observe.heartbeat import find_living
 from megatron_rl.protocol.metrics import read_jsonl
 from tools.chaos_audit import audit
 
@@ -122,7 +123,8 @@ class Chaos:
             self._watch(list(launchers.values()))
             is_training = self._is_training()
             joined = launchers.get("joined")
-            if self.plan.join and is_training and (joined is None or joined.poll() is not None):
+            is_missing = joined is None or joined.poll() is not None
+            if self.plan.join and is_missing and is_training and find_living(self.plan.run_dir):
                 self.joins += 1
                 if self.joins > self.plan.starts:
                     raise GaveUp(f"no node stays in the run after {self.plan.starts} starts")
@@ -345,4 +347,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A signal ends the run too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))
