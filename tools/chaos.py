@@ -90,6 +90,8 @@ class Chaos:
     """time.monotonic() at which the process continues, its role."""
     _known: dict[psutil.Process, float | None] = field(default_factory=dict)
     """Every process of the run -> time.monotonic() since when no launcher is above it."""
+    _seen: set[str] = field(default_factory=set)
+    """Roles that had a process at the moment of a hit."""
     _hit_at: float = 0.0
 
     def run(self) -> None:
@@ -150,7 +152,8 @@ class Chaos:
                     found[name].append(psutil.Process(launcher.pid))
             for role, process in _processes(launcher.pid):
                 found[role].append(process)
-        role = min({*found, *ROLES}, key=lambda name: (self._count(name), self.chance.random()))
+        self._seen |= found.keys()
+        role = min(sorted(self._seen), key=lambda name: (self._count(name), self.chance.random()))
         running = [one for one in found[role] if _state(one) != psutil.STATUS_STOPPED]
         if not running:
             return
@@ -186,6 +189,7 @@ class Chaos:
 
     def _end_orphan(self, process: psutil.Process) -> None:
         self.orphans += 1
+        self._known.pop(process)
         with contextlib.suppress(psutil.NoSuchProcess):
             _tell(f"orphan {process.pid} ({process.status()}): {process.cmdline()}")
             process.kill()
@@ -198,7 +202,7 @@ class Chaos:
             if not self._known and all(one.poll() is not None for one in launchers):
                 return
             time.sleep(_POLL_S)
-        for process in self._known:
+        for process in list(self._known):
             self._end_orphan(process)
 
     def _end(self, launchers: list[subprocess.Popen[bytes]]) -> None:
