@@ -351,8 +351,11 @@ def write_config(config: Config, resumed: Path | None) -> None:
     """Save the config that all processes read; keeps the config of a resumed run's earlier part."""
     path = config.run.dir / CONFIG
     if resumed is not None and path.exists():
-        step = step_of(resumed)
-        path.rename(path.with_name(f"config.until_step_{step:06d}.toml"))
+        kept = path.with_name(f"config.until_step_{step_of(resumed):06d}.toml")
+        # Copied: the folder of a launcher that is killed here has its configuration. Resumed from
+        # the same step again, the steps of the present configuration are gone.
+        if not kept.exists():
+            write_whole(kept, path.read_text(), is_private=True)
     # It holds the label, by which the sockets know the run's processes.
     write_whole(path, dump_toml(config), is_private=True)
     if resumed is not None:

@@ -315,6 +315,27 @@ def test_a_folder_that_cannot_be_closed_is_told_with_the_fix(
     assert "Operation not permitted" in told and f"`chmod go= {run_dir}`" in told
 
 
+def test_a_launcher_that_is_killed_while_it_resumes_leaves_a_configuration(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / CONFIG).write_text("first")
+    resumed, write_whole = run_dir / CHECKPOINTS / "step_000006", run_folder.write_whole
+
+    def die(path: Path, content: str, *, is_private: bool = False) -> None:
+        if path.name == CONFIG:
+            raise KeyboardInterrupt
+        write_whole(path, content, is_private=is_private)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_folder, "write_whole", die)
+        write_config(config(run_dir), resumed)
+    assert (run_dir / CONFIG).read_text() == "first"
+    # Two more starts from the same step: its steps were taken with the first configuration.
+    for _ in range(2):
+        write_config(config(run_dir), resumed)
+    assert (run_dir / "config.until_step_000006.toml").read_text() == "first"
+
+
 def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:
     settings = ["sft.steps=9", "sft.export_every_steps=5", "sft.baseline=true"]
     first, second = (draw_label(config(tmp_path, *settings)) for _ in range(2))
