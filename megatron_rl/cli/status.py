@@ -32,7 +32,7 @@ from megatron_rl.observe.run_state import (
     waits_text,
     warnings_of,
 )
-from megatron_rl.protocol.failure import first_failure
+from megatron_rl.protocol.failure import FAILURES, first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
 
 app = plain_app()
@@ -125,7 +125,7 @@ def read_status(run_dir: Path, now: float) -> Status:
         left = config.train.steps - status.step
         status.warnings += filter(None, [room_warning(run_dir, config, left_steps=left)])
     if state == "stopped":
-        failure = first_failure(run_dir / "logs" / "failures", 0.0)
+        failure = first_failure(run_dir / "logs" / FAILURES, 0.0)
         status.error = (
             "no process noted an error: it was interrupted, or killed from outside; see logs/"
         )

@@ -7,7 +7,7 @@ a first node.
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_rl.launcher.orderly_stop import OrderlyStop
 from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, only_node
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
-from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.launcher.supervisor import POLL_S, Role, Supervisor
 from megatron_rl.protocol.disk_room import WriteFailed
 from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, NODES, JsonlWriter
 from megatron_rl.protocol.node_messages import RoleRestart
@@ -189,7 +189,9 @@ class FirstNode(Node):
             self._write({NODES: self.link.present, "node_event": event})
         self.view.refresh(self.supervisor.roles)
         self.lock.heartbeat.awaited = self.view.awaited
-        self.link.missing = list(self.view.state.peers.missing)
+        self.link.missing = missing_now(
+            self.supervisor.roles.values(), self.view.state.peers.missing
+        )
         self.lock.heartbeat.check()
 
     def record(self, restart: RoleRestart) -> None:
@@ -217,6 +219,16 @@ class FirstNode(Node):
         super().show(text)
         self.view.enter_phase(text)
         self.lock.heartbeat.phase = text
+
+
+def missing_now(roles: Iterable[Role], told: Iterable[str]) -> list[str]:
+    """Replicas that the queue misses; told: names in its last row.
+
+    None while the queue starts again: nobody can reach it, and its row is from before.
+    """
+    if any(role.kind == "queue" and not role.is_ready for role in roles):
+        return []
+    return list(told)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from megatron_rl.launcher.cold_start import (
     rows_of_cold_start,
     steps_left_behind,
 )
+from megatron_rl.launcher.stopped import kill_left_stopped
 from megatron_rl.observe.deaths import SAME_COMMAND
 from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import (
@@ -35,6 +36,7 @@ from megatron_rl.protocol.checkpoint_folder import (
     passed_over,
     step_of,
 )
+from megatron_rl.protocol.failure import FAILURES
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import (
@@ -284,11 +286,15 @@ def locked(run_dir: Path, phase: str = "", nodes: int = 0) -> Iterator[FolderLoc
         raise InputError(f"{_second_text(run_dir)} (it is {other.describe()})")
     descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        failures = run_dir.resolve() / "logs" / FAILURES
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor):
+            kill_left_stopped(failures)
             if time.monotonic() > deadline:
                 raise InputError(_second_text(run_dir))
             time.sleep(0.2)
+        # Some do not hold the lock, such as ranks.
+        kill_left_stopped(failures)
         if text := make_private(run_dir):
             log.warning("%s", text)
         with Heartbeat(run_dir, phase, nodes) as heartbeat:
@@ -345,8 +351,11 @@ def write_config(config: Config, resumed: Path | None) -> None:
     """Save the config that all processes read; keeps the config of a resumed run's earlier part."""
     path = config.run.dir / CONFIG
     if resumed is not None and path.exists():
-        step = step_of(resumed)
-        path.rename(path.with_name(f"config.until_step_{step:06d}.toml"))
+        kept = path.with_name(f"config.until_step_{step_of(resumed):06d}.toml")
+        # Copied: the folder of a launcher that is killed here has its configuration. Resumed from
+        # the same step again, the steps of the present configuration are gone.
+        if not kept.exists():
+            write_whole(kept, path.read_text(), is_private=True)
     # It holds the label, by which the sockets know the run's processes.
     write_whole(path, dump_toml(config), is_private=True)
     if resumed is not None:

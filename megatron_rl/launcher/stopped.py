@@ -1,19 +1,26 @@
 """Finds processes of roles that a signal has stopped (SIGSTOP), and for how long.
 
-Used by `supervisor.py`, in the launcher's one thread. Linux tells the state of every process, so
-this covers all processes of all roles, also those that nobody hears: torchrun, trainer ranks,
-engines' children. A process under a debugger has another state and is left alone.
+Used by `supervisor.py` and `run_folder.py`, in the launcher's one thread. Linux tells the
+state of every process, so this covers all processes of all roles, also those that nobody hears:
+torchrun, trainer ranks, engines' children. A process under a debugger has another state and is
+left alone.
 """
 
 import contextlib
+import logging
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rl.protocol.failure import FAILURE_VARIABLE
+
 LOOKS = 6
 """Looks within the limit."""
 _STOPPED = "T"
+
+log = logging.getLogger(__name__)
 
 
 class Stopped(NamedTuple):
@@ -66,6 +73,36 @@ class StoppedProcesses:
             if seconds >= self._limit_s and (longest is None or seconds > longest.seconds):
                 found[members[pid]] = Stopped(pid, _name(pid, processes[pid].name), seconds)
         return found
+
+
+def kill_left_stopped(failures: Path) -> list[int]:
+    """Kill stopped processes that a dead launcher of this run left on this host; returns the pids.
+
+    failures: folder of the failure notes, by which the environment of each process of a run names
+    the run. A stopped process takes no SIGTERM: it outlives its launcher, and keeps the lock of the
+    run folder and its memory.
+    """
+    marker = os.fsencode(f"{FAILURE_VARIABLE}={failures}/")
+    killed = []
+    for pid, process in _processes().items():
+        if process.state != _STOPPED or not _has_variable(pid, marker):
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            log.warning(
+                "killed %s, pid %d: it was stopped when its launcher died", process.name, pid
+            )
+    return killed
+
+
+def _has_variable(pid: int, marker: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return any(
+            variable.startswith(marker)
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        )
+    return False
 
 
 def _processes() -> dict[int, _Process]:

@@ -48,13 +48,12 @@ from megatron_rl.observe.deaths import (
 )
 from megatron_rl.observe.host_memory import Kills, count_kills, describe_kills
 from megatron_rl.protocol.disk_room import disk_fault
-from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, FAILURES, clear_failures, first_failure
 from megatron_rl.protocol.node_messages import RoleRestart
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
 from megatron_rl.protocol.wire import WireError
 
 POLL_S = 0.2
-_FAILURES = "failures"
 
 log = logging.getLogger(__name__)
 
@@ -181,12 +180,12 @@ class Supervisor:
     ) -> Role:  # fmt: skip
         """Start a child; appends its stdout and stderr to `log_dir/<name>.out`."""
         log_path = self.log_dir / f"{name}.out"
-        told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / _FAILURES / name)}
+        told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / FAILURES / name)}
         if restarts is not None:
             told[READY_FILE_VARIABLE] = str(restarts.ready_path)
             restarts.ready_path.unlink(missing_ok=True)
             self.replicas.take_back(restarts)
-        clear_failures(self.log_dir / _FAILURES, name)
+        clear_failures(self.log_dir / FAILURES, name)
         with log_path.open("ab") as out:
             log_start = out.tell()
             process = subprocess.Popen(
@@ -257,7 +256,7 @@ class Supervisor:
         if role.is_expendable:
             role.is_death_answered = True
             log.warning("%s; the run continues without it", self._explain(role))
-            clear_failures(self.log_dir / _FAILURES, role.name)
+            clear_failures(self.log_dir / FAILURES, role.name)
             return
         if rule is None:
             raise self._explain(role)
@@ -275,7 +274,7 @@ class Supervisor:
             role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
         # The run continues, so this failure must not explain a later one.
-        clear_failures(self.log_dir / _FAILURES, role.name)
+        clear_failures(self.log_dir / FAILURES, role.name)
         self._end_orphans(role)
 
     def _death_of(self, role: Role, rule: RestartRule, now: float) -> Death:
@@ -294,7 +293,7 @@ class Supervisor:
 
     def _explain(self, role: Role, remark: str = "") -> RoleDied:
         remark = "; ".join(filter(None, [role.why_killed, remark]))
-        first = first_failure(self.log_dir / _FAILURES, self._opened_s)
+        first = first_failure(self.log_dir / FAILURES, self._opened_s)
         before, self._kills = self._kills, count_kills()
         memory = partial(describe_kills, before, self._kills)
         return explain_death(role.ending, first, remark, memory)

@@ -14,6 +14,8 @@ import msgspec
 
 FAILURE_VARIABLE = "MEGATRON_RL_FAILURE_NOTE"
 """Environment variable, set by the launcher: path of the note, without suffix."""
+FAILURES = "failures"
+"""Folder of the notes, below RUN/logs."""
 _ENDING = ".json"
 _RANK = ".rank-"
 

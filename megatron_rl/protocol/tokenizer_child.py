@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 Result = TypeVar("Result")
@@ -49,6 +50,7 @@ def call_in_child(
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """In the child: send the result or the InputError."""
+    die_with_parent()
     # Without this, transformers 5 loads torch for seconds, which tokenizers do not need.
     sys.modules["torch"] = None  # type: ignore[assignment]  # forbids the import
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

@@ -3,7 +3,9 @@
 import errno
 import json
 import logging
+import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from megatron_rl.launcher.run_folder import (
     write_evaluation_config,
 )
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, SFT_CHECKPOINTS, seal, step_of
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, FAILURES
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
 
 
@@ -237,6 +240,32 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         pass
 
 
+def test_what_was_stopped_when_its_launcher_died_does_not_keep_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 10.0)
+    note = {FAILURE_VARIABLE: str(tmp_path / "logs" / FAILURES / "verifier")}
+    other = {FAILURE_VARIABLE: str(tmp_path / "other" / FAILURES / "verifier")}
+
+    def start(environment: dict[str, str], *descriptors: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"], env=os.environ | environment, pass_fds=descriptors)
+
+    with locked(tmp_path) as lock:
+        holder = start(note, lock.descriptor)
+        rank, running, stranger = start(note), start(note), start(other)
+    try:
+        for process in (holder, rank, stranger):
+            process.send_signal(signal.SIGSTOP)
+        with locked(tmp_path):
+            assert holder.wait(10) == rank.wait(10) == -signal.SIGKILL
+            # A running process ends itself, and the stranger belongs to another run.
+            assert running.poll() is None and stranger.poll() is None
+    finally:
+        for process in (holder, rank, running, stranger):
+            process.kill()
+            process.wait(10)
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -284,6 +313,27 @@ def test_a_folder_that_cannot_be_closed_is_told_with_the_fix(
         pass
     [told] = [record.getMessage() for record in caplog.records]
     assert "Operation not permitted" in told and f"`chmod go= {run_dir}`" in told
+
+
+def test_a_launcher_that_is_killed_while_it_resumes_leaves_a_configuration(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / CONFIG).write_text("first")
+    resumed, write_whole = run_dir / CHECKPOINTS / "step_000006", run_folder.write_whole
+
+    def die(path: Path, content: str, *, is_private: bool = False) -> None:
+        if path.name == CONFIG:
+            raise KeyboardInterrupt
+        write_whole(path, content, is_private=is_private)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_folder, "write_whole", die)
+        write_config(config(run_dir), resumed)
+    assert (run_dir / CONFIG).read_text() == "first"
+    # Two more starts from the same step: its steps were taken with the first configuration.
+    for _ in range(2):
+        write_config(config(run_dir), resumed)
+    assert (run_dir / "config.until_step_000006.toml").read_text() == "first"
 
 
 def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:

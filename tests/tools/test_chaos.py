@@ -1,6 +1,8 @@
-"""The audit of tools.chaos finds what it names."""
+"""tools.chaos hits every role, and its audit finds what it names."""
 
 import json
+import random
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import msgspec
 import pytest
 
 from megatron_rl.protocol.rollout_files import RolloutRecord
-from tools.chaos import audit
+from tools import chaos
+from tools.chaos import Chaos, GaveUp, Plan, compare
+from tools.chaos_audit import audit
 
 STEPS, GROUPS, SIZE = 6, 4, 2
 
@@ -67,3 +71,66 @@ def test_what_is_lost_twice_or_mislabeled_is_counted(run_dir: Path) -> None:
     assert (found["trained_twice"], found["wrong_stamps"]) == (1, 3)
     # Those of the groups before 90, but the open ones: 24 to 83.
     assert found["prompts_lost"] == 1 + len(range(24, 92 - 2 * GROUPS))
+
+
+# A launcher with a queue, which outlives it. From start LAST on it ends well, after SECONDS.
+LAUNCHER = """
+import pathlib, subprocess, sys, time
+run_dir, last, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+run_dir.mkdir(exist_ok=True)
+with (run_dir / "metrics.jsonl").open("a") as rows:
+    rows.write('{"train/loss": 1.0}\\n')
+starts = len((run_dir / "metrics.jsonl").read_text().splitlines())
+sleep = [sys.executable, "-c", "import time; time.sleep(100)", "megatron_rl.rollout_queue.server"]
+queue, ends_at = None, time.monotonic() + seconds
+while starts < last or time.monotonic() < ends_at:
+    if queue is None or queue.poll() is not None:
+        queue = subprocess.Popen(sleep)
+    time.sleep(0.05)
+queue.kill()
+queue.wait()
+(run_dir / "summary.json").write_text("{}")
+"""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("stops", [0.0, 1.0])
+def test_hits_go_round_the_roles_and_what_outlives_them_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: float
+) -> None:
+    monkeypatch.setattr(chaos, "_LEFT_S", 0.5)
+    run_dir, last = tmp_path / "run", 1 if stops else 4
+    plan = Plan(
+        run=[sys.executable, "-c", LAUNCHER, str(run_dir), str(last), "4.0"], join=[],
+        run_dir=run_dir, kills=6, stops=stops, stop_s=0.4, pause_s=(0.5, 0.6), limit_s=60.0,
+        starts=8,
+    )  # fmt: skip
+    found = Chaos(plan, random.Random(0))
+    found.run()
+    if stops:
+        # A process that is stopped is not hit again, and nobody kills it.
+        assert found.hits == {"launcher stopped": 3, "queue stopped": 3} == {
+            f"{role} stopped": count for role, count in found.outlived.items()
+        }  # fmt: skip
+        assert (found.starts, found.orphans) == (1, 0)
+    else:
+        assert found.hits == {"launcher killed": 3, "queue killed": 3} and not found.outlived
+        assert (found.starts, found.orphans) == (4, 3)
+
+
+def test_a_run_that_never_ends_well_meets_a_limit(tmp_path: Path) -> None:
+    plan = Plan(
+        run=[sys.executable, "-c", ""], join=[], run_dir=tmp_path / "run", kills=0, stops=0.0,
+        stop_s=1.0, pause_s=(1.0, 1.0), limit_s=60.0, starts=2,
+    )  # fmt: skip
+    with pytest.raises(GaveUp, match="after 2 starts"):
+        Chaos(plan, random.Random(0)).run()
+
+
+def test_accuracy_is_compared_within_two_standard_errors_of_the_difference() -> None:
+    without = {"accuracy": 0.5, "accuracy_se": 0.03, "wall_s": 100.0}
+    # sqrt(0.03^2 + 0.04^2) = 0.05.
+    near = compare({"accuracy": 0.59, "accuracy_se": 0.04, "wall_s": 210.0}, without)
+    far = compare({"accuracy": 0.61, "accuracy_se": 0.04, "wall_s": 210.0}, without)
+    assert near == {"wall_ratio": 2.1, "accuracy_without": 0.5, "is_as_accurate": True}
+    assert not far["is_as_accurate"]
