@@ -21,7 +21,6 @@ from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 
 pytestmark = pytest.mark.usefixtures("forked_tokenizer_children")
-
 DEMONSTRATION = "<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
