@@ -55,7 +55,7 @@ from megatron_rl.protocol.process import (
     run_main,
     set_up_logging,
 )
-from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
+from megatron_rl.protocol.render import Renderer, RenderError, forbid_torch, open_renderer
 from megatron_rl.protocol.types import (
     Cancel,
     GeneratorReady,
@@ -78,6 +78,8 @@ RECEIVE_S = 60.0
 FAIL_PAUSE_S = 1.0
 """Seconds before a failure is reported: SGLang's server outlives its scheduler by less."""
 RENDERED_PROMPTS = 256
+SERVED = ("sglang", "vllm")
+"""Engines that are a child of this process, which therefore needs no torch."""
 
 
 class GeneratorWorker:
@@ -352,6 +354,8 @@ def main(config_path: Path, overrides: list[str], index: int, spread: Spread | N
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs", in_background=True)
+    if config.generator.engine in SERVED:
+        forbid_torch()
     renderer = open_renderer(config)
     work = generate_for(config, index, renderer, spread)
     try:

@@ -5,7 +5,9 @@ that cannot be rendered. Reads only local files. Imports transformers only for a
 """
 
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,6 +224,15 @@ class Renderer:
         )
         assert isinstance(text, str)
         return text
+
+
+def forbid_torch() -> None:
+    """Keep torch out of a process that needs none, where transformers 5 would load it for seconds.
+
+    Tokenizers do without. Call it before a Renderer is made.
+    """
+    sys.modules["torch"] = None  # type: ignore[assignment]  # forbids the import
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def _load_tokenizer(model: Path, chat_template: str) -> Any:

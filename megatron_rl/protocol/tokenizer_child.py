@@ -4,8 +4,6 @@ Used by the launcher, which keeps transformers and its threads out of a process 
 the run.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -13,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.process import die_with_parent
+from megatron_rl.protocol.render import forbid_torch
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 Result = TypeVar("Result")
@@ -51,9 +50,7 @@ def call_in_child(
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """In the child: send the result or the InputError."""
     die_with_parent()
-    # Without this, transformers 5 loads torch for seconds, which tokenizers do not need.
-    sys.modules["torch"] = None  # type: ignore[assignment]  # forbids the import
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    forbid_torch()
     try:
         sender.send(function(*arguments))
     except InputError as error:

@@ -128,6 +128,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_dead_queue_ends_an_evaluation_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     with launched("eval", "--config", folder / "run.toml", "--run-dir", results) as run:

@@ -118,7 +118,8 @@ def test_the_run_and_examples_with_rewards_are_replayed(
     command = [
         *run_command(finished[0], run_dir), "train.steps=2", "algorithm.preset=agro",
         "expert.algorithm.shaping.temperature=0.1", "algorithm.zero_variance_groups=keep",
-        "replay.share=1",
+        # Nothing is sampled, by the engine that starts soonest.
+        "replay.share=1", "generator.engine=hf",
         f'replay.runs=["{finished[0]}"]', f'replay.datasets=["{tmp_path}/sft.jsonl"]',
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
@@ -178,6 +179,7 @@ def test_run_outlives_its_roles_and_when_stopped_saves_its_step_and_leaves_no_pr
         assert_closed_doors(run_dir, run)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
+        assert not loads_torch("generation.worker", run)
         run.send_signal(number)
         output, _ = run.communicate(timeout=60)
         assert run.returncode == 128 + number
@@ -214,6 +216,12 @@ def run_command(finished: Path, run_dir: Path) -> list[str]:
         f"prompts.0.path={tasks / 'prompts.jsonl'}",
         "sft.steps=0", "train.steps=10000", "eval.prompts=0", "checkpoint.every_steps=5000",
     ]  # fmt: skip
+
+
+def loads_torch(module: str, run: subprocess.Popen) -> bool:
+    """Whether the process of a role has torch's libraries."""
+    [role] = [child for child in psutil.Process(run.pid).children() if module in child.cmdline()]
+    return "libtorch" in Path(f"/proc/{role.pid}/maps").read_text()
 
 
 def assert_closed_doors(run_dir: Path, run: subprocess.Popen) -> None:

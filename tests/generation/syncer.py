@@ -30,6 +30,8 @@ from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
 from tests.ports import free_port
 
 TIMEOUT_S = 30.0
+START_S = 120.0
+"""For the imports of a process of its own, on a busy machine."""
 BUCKET_ELEMENTS = 25_000
 
 
@@ -131,6 +133,7 @@ def serve_trainer(pipe: Connection) -> None:
     """
     torch.set_num_threads(1)
     closings: list[Callable[[], None]] = []
+    pipe.send("done")
     while (asked := pipe.recv()) != "end":
         if isinstance(asked, JoinGroup):
             store = open_store(asked.address, asked.port, is_master=True, timeout_s=TIMEOUT_S)
@@ -165,15 +168,25 @@ class TrainerProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve_trainer, args=(theirs,), daemon=True)
         self._process.start()
+        # Only the process has the other end now, so its death ends a wait.
+        theirs.close()
+        self._has_started = False
 
     def ask(self, what: object) -> None:
+        if not self._has_started:
+            self._await(START_S)
+            self._has_started = True
         self._pipe.send(what)
-        assert self._pipe.poll(TIMEOUT_S), "the trainer process did not answer"
+        self._await(TIMEOUT_S)
+
+    def _await(self, limit_s: float) -> None:
+        assert self._pipe.poll(limit_s), f"the trainer process did not answer in {limit_s:.0f} s"
         assert self._pipe.recv() == "done"
 
     def close(self) -> None:
         self._pipe.send("end")
         self._process.join(TIMEOUT_S)
+        self._pipe.close()
 
 
 class SliceSyncer:

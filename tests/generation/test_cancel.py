@@ -28,6 +28,8 @@ from tests.generation.engine_driver import make_setup
 from tests.ports import free_port
 
 WAIT_S = 30.0
+CONTEXT_TOKENS = 4096
+"""The first lease takes seconds: a busy machine still sees it in the engine."""
 
 
 def lease(lease_id: int, count: int, max_new_tokens: int, content: str = "12+7") -> Lease:
@@ -44,9 +46,15 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 async def serve_and_cancel(folder: Path, log_path: Path, port: int) -> list[object]:
     """What the worker sends back for leases of which the first is cancelled."""
     # No token ends a completion: each has as many as it may have.
-    engine = HFEngine(make_setup(folder.parent, log_path, stop_ids=(), max_running=4))
+    engine = HFEngine(
+        make_setup(
+            folder.parent, log_path, stop_ids=(), max_running=4, context_tokens=CONTEXT_TOKENS
+        )
+    )
     format_checks = {"exact": "none"}
-    renderer = Renderer(RenderConfig(), folder, context_tokens=512, format_checks=format_checks)
+    renderer = Renderer(
+        RenderConfig(), folder, context_tokens=CONTEXT_TOKENS, format_checks=format_checks
+    )
     await engine.start()
     answers: list[object] = []
 
@@ -60,14 +68,14 @@ async def serve_and_cancel(folder: Path, log_path: Path, port: int) -> list[obje
         worker.announce()
         await wait_until(lambda: receive(router) and len(answers) == 1)
         serving = asyncio.create_task(worker._receive())
-        router.send("g", lease(1, 4, max_new_tokens=480))
+        router.send("g", lease(1, 4, max_new_tokens=4000))
         await wait_until(lambda: len(engine._requests) == 4)
         router.send("g", Cancel(1))
         router.send("g", Cancel(99))  # it finished while this was on its way
         await wait_until(lambda: not engine._requests and worker._activity.running == 0)
         router.send("g", lease(2, 4, max_new_tokens=3))
         await wait_until(lambda: receive(router) and len(answers) == 5)
-        router.send("g", lease(3, 1, max_new_tokens=3, content="x" * 600))
+        router.send("g", lease(3, 1, max_new_tokens=3, content="x" * 5000))
         await wait_until(lambda: receive(router) and len(answers) == 6)
         router.send("g", Stop("enough"))
         await asyncio.wait_for(serving, WAIT_S)
@@ -75,7 +83,7 @@ async def serve_and_cancel(folder: Path, log_path: Path, port: int) -> list[obje
     return answers[1:]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_cancelled_lease_ends_in_the_engine_and_nothing_of_it_is_sent(
     models_dir: Path, tmp_path: Path
 ) -> None:

@@ -372,8 +372,7 @@ def test_command_line_prints_one_error_and_exits_2_without_starting(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli.main", "run",
-         "--config", str(tmp_path / "c.toml"),
+        [sys.executable, "-m", "megatron_rl.cli.main", "run", "--config", str(tmp_path / "c.toml"),
          *overrides, "--run-dir", str(tmp_path / "other"), "parallel.tensor=3"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip

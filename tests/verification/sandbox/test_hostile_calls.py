@@ -34,7 +34,7 @@ def test_a_program_sends_no_signal_and_the_server_goes_on(table: str, user: str)
     _check(table, launch("one_server", "bubblewrap", user, table, answer=Trials))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("user", ["self", NOBODY])
 @pytest.mark.parametrize("kind", ["bubblewrap", "landlock"])
 @pytest.mark.parametrize("table", TABLES)
