@@ -30,6 +30,7 @@ from megatron_rl.protocol.ledger import (
     Counted,
     LogFile,
     Received,
+    Relaunched,
     Sent,
     StopAsked,
     Ticked,
@@ -43,7 +44,7 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.stall import UnixTime
-from megatron_rl.rollout_queue.states import References, dump
+from megatron_rl.rollout_queue.states import References, dump, program_digest
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,11 @@ class Ledger(Closing):
         self._add(TrainerExpected(now))
         self._coordinator.expect_trainer(now)
 
+    def relaunch(self, now: float) -> None:
+        """As `Coordinator.relaunch`: this start of the run continues the ledger of another one."""
+        self._add(Relaunched(self._start, now))
+        self._coordinator.relaunch(now)
+
     def write_counts(self, values: dict[str, float]) -> None:
         """Write a row of the server's counts."""
         self._add(Counted(values))
@@ -156,6 +162,7 @@ class Ledger(Closing):
     def _flush(self) -> None:
         """Write the ledger, then what follows from it."""
         self._file.flush()
+        self._parts.maker.release()
         self._parts.writer.release()
         self._parts.metrics.release()
 
@@ -174,6 +181,11 @@ class Ledger(Closing):
     def is_dealing(self) -> bool:
         """As `Coordinator.is_dealing`."""
         return self._coordinator.is_dealing
+
+    @property
+    def built_steps(self) -> int:
+        """Number of batches that the ledger knows to be built."""
+        return self._coordinator.requests.built_steps
 
     @property
     def peers(self) -> set[tuple[str, str]]:
@@ -205,7 +217,9 @@ class Ledger(Closing):
         number = self._number + 1
         # The log comes first: a queue that is killed now continues the segment that has a state.
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
-        began = Began(self._start, self._metrics_begin, self._unix_s(0.0))
+        began = Began(
+            self._start, self._metrics_begin, self._unix_s(0.0), program_digest()
+        )  # fmt: skip
         write = partial(dump, self._parts, self._references)
         try:
             self._state_bytes = write_state(self._folder, number, began, write)

@@ -5,6 +5,7 @@ peers wait unread. That time must not count as silence of peers, so all limits u
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -70,8 +71,9 @@ _DISMISS_S = 5.0
 class StallDeadline:
     """Time of the last progress. Heartbeats are not progress: a hanging engine sends them too.
 
-    During supervised training before the first weight sync the queue has no deadline: the launcher
-    watches the ranks, whose collectives have deadlines.
+    Until the trainer's first message the queue has no deadline where supervised training comes
+    before it, or where another launcher starts all processes again: the launcher watches the ranks,
+    whose waits have deadlines.
     """
 
     def __init__(self, config: Config, now: float) -> None:
@@ -80,8 +82,8 @@ class StallDeadline:
         self._version = -1
         self._is_trainer_expected = True
 
-    def await_cold_start(self) -> None:
-        """Wait for `expect_trainer` without a limit; call before the first message."""
+    def await_trainer(self) -> None:
+        """Wait for `expect_trainer` without a limit: the launcher watches what comes before."""
         self._is_trainer_expected = False
 
     def expect_trainer(self, now: float) -> None:
@@ -106,6 +108,8 @@ class StallDeadline:
     @property
     def dismissal_s(self) -> float:
         """Limit for trainer ranks to ask once more after the end of training."""
+        if not self._is_trainer_expected:
+            return math.inf
         # The last checkpoint is copied between the last weight sync and the last request. A run
         # that is asked to stop has one whatever its configuration says.
         return _DISMISS_S + self._config.checkpoint.write_timeout_s
