@@ -53,6 +53,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """Unix seconds at time 0 of the queue's clock."""
     program: str = ""
     """Digest of the program that wrote the state; earlier releases wrote none."""
+    now: float = 0.0
+    """Time of the queue's clock."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):

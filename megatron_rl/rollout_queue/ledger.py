@@ -95,6 +95,8 @@ class Ledger(Closing):
         self._cut_at = 0.0
         """time.monotonic() before which no segment begins."""
         self._number = number
+        self._now = 0.0
+        """Time of the latest pass."""
         self._state_bytes = self._records = 0
         if log_file is None:
             first = segment_path(folder, number + 1, STATE)
@@ -119,7 +121,7 @@ class Ledger(Closing):
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
         """As `Coordinator.tick`."""
-        self._add(Ticked(now, has_heard_all, self._unix_s(0.0)))
+        self._add(Ticked(now, has_heard_all, self._unix_s.present_offset_s))
         self._coordinator.tick(now, has_heard_all=has_heard_all)
 
     def stop_training(self) -> None:
@@ -150,6 +152,7 @@ class Ledger(Closing):
         Raises InputError when the disk fails or stays full.
         """
         writer, maker = self._parts.writer, self._parts.maker
+        self._now = now
         writer.look()
         messages = list(self._coordinator.outgoing(now))
         self._add(Sent(now, writer.written, maker.has_dealt, len(messages), check_of(messages)))
@@ -218,7 +221,8 @@ class Ledger(Closing):
         # The log comes first: a queue that is killed now continues the segment that has a state.
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
         began = Began(
-            self._start, self._metrics_begin, self._unix_s(0.0), program_digest()
+            self._start, self._metrics_begin, self._unix_s.present_offset_s, program_digest(),
+            self._now,
         )  # fmt: skip
         write = partial(dump, self._parts, self._references)
         try:

@@ -70,8 +70,8 @@ class _Replay:
     path: Path
     start: str
     """As in `Began`, of the latest start that wrote to the log."""
-    now: float = 0.0
-    """Latest time in the log."""
+    now: float
+    """Latest time in the state and in the log."""
     records: int = 0
 
     def run(self) -> int:
@@ -115,6 +115,7 @@ class _Replay:
                 coordinator.expect_trainer(now)
             case Relaunched(start, now):
                 self.start = start
+                self.unix_s.end_launch(now)
                 coordinator.relaunch(now)
             case Began():
                 raise InputError(f"{self.path} has the record of a state")
@@ -169,7 +170,7 @@ def recover(
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
     unix_s.offset_s = began.offset_s
-    replay = _Replay(parts, unix_s, path, began.start)
+    replay = _Replay(parts, unix_s, path, began.start, began.now)
     end = replay.run() if path.exists() else 0
     parts.writer.end_replay(live.writer, live.records)
     parts.maker.end_replay(live.maker)
@@ -183,6 +184,8 @@ def recover(
         "its death" if is_own else "the end of its launcher",
         replay.records, number, time.monotonic() - began_at,
     )  # fmt: skip
+    if not is_own:
+        unix_s.end_launch(replay.now)
     unix_s.clock = LoopClock(begin=replay.now)
     if not is_own:
         ledger.relaunch(replay.now)

@@ -58,10 +58,24 @@ class UnixTime:
         self.clock: LoopClock | None = None
         self.offset_s = 0.0
         """Without a clock: unix seconds at time 0."""
+        self._ended: list[tuple[float, float]] = []
+        """(last time, unix seconds at time 0) of launchers that have ended, oldest first."""
+
+    def end_launch(self, at: float) -> None:
+        """The launcher ended at this time: later times may be hours later. Call without a clock."""
+        self._ended.append((at, self.offset_s))
 
     def __call__(self, at: float) -> float:
         """Unix seconds of a time."""
-        return at + self.offset_s if self.clock is None else self.clock.unix_s(at)
+        for last, offset_s in self._ended:
+            if at <= last:
+                return at + offset_s
+        return at + self.present_offset_s
+
+    @property
+    def present_offset_s(self) -> float:
+        """Unix seconds at time 0, by the present offset."""
+        return self.offset_s if self.clock is None else self.clock.unix_s(0.0)
 
 
 _DISMISS_S = 5.0
