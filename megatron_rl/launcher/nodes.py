@@ -15,6 +15,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight, run_folder
 from megatron_rl.launcher.cold_start import is_due
+from megatron_rl.launcher.continuation import failure_noted
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
@@ -95,7 +96,10 @@ def run_node(
     with locked(config.run.dir, nodes=nodes) as lock:
         log_into(logs / "launch.log")
         is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
-        with first_node(config, console, lock, nodes=nodes, roles=roles, gpus=gpus) as first:
+        with (
+            failure_noted(config.run.dir),
+            first_node(config, console, lock, nodes=nodes, roles=roles, gpus=gpus) as first,
+        ):
             lead(first, is_resumed=is_resumed)
     conclude(config, first.wall_s, console)
 

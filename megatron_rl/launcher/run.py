@@ -19,6 +19,12 @@ from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.claims import clear_claims
 from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
+from megatron_rl.launcher.continuation import (
+    failure_noted,
+    forget_queue,
+    has_ledger,
+    why_not_continued,
+)
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.phases import lead
 from megatron_rl.launcher.placement import ONE_NODE
@@ -32,6 +38,7 @@ from megatron_rl.launcher.run_folder import (
     locked,
     set_aside,
     write_config,
+    write_same_config,
 )
 from megatron_rl.observe.deaths import RunFailed
 from megatron_rl.observe.facts import find_export, run_facts
@@ -39,11 +46,8 @@ from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.checkpoint_folder import step_of
 from megatron_rl.protocol.disk_room import WriteFailed, disk_faults_named, write_when_room
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE
-from megatron_rl.protocol.ledger import FOLDER as LEDGER
-from megatron_rl.protocol.ledger import remove_segments
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.stop_request import clear_stop
-from megatron_rl.protocol.stored_batches import BATCHES, remove_batches
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay_datasets import prepare_datasets
 from megatron_rl.trainer.sft_dataset import forget_sft_dataset
@@ -67,7 +71,7 @@ def run(config: Config, console: Console) -> None:
         with disk_faults_named(config.run.dir):
             beginning = check_run_folder(config)
             config = begin(config, beginning, prompts, console)
-        with first_node(config, console, lock) as node:
+        with failure_noted(config.run.dir), first_node(config, console, lock) as node:
             lead(node, is_resumed=beginning.checkpoint is not None)
         conclude(config, node.wall_s, console)
 
@@ -78,21 +82,25 @@ def begin(
     """Prepare the locked run folder and tell where the run begins; returns the resolved config."""
     resumed = beginning.checkpoint
     forget_sft_dataset()
+    # Before anything in the folder changes.
+    is_left = has_ledger(config.run.dir)
+    why_not = why_not_continued(config, resumed) if is_left else ""
+    continues = is_left and not why_not
     clear_stop(config.run.dir)
     clear_claims(config.run.dir)
-    # This start begins where its trainer does: at a checkpoint.
-    remove_segments(config.run.dir / LEDGER)
-    since = step_of(resumed) if resumed is not None else 0
-    remove_batches(config.run.dir / BATCHES, since=since)
     passed_over = checkpoints_passed_over(config, resumed)
-    if beginning.is_again and resumed is None:
-        say(console, begin_anew(config))
-    config = prepare_run_folder(config, resumed, prompts, console)
+    if not continues:
+        forget_queue(config.run.dir, resumed)
+        if beginning.is_again and resumed is None:
+            say(console, begin_anew(config))
+    config = prepare_run_folder(config, resumed, prompts, console, continues=continues)
     for text in passed_over:
         log.warning("%s", text)
         say(console, f"warning: {text}")
-    if resumed is not None:
-        say(console, _resumption_text(config, resumed))
+    if resumed is not None or continues:
+        text = _resumption_text(config, resumed, why_not, continues=continues)
+        log.info("%s", text)
+        say(console, text)
     return config
 
 
@@ -106,11 +114,20 @@ def begin_anew(config: Config) -> str:
     )
 
 
-def _resumption_text(config: Config, resumed: Path) -> str:
-    return (
-        f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
-        f"{resumed}. What was generated but not trained on is generated again."
-    )
+def _resumption_text(config: Config, resumed: Path | None, why_not: str, *, continues: bool) -> str:
+    step, source = 0, "the beginning, because no checkpoint is complete yet"
+    if resumed is not None:
+        step, source = step_of(resumed), str(resumed)
+    kept = "What was generated but not trained on is generated again"
+    if why_not:
+        kept += f", because the queue's ledger is not continued: {why_not}"
+    if continues:
+        kept = (
+            "The queue continues its ledger: completions that had arrived are not generated again, "
+            "and the trainer repeats its later steps on the stored batches"
+        )
+    begins = f"after step {step} of {config.train.steps}, from {source}"
+    return f"Resuming {config.run.dir} {begins}. {kept}."
 
 
 def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:
@@ -164,10 +181,12 @@ def prepare_run_folder(
     console: Console,
     *,
     replaces_config: bool = False,
+    continues: bool = False,
 ) -> Config:
     """Resolve ports and save the config that all processes read; print notes about prompts.
 
     replaces_config: overwrite the config, for a resumed evaluation, which may have other ports.
+    continues: the queue continues its ledger.
     """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
@@ -175,9 +194,11 @@ def prepare_run_folder(
     for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
     # Before the configuration is replaced, because this may refuse to resume.
-    record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
+    record_prompts(resolved, prompts.files, is_resumed=resumed is not None or continues)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved), is_private=True)
+    elif continues:
+        write_same_config(resolved, resumed)
     else:
         write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)

@@ -37,7 +37,13 @@ from megatron_rl.protocol.checkpoint_folder import (
     step_of,
 )
 from megatron_rl.protocol.failure import FAILURES
-from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, iter_jsonl
+from megatron_rl.protocol.metrics import (
+    CONTINUED,
+    RESUMED,
+    JsonlWriter,
+    drop_torn_line,
+    iter_jsonl,
+)
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.whole_file import (
     PRIVATE_FOLDER,
@@ -360,10 +366,21 @@ def write_config(config: Config, resumed: Path | None) -> None:
     write_whole(path, dump_toml(config), is_private=True)
     if resumed is not None:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
-        written = config.run.dir / "metrics.jsonl"
-        drop_torn_line(written)
-        with contextlib.closing(JsonlWriter(written, "launch")) as metrics:
-            metrics.write(step_of(resumed), {RESUMED: 1, "checkpoint": str(resumed)})
+        _note_resumed(config.run.dir, step_of(resumed), {"checkpoint": str(resumed)})
+
+
+def write_same_config(config: Config, resumed: Path | None) -> None:
+    """Save the config of a start that continues the queue's ledger: ports and label are new."""
+    write_whole(config.run.dir / CONFIG, dump_toml(config), is_private=True)
+    step = step_of(resumed) if resumed is not None else 0
+    _note_resumed(config.run.dir, step, {"checkpoint": str(resumed or ""), CONTINUED: 1})
+
+
+def _note_resumed(run_dir: Path, step: int, values: dict[str, str | int]) -> None:
+    path = run_dir / "metrics.jsonl"
+    drop_torn_line(path)
+    with contextlib.closing(JsonlWriter(path, "launch")) as metrics:
+        metrics.write(step, {RESUMED: 1, **values})
 
 
 def write_evaluation_config(config: Config, label: str, model: Path) -> Path:

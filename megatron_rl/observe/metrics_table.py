@@ -221,6 +221,8 @@ WEIGHT_SYNC = (
           "since when", "", "`megatron-rl status` shows it; a long wait: that process's log"),
     Entry("launch/chosen_step", "chosen step of the cold start"),
     Entry("launch/resumed", "the run resumes from a checkpoint", kind="count"),
+    Entry("launch/ledger_continued", "the queue continues the ledger of the launcher before it",
+          kind="count"),
 )  # fmt: skip
 
 ACTIVITY = (

@@ -46,11 +46,15 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """A segment begins."""
 
     start: str
-    """Digest of the label of this start of the run: no other start continues the segment."""
+    """Digest of the label of the start of the run that wrote it."""
     metrics_begin: int
     """Bytes of metrics.jsonl when the ledger began."""
     offset_s: float
     """Unix seconds at time 0 of the queue's clock."""
+    program: str = ""
+    """Digest of the program that wrote the state; earlier releases wrote none."""
+    now: float = 0.0
+    """Time of the queue's clock."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
@@ -87,6 +91,14 @@ class TrainerExpected(msgspec.Struct, frozen=True, array_like=True, tag="trainer
     now: float
 
 
+class Relaunched(msgspec.Struct, frozen=True, array_like=True, tag="relaunched"):
+    """Another start of the run continues the ledger: all peers are new."""
+
+    start: str
+    """As in `Began`."""
+    now: float
+
+
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
     """The server wrote a row of counts."""
 
@@ -106,7 +118,10 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     """Checksum of what the messages were, to notice a replay that differs."""
 
 
-AnyRecord = Began | Received | Unreachable | Ticked | StopAsked | TrainerExpected | Counted | Sent
+AnyRecord = (
+    Began | Received | Unreachable | Ticked | StopAsked | TrainerExpected | Relaunched | Counted
+    | Sent
+)  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 

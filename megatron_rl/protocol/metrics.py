@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
 """The run resumes after the step of the row (by the launcher)."""
+CONTINUED = "launch/ledger_continued"
+"""In a row with RESUMED: the queue continues its ledger, so only the trainer repeats steps."""
 FIRST_STEP = "trainer/first_step"
 """The step after which a trainer begins, in its first row (by the trainer)."""
 GENERATOR_RESTARTS = "launch/generator_restarts"
@@ -204,7 +206,7 @@ def _repeats(path: Path, end: int | None) -> Iterator[tuple[int, int, tuple[str,
             continue
         row = _row(path, number, line)
         if RESUMED in row:
-            yield number, row["step"], _TAKEN_AGAIN
+            yield number, row["step"], ("trainer",) if CONTINUED in row else _TAKEN_AGAIN
         elif FIRST_STEP in row:
             yield number, row[FIRST_STEP], ("trainer",)
 

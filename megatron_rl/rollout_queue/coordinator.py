@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 
 PROMPTS, VERIFY, BATCHES = "prompts", "verify", "batches"
 """The queue's endpoints for generators, verifiers and trainer leaders."""
-_FENCE_WEIGHT_SYNCS = 1.5
-"""Weight syncs during which a generator without weights keeps its leases."""
 
 
 class Outgoing(NamedTuple):
@@ -93,16 +91,16 @@ class Coordinator:
         self._builder = None
         if self._training is not None:
             self._builder = BatchBuilder(config, self._training, self._ends, prompts.held_out)
-        self._requests = BatchRequests(config.train.steps if self._training else 0)
+        self.requests = BatchRequests(config.train.steps if self._training else 0)
         self._maker = maker or BatchMaker()
         self._states = StateRequests(recorder)
         self.deadline = StallDeadline(config, now)
         self._judged_at = now
-        self._presence = Presence(self._leases, self._scoring, config.generator)
+        self._presence = Presence(self._leases, self._scoring, config, now)
         self._generator_rows = GeneratorRows()
-        self._waits = Waits(self._leases, self._scoring, self._requests)
+        self._waits = Waits(self._leases, self._scoring, self.requests)
         self._first_version = 0
-        self._synced, self._synced_at = -1, now
+        self._synced = -1
         self._finished_at = now if evaluate_only else None
         self.is_over = False
         """Training and all evaluations are done."""
@@ -130,7 +128,7 @@ class Coordinator:
         """Resume after a saved step; call before the first message. Raises InputError."""
         assert self._training is not None and self._builder is not None
         self._training.restore(state)
-        self._requests.resume_at(state.step)
+        self.requests.resume_at(state.step)
         self._recorder.resume_at(state.step)
         self._builder.resume_at(state.step)
         self._opener.count = state.groups_opened
@@ -171,7 +169,7 @@ class Coordinator:
                     self.deadline.note_progress(now)
             case NextBatch():
                 self._on_synced(WeightsSynced(message.held_version, message.is_final), now)
-                self._requests.ask(peer, message)
+                self.requests.ask(peer, message)
             case WeightsSynced():
                 self._on_synced(message, now)
             case SaveState():
@@ -211,9 +209,8 @@ class Coordinator:
                 f"{self._first_version}: start both with the same checkpoint.resume"
             )
         self._leases.limits.check_version(synced.version)
-        grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
-        self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
-        self._synced, self._synced_at = synced.version, now
+        self._presence.note_sync(now)
+        self._synced = synced.version
         # Not when the batch was built: until the sync its groups count against admission, because
         # groups opened meanwhile will be one version older.
         self._groups.finish_training(synced.version)
@@ -224,7 +221,7 @@ class Coordinator:
         self._evaluations.ask(synced.version, is_final=synced.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
-        built = self._requests.built_steps
+        built = self.requests.built_steps
         if self._states.is_repeated(peer, asked.step, built_steps=built):
             return
         self.deadline.note_progress(now)
@@ -272,11 +269,11 @@ class Coordinator:
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
         if (order := self._build_batch()) is not None:
             self._evaluations.note_batch()
-            self._requests.begin(order.step)
+            self.requests.begin(order.step)
             self._leases.limits.note_version(order.step + 1)
             self._maker.put(order)
         self._maker.look()
-        for peer, answer in self._requests.answers(self._maker.batch):
+        for peer, answer in self.requests.answers(self._maker.batch):
             self.deadline.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if order is not None:
@@ -284,7 +281,7 @@ class Coordinator:
 
     def _build_batch(self) -> BatchOrder | None:
         """The batch that a rank waits for, if it can be built."""
-        asked = self._requests.next_to_build()
+        asked = self.requests.next_to_build()
         if (
             asked is None
             or self.is_dealing
@@ -316,23 +313,27 @@ class Coordinator:
     def stop_training(self) -> None:
         """Build no further batch and lease no further completion; nothing after the last batch."""
         if self._training is not None and self._finished_at is None:
-            self._requests.stop()
+            self.requests.stop()
 
     def _next_lease(self, now: float) -> Outgoing | None:
-        if self._requests.is_stopped or self._recorder.writer.is_full:
+        if self.requests.is_stopped or self._recorder.writer.is_full:
             return None
         is_training = self._synced >= 0 and self._finished_at is None
-        next_step = max(self._requests.built_steps, self._synced) if is_training else None
-        issued = self._leases.issue(
-            self._opener.rules(self._synced, next_step),
-            lambda: self._opener.open(self._synced, next_step),
-            now,
-        )
+        next_step = max(self.requests.built_steps, self._synced) if is_training else None
+        rules = self._opener.rules(self._synced, next_step)
+        issued = self._leases.issue(rules, lambda: self._opener.open(self._synced, next_step), now)
         return Outgoing(PROMPTS, *issued) if issued else None
 
     def write_counts(self, values: dict[str, float]) -> None:
         """Write a row of the server's counts."""
         self._metrics.write(0, values)
+
+    def relaunch(self, now: float) -> None:
+        """Another launcher started all processes; what has arrived stays, the rest is repeated."""
+        self._presence.forget_all()
+        self.requests.forget_ranks()
+        self._evaluations.pause(now)
+        self.deadline.await_trainer()
 
     def expect_trainer(self, now: float) -> None:
         """Supervised training, if any, is over."""
@@ -360,10 +361,10 @@ class Coordinator:
         state = self.describe(now)
         self._ends.end_overdue_evaluation(now, state)
         is_work_out = bool(
-            self._leases.outstanding
+            self._leases.leased
             or self._scoring.outstanding
             or self._evaluations.running
-            or self._requests.waiting_ranks
+            or self.requests.waiting_ranks
         )
         self.deadline.check(now, is_work_out=is_work_out, state=state)
 
@@ -379,20 +380,18 @@ class Coordinator:
         if self._finished_at is None or not self._evaluations.is_idle:
             return
         is_late = now - self._finished_at > self.deadline.dismissal_s
-        self.is_over = self._requests.is_dismissed or is_late or bool(self._evaluate_only)
+        self.is_over = self.requests.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
         """One line about the state of the queue."""
         wanted = self._config.sampled_groups
         if self._training is not None:
-            wanted = self._training.schedule.at(self._requests.built_steps).sampled_groups
+            wanted = self._training.schedule.at(self.requests.built_steps).sampled_groups
         parts = [
             f"version {self._synced} synced",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "
             f"complete of {wanted} for a batch",
-            self._leases.describe(now),
-            self._scoring.describe(now),
-            f"batch asked for by data-parallel ranks {self._requests.waiting_ranks}",
+            self._waits.describe(now),
             "a batch is being dealt to ranks" if self.is_dealing else "",
             evaluation.describe(now) if (evaluation := self._evaluations.running) else "",
         ]

@@ -36,6 +36,8 @@ class LedgerMaker(BatchMaker):
         self._maker: BatchMaker | None = maker
         self._order: BatchOrder | None = None
         """The latest one."""
+        self._is_held = False
+        """The ledger lacks the cause of the latest order."""
         self.has_dealt = False
         """The last look found a batch. In a replay: the next look will."""
 
@@ -44,9 +46,17 @@ class LedgerMaker(BatchMaker):
         return {**self.__dict__, "_maker": None, "batch": [], "_fill": None, "_store": None}
 
     def _deal(self, order: BatchOrder) -> None:
-        self._order = order
-        if self._maker is not None:
-            self._maker.put(order)
+        self._order, self._is_held = order, True
+
+    def release(self) -> None:
+        """Hand on the latest order, whose cause the ledger has now.
+
+        So the ledger knows of each batch that is stored.
+        """
+        if self._is_held:
+            assert self._maker is not None and self._order is not None
+            self._is_held = False
+            self._maker.put(self._order)
 
     def look(self) -> bool:
         """As `BatchMaker.look`."""
@@ -63,7 +73,7 @@ class LedgerMaker(BatchMaker):
 
     def end_replay(self, maker: BatchMaker) -> None:
         """Deal further batches, and the latest one again. Raises as `deal_batch`."""
-        self._maker = maker
+        self._maker, self._is_held = maker, False
         if self._order is None:
             return
         if self.is_busy:

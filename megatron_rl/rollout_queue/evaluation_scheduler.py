@@ -90,6 +90,8 @@ class EvaluationScheduler:
         """A version after the measured one is synced, or will be."""
         self.done: list[str] = []
         """Labels of the evaluations that have ended."""
+        self._paused_at: float | None = None
+        """Time since when no engine has weights, because another launcher starts all again."""
         self._ended_earlier: set[tuple[str, int]] = set()
         """(label, version) of the evaluations that ended before the run was resumed."""
 
@@ -196,6 +198,7 @@ class EvaluationScheduler:
 
     def advance(self, synced: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
+        self._resume_clock(now, leases)
         if self.running is not None and self.running.is_complete:
             self._finish(self.running, now)
             ended, self.running = self.running, None
@@ -207,6 +210,17 @@ class EvaluationScheduler:
         # In an evaluation-only run the clock starts with the first generator.
         if self.running is None and self._due and (not self._only or leases.has_room):
             self._begin(self._due.popleft(), leases.peers, now)
+
+    def pause(self, now: float) -> None:
+        """Stop the clock of the running evaluation until a generator with weights has room."""
+        self._paused_at = now
+
+    def _resume_clock(self, now: float, leases: Leases) -> None:
+        if self._paused_at is None or not leases.has_room:
+            return
+        if self.running is not None:
+            self.running.started_at += now - self._paused_at
+        self._paused_at = None
 
     def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
         label, what = due.label, due.what
@@ -269,7 +283,7 @@ class EvaluationScheduler:
     def is_overdue(self, now: float) -> bool:
         """Whether the running evaluation exceeds its timeout."""
         running = self.running
-        if running is None or running.is_complete:
+        if running is None or running.is_complete or self._paused_at is not None:
             return False
         return now - running.started_at > self._config.timeout_s
 

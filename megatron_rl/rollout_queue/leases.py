@@ -51,8 +51,7 @@ class Leases:
         self._config, self.limits = config, limits or RolloutLimits()
         self.fence_grace_s = config.lease_timeout_s
         """A generator without weights keeps its leases for this long."""
-        self._breaker = EngineBreaker()
-        self._last_failure = ""
+        self._breaker, self._last_failure = EngineBreaker(), ""
         self._generators = Peers("generator")
         self._open: dict[int, OpenLease] = {}
         self._groups: dict[int, PendingGroup] = {}
@@ -370,10 +369,11 @@ class Leases:
     @property
     def outstanding(self) -> int:
         """Number of completions that are leased or wait for a lease."""
-        return self._leased + self.waiting
+        return self.leased + self.waiting
 
     @property
-    def _leased(self) -> int:
+    def leased(self) -> int:
+        """Number of completions that generators have."""
         return sum(len(lease.missing) for lease in self._open.values())
 
     @property
@@ -394,6 +394,6 @@ class Leases:
     def describe(self, now: float) -> str:
         """One line: leases, waiting completions, generators."""
         return (
-            f"{self._leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
+            f"{self.leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
             f"generators: {self._generators.describe(now)}"
         )

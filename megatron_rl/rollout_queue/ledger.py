@@ -30,6 +30,7 @@ from megatron_rl.protocol.ledger import (
     Counted,
     LogFile,
     Received,
+    Relaunched,
     Sent,
     StopAsked,
     Ticked,
@@ -43,7 +44,7 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.stall import UnixTime
-from megatron_rl.rollout_queue.states import References, dump
+from megatron_rl.rollout_queue.states import References, dump, program_digest
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Ledger(Closing):
         self._cut_at = 0.0
         """time.monotonic() before which no segment begins."""
         self._number = number
+        self._now = 0.0
+        """Time of the latest pass."""
         self._state_bytes = self._records = 0
         if log_file is None:
             first = segment_path(folder, number + 1, STATE)
@@ -118,7 +121,7 @@ class Ledger(Closing):
 
     def tick(self, now: float, *, has_heard_all: bool = True) -> None:
         """As `Coordinator.tick`."""
-        self._add(Ticked(now, has_heard_all, self._unix_s(0.0)))
+        self._add(Ticked(now, has_heard_all, self._unix_s.present_offset_s))
         self._coordinator.tick(now, has_heard_all=has_heard_all)
 
     def stop_training(self) -> None:
@@ -130,6 +133,11 @@ class Ledger(Closing):
         """As `Coordinator.expect_trainer`."""
         self._add(TrainerExpected(now))
         self._coordinator.expect_trainer(now)
+
+    def relaunch(self, now: float) -> None:
+        """As `Coordinator.relaunch`: this start of the run continues the ledger of another one."""
+        self._add(Relaunched(self._start, now))
+        self._coordinator.relaunch(now)
 
     def write_counts(self, values: dict[str, float]) -> None:
         """Write a row of the server's counts."""
@@ -144,6 +152,7 @@ class Ledger(Closing):
         Raises InputError when the disk fails or stays full.
         """
         writer, maker = self._parts.writer, self._parts.maker
+        self._now = now
         writer.look()
         messages = list(self._coordinator.outgoing(now))
         self._add(Sent(now, writer.written, maker.has_dealt, len(messages), check_of(messages)))
@@ -156,6 +165,7 @@ class Ledger(Closing):
     def _flush(self) -> None:
         """Write the ledger, then what follows from it."""
         self._file.flush()
+        self._parts.maker.release()
         self._parts.writer.release()
         self._parts.metrics.release()
 
@@ -174,6 +184,11 @@ class Ledger(Closing):
     def is_dealing(self) -> bool:
         """As `Coordinator.is_dealing`."""
         return self._coordinator.is_dealing
+
+    @property
+    def built_steps(self) -> int:
+        """Number of batches that the ledger knows to be built."""
+        return self._coordinator.requests.built_steps
 
     @property
     def peers(self) -> set[tuple[str, str]]:
@@ -205,7 +220,10 @@ class Ledger(Closing):
         number = self._number + 1
         # The log comes first: a queue that is killed now continues the segment that has a state.
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
-        began = Began(self._start, self._metrics_begin, self._unix_s(0.0))
+        began = Began(
+            self._start, self._metrics_begin, self._unix_s.present_offset_s, program_digest(),
+            self._now,
+        )  # fmt: skip
         write = partial(dump, self._parts, self._references)
         try:
             self._state_bytes = write_state(self._folder, number, began, write)

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from megatron_rl.config.tree import GeneratorConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import PROMPTS, VERIFY
 from megatron_rl.protocol.types import GeneratorReady, Stop, VerifierReady
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peer_rows import RollCall, Row
 from megatron_rl.rollout_queue.scoring import Scoring
 
+_FENCE_WEIGHT_SYNCS = 1.5
+"""Weight syncs during which a generator without weights keeps its leases."""
 Farewell = tuple[str, str, Stop]
 """Endpoint, peer, message."""
 
@@ -21,10 +23,16 @@ Farewell = tuple[str, str, Stop]
 class Presence:
     """Knows which peers are missing; forgets those that leave, and says Stop to them."""
 
-    def __init__(self, leases: Leases, scoring: Scoring, config: GeneratorConfig) -> None:
+    def __init__(self, leases: Leases, scoring: Scoring, config: Config, now: float) -> None:
         self._leases, self._scoring = leases, scoring
-        self._roll_call = RollCall(config.replicas)
+        self._roll_call = RollCall(config.generator.replicas)
+        self._least_grace_s, self._synced_at = config.queue.heartbeat_timeout_s, now
         self._stops: list[Farewell] = []
+
+    def note_sync(self, now: float) -> None:
+        """A weight sync has ended: the next one may take as long as the time since the last."""
+        grace_s = _FENCE_WEIGHT_SYNCS * (now - self._synced_at)
+        self._leases.fence_grace_s, self._synced_at = max(grace_s, self._least_grace_s), now
 
     def take_row(self) -> Row | None:
         """A row about the live peers; None if nothing changed."""
@@ -44,6 +52,13 @@ class Presence:
         if has_left:
             self._roll_call.forget(peer)
             self._stops.append((endpoint, peer, Stop("it has left the run")))
+
+    def forget_all(self) -> None:
+        """Every process of the run ended with its launcher: others get the work of all peers."""
+        for name in self._leases.generators:
+            self._leases.hand_back(name, ())
+        for name in self._scoring.verifiers:
+            self._scoring.hand_back(name, ())
 
     def pop_stops(self) -> list[Farewell]:
         """Stops for peers that hold nothing any more, since the last call."""

@@ -1,5 +1,7 @@
 """Continues the ledger of a queue that was killed: the newest state, then each record after it.
 
+The queue was killed alone, or its launcher with all processes (`Coordinator.relaunch`).
+
 Used by the rollout queue's server at its start. The messages of the replayed coordinator are not
 sent; their checksums are compared with those of the killed process, so a replay that differs ends
 the run instead of losing prompts silently.
@@ -23,6 +25,7 @@ from megatron_rl.protocol.ledger import (
     Counted,
     LogFile,
     Received,
+    Relaunched,
     Sent,
     StopAsked,
     Ticked,
@@ -65,8 +68,10 @@ class _Replay:
     parts: Parts
     unix_s: UnixTime
     path: Path
-    now: float = 0.0
-    """Latest time in the log."""
+    start: str
+    """As in `Began`, of the latest start that wrote to the log."""
+    now: float
+    """Latest time in the state and in the log."""
     records: int = 0
 
     def run(self) -> int:
@@ -108,6 +113,10 @@ class _Replay:
                 coordinator.stop_training()
             case TrainerExpected(now):
                 coordinator.expect_trainer(now)
+            case Relaunched(start, now):
+                self.start = start
+                self.unix_s.end_launch(now)
+                coordinator.relaunch(now)
             case Began():
                 raise InputError(f"{self.path} has the record of a state")
 
@@ -143,14 +152,16 @@ def recover(
     label: str,
     limit_s: float,
 ) -> Recovered | None:
-    """Continue the newest segment of this start of the run; None if there is none.
+    """Continue the newest segment, of this start of the run or another one; None without any.
 
     unix_s: gets a clock. Raises InputError when the ledger cannot be continued, and OSError.
     """
-    found = _newest(folder, label)
-    if found is None:
+    number = max(segments(folder), default=None)
+    if number is None:
         return None
-    number, began = found
+    began = read_began(folder, number)
+    if began is None:
+        raise _damaged(folder, number)
     began_at = time.monotonic()
     try:
         parts = Parts(*load(read_state(folder, number), references))
@@ -159,7 +170,7 @@ def recover(
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
     unix_s.offset_s = began.offset_s
-    replay = _Replay(parts, unix_s, path)
+    replay = _Replay(parts, unix_s, path, began.start, began.now)
     end = replay.run() if path.exists() else 0
     parts.writer.end_replay(live.writer, live.records)
     parts.maker.end_replay(live.maker)
@@ -167,23 +178,18 @@ def recover(
         folder, parts, references, unix_s, label=label, metrics_begin=began.metrics_begin,
         limit_s=limit_s, number=number, log_file=LogFile(path, end=end, limit_s=limit_s),
     )  # fmt: skip
+    is_own = replay.start == start_of(label)
     log.warning(
-        "the queue continues after its death: %d records of segment %d, %.1f s",
+        "the queue continues after %s: %d records of segment %d, %.1f s",
+        "its death" if is_own else "the end of its launcher",
         replay.records, number, time.monotonic() - began_at,
     )  # fmt: skip
+    if not is_own:
+        unix_s.end_launch(replay.now)
     unix_s.clock = LoopClock(begin=replay.now)
+    if not is_own:
+        ledger.relaunch(replay.now)
     return Recovered(ledger, unix_s.clock)
-
-
-def _newest(folder: Path, label: str) -> tuple[int, Began] | None:
-    """(number, beginning) of the newest segment, if it is of this start of the run."""
-    for number in reversed(segments(folder)):
-        began = read_began(folder, number)
-        if began is None:
-            raise _damaged(folder, number)
-        if began.start == start_of(label):
-            return number, began
-    return None
 
 
 def _damaged(folder: Path, number: int) -> InputError:

@@ -5,6 +5,7 @@ peers wait unread. That time must not count as silence of peers, so all limits u
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -57,10 +58,24 @@ class UnixTime:
         self.clock: LoopClock | None = None
         self.offset_s = 0.0
         """Without a clock: unix seconds at time 0."""
+        self._ended: list[tuple[float, float]] = []
+        """(last time, unix seconds at time 0) of launchers that have ended, oldest first."""
+
+    def end_launch(self, at: float) -> None:
+        """The launcher ended at this time: later times may be hours later. Call without a clock."""
+        self._ended.append((at, self.offset_s))
 
     def __call__(self, at: float) -> float:
         """Unix seconds of a time."""
-        return at + self.offset_s if self.clock is None else self.clock.unix_s(at)
+        for last, offset_s in self._ended:
+            if at <= last:
+                return at + offset_s
+        return at + self.present_offset_s
+
+    @property
+    def present_offset_s(self) -> float:
+        """Unix seconds at time 0, by the present offset."""
+        return self.offset_s if self.clock is None else self.clock.unix_s(0.0)
 
 
 _DISMISS_S = 5.0
@@ -70,8 +85,9 @@ _DISMISS_S = 5.0
 class StallDeadline:
     """Time of the last progress. Heartbeats are not progress: a hanging engine sends them too.
 
-    During supervised training before the first weight sync the queue has no deadline: the launcher
-    watches the ranks, whose collectives have deadlines.
+    Until the trainer's first message the queue has no deadline where supervised training comes
+    before it, or where another launcher starts all processes again: the launcher watches the ranks,
+    whose waits have deadlines.
     """
 
     def __init__(self, config: Config, now: float) -> None:
@@ -80,8 +96,8 @@ class StallDeadline:
         self._version = -1
         self._is_trainer_expected = True
 
-    def await_cold_start(self) -> None:
-        """Wait for `expect_trainer` without a limit; call before the first message."""
+    def await_trainer(self) -> None:
+        """Wait for `expect_trainer` without a limit: the launcher watches what comes before."""
         self._is_trainer_expected = False
 
     def expect_trainer(self, now: float) -> None:
@@ -106,6 +122,8 @@ class StallDeadline:
     @property
     def dismissal_s(self) -> float:
         """Limit for trainer ranks to ask once more after the end of training."""
+        if not self._is_trainer_expected:
+            return math.inf
         # The last checkpoint is copied between the last weight sync and the last request. A run
         # that is asked to stop has one whatever its configuration says.
         return _DISMISS_S + self._config.checkpoint.write_timeout_s

@@ -5,13 +5,23 @@ run folder, which only its user can read, and loads no other classes than those 
 Prompts and the configuration are named in it; the process that reads it has its own.
 """
 
+import hashlib
 import io
 import pickle
+import sys
+from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+import numpy as np
+import pydantic
+
+import megatron_rl
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 
+_SOURCES = ("algorithms", "config", "data", "evaluation", "protocol", "rollout_queue")
+"""Packages whose code the queue runs."""
 _MODULES = ("megatron_rl", "numpy", "collections", "pathlib", "pydantic", "msgspec")
 _BUILTINS = frozenset({"set", "frozenset", "bytearray", "complex", "slice", "range"})
 _COPYREG = frozenset({"_reconstructor", "__newobj__"})
@@ -74,3 +84,16 @@ def dump(parts: object, references: References, file: BinaryIO) -> None:
 def load(state: bytes | memoryview, references: References) -> Any:
     """The objects of a state. Raises pickle.UnpicklingError, EOFError, KeyError."""
     return _Unpickler(io.BytesIO(state), references).load()
+
+
+def program_digest() -> str:
+    """Digest of the queue's code and of the libraries whose objects a state holds.
+
+    Other code may lack a field of the state, or answer the same messages differently.
+    """
+    libraries = [sys.version, np.__version__, msgspec.__version__, pydantic.__version__]
+    digest = hashlib.sha256("\n".join(libraries).encode())
+    root = Path(megatron_rl.__file__).parent
+    for path in sorted(path for name in _SOURCES for path in (root / name).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

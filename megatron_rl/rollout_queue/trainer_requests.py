@@ -47,6 +47,13 @@ class BatchRequests:
         """Count the batches before `step` as built; call before the first request."""
         self._first_step = self.built_steps = step
 
+    def forget_ranks(self) -> None:
+        """All ranks of the trainer are new, and ask again, also for their Stop."""
+        self._requests.clear()
+        self._answered.clear()
+        self._repeated.clear()
+        self._stopped.clear()
+
     def stop(self) -> None:
         """Build no further batch: answer later requests with Stop."""
         if self.built_steps < self._steps:

@@ -48,6 +48,11 @@ class Waits:
             since = was.since if was is not None and is_same else now
             self._waits[role] = _Wait(what, progress, since)
 
+    def describe(self, now: float) -> str:
+        """One line: leases, requests to verifiers, requests of ranks."""
+        ranks = f"batch asked for by data-parallel ranks {self._requests.waiting_ranks}"
+        return f"{self._leases.describe(now)}; {self._scoring.describe(now)}; {ranks}"
+
     def row(self, now: float) -> Row:
         """Columns of a metrics row, for `read_waits`."""
         waits = self._waits.items()

@@ -304,9 +304,9 @@ def test_a_weight_sync_that_a_later_one_overtook_does_not_set_the_version_back(
         coordinator._leases.limits.note_version(2)
         for version, now in ((0, 0.0), (2, 40.0)):
             coordinator.handle("batches", "t", WeightsSynced(version), now)
-        before = (coordinator._synced, coordinator._synced_at)
+        before = (coordinator._synced, coordinator._presence._synced_at)
         coordinator.handle("batches", "t", WeightsSynced(1), 50.0)
-        assert (coordinator._synced, coordinator._synced_at) == before == (2, 40.0)
+        assert (coordinator._synced, coordinator._presence._synced_at) == before == (2, 40.0)
 
 
 def test_a_queue_that_is_asked_to_stop_deals_the_built_batch_and_no_other(tmp_path: Path) -> None:

@@ -101,5 +101,5 @@ def test_a_leaving_verifier_answers_what_it_names_and_others_get_the_rest(tmp_pa
         queue.handle(VERIFY, "verifier-3", leaving, 2.0)
         assert sent(queue, 2.0, Stop) == [("verifier-3", Stop("it has left the run"))]
         queue.tick(2.0)
-        assert queue._requests.built_steps == 1 and (VERIFY, "verifier-3") not in queue.peers
+        assert queue.requests.built_steps == 1 and (VERIFY, "verifier-3") not in queue.peers
     assert [row["peers/missing"] for row in peers_rows(tmp_path)] == ["", ""]

@@ -28,7 +28,7 @@ def wait(coordinator: Coordinator, start_s: float, end_s: float) -> None:
 
 def test_a_supervised_cold_start_may_take_hours(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, **LIMITS) as coordinator:
-        coordinator.deadline.await_cold_start()
+        coordinator.deadline.await_trainer()
         wait(coordinator, 0, 4 * 3600)
         coordinator.deadline.expect_trainer(4 * 3600.0)
         wait(coordinator, 4 * 3600, 4 * 3600 + IDLE_LIMIT_S)
@@ -45,7 +45,7 @@ def test_a_trainer_that_never_comes_ends_a_run_without_a_cold_start(tmp_path: Pa
 
 def test_the_first_message_of_the_trainer_ends_the_cold_start_too(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, **LIMITS) as coordinator:
-        coordinator.deadline.await_cold_start()
+        coordinator.deadline.await_trainer()
         wait(coordinator, 0, 5000)
         coordinator.handle("batches", "trainer-0", WeightsSynced(0), 5000.0)
         # From here on completions are leased to nobody: the generator holds no version.

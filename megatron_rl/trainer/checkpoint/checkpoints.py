@@ -126,7 +126,7 @@ class Checkpoints:
     def _find(self) -> Path | None:
         found = checkpoint_folder.find_resume(self._cfg, self._run_dir, self._place.folder)
         first = checkpoint_folder.step_of(found) if found is not None else 0
-        # The launcher has removed the batches that were stored before this start of the run.
+        # A launcher whose queue does not continue its ledger has removed the batches after `first`.
         stored = stored_steps(self._run_dir / BATCHES) if self._place == OF_RUN else []
         if any(step >= first for step in stored):
             newest = checkpoint_folder.complete_checkpoints(self._folder).values()

@@ -1,0 +1,216 @@
+"""A queue whose launcher was killed continues its ledger with new peers, and loses nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
+from megatron_rl.protocol.stored_batches import BATCHES as STORED
+from megatron_rl.protocol.types import (
+    GeneratorReady,
+    NextBatch,
+    RankBatch,
+    SaveState,
+    Stop,
+    VerifierReady,
+    WeightsSynced,
+)
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
+from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
+from megatron_rl.rollout_queue.recovery import recover
+from megatron_rl.rollout_queue.start import Start
+from tests.rollout_queue.played_queue import ROOM, PlayedQueue
+from tests.rollout_queue.test_ledger import NEVER, Mortal, judge
+
+STEPS = 6
+
+
+class Relaunched(Mortal):
+    """Its launcher dies with all peers; the next one has another label."""
+
+    launches = 0
+
+    def relaunch(self) -> None:
+        self.launches += 1
+        self.recover()
+
+    def recover(self) -> None:
+        """As a new queue of the present launcher."""
+        self.ledger.close()
+        self._unix_s.clock = None
+        found = recover(
+            self._folder, self._references, self._unix_s, self._live(),
+            label=f"start {self.launches}", limit_s=1.0,
+        )  # fmt: skip
+        assert found is not None
+        self._unix_s.clock = None  # the test moves the time
+        self.ledger = found.ledger
+
+
+def begin(folder: Path, **sections: object) -> tuple[PlayedQueue, Relaunched]:
+    folder.mkdir(exist_ok=True)
+    queue = PlayedQueue(folder, judge, train={"steps": STEPS}, **sections)
+    mortal = queue.coordinator = Relaunched(queue, NEVER)
+    queue.start()
+    return queue, mortal
+
+
+def reach(queue: PlayedQueue, version: int) -> None:
+    """Play until the batch before a version is there."""
+    for _ in range(60):
+        if len(queue.batches) == version:
+            return
+        queue.play(1)
+    raise AssertionError(f"no batch before version {version}")
+
+
+def kill(queue: PlayedQueue, mortal: Relaunched) -> set[tuple[str, int]]:
+    """Kill the launcher; (prompt, index) of the completions that were being generated.
+
+    All verdicts are in the ledger: one that was on its way would be asked for again.
+    """
+    queue.open = getattr(queue, "open", [])
+    queue._send()
+    in_flight = {(lease.prompt.id, index) for lease, index in queue.open}
+    queue.open = []
+    mortal.relaunch()
+    assert mortal.ledger.peers == set()
+    return in_flight
+
+
+def start_again(queue: PlayedQueue, mortal: Relaunched, *, at: int, to: int) -> None:
+    """New peers; the trainer resumes at version `at`, and repeats steps up to version `to`.
+
+    Only then does the generator get weights.
+    """
+    mortal.handle(VERIFY, "v", VerifierReady(ROOM, 1), queue.now)
+    mortal.handle(PROMPTS, "g", GeneratorReady(8, -1, 1), queue.now)
+    for version in range(at, to + 1):
+        mortal.handle(BATCHES, "t", WeightsSynced(version), queue.now)
+        assert list(mortal.outgoing(queue.now)) == []
+    queue.version = to
+    mortal.handle(PROMPTS, "g", GeneratorReady(8, to, 1), queue.now)
+    mortal.handle(BATCHES, "t", NextBatch(to, 0, 1), queue.now)
+
+
+def members(batches: list[RankBatch]) -> list[tuple[int, int]]:
+    """(group, index) of the sequences of all batches."""
+    return [
+        sequence.rollout
+        for batch in batches
+        for minibatch in batch.minibatches
+        for microbatch in minibatch.microbatches
+        for sequence in microbatch
+    ]
+
+
+def test_nothing_that_arrived_is_leased_again_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+    """The launcher is killed before the first batch, before a checkpoint, and after one."""
+    queue, mortal = begin(tmp_path / "run")
+    queue.play(1, is_slow=True)
+    lost = kill(queue, mortal)
+    assert len(queue.graded) == 1 and len(lost) == 7 + 1
+    start_again(queue, mortal, at=0, to=0)
+    for version in range(1, STEPS + 1):
+        reach(queue, version)
+        if version == 4:
+            mortal.handle(BATCHES, "t", SaveState(4), queue.now)
+        if version in (2, 5):
+            lost |= kill(queue, mortal)
+            start_again(queue, mortal, at=0 if version == 2 else 4, to=version)
+        else:
+            queue.sync(version)
+    assert mortal.launches == 3
+    twice = {one for one in queue.leased if queue.leased.count(one) > 1}
+    assert twice == lost
+    assert len(queue.graded) == len(set(queue.graded))
+    trained = members(queue.batches)
+    assert len(trained) == len(set(trained)) == STEPS * 2 * 4
+    assert [batch.step for batch in queue.batches] == list(range(STEPS))
+
+
+def test_deaths_of_launchers_count_against_no_completion(tmp_path: Path) -> None:
+    limits = {"max_attempts": 2, "max_lost_attempts": 2}
+    queue, mortal = begin(tmp_path / "run", queue=limits)
+    for _ in range(5):
+        queue.play(1, is_slow=True)
+        kill(queue, mortal)
+        start_again(queue, mortal, at=0, to=0)
+    reach(queue, 1)
+    assert not list((queue.config.run.dir / "rollouts").glob("dropped_0*.jsonl"))
+
+
+def test_a_queue_that_dies_under_the_next_launcher_keeps_its_peers(tmp_path: Path) -> None:
+    queue, mortal = begin(tmp_path / "run")
+    queue.play(1, is_slow=True)
+    kill(queue, mortal)
+    start_again(queue, mortal, at=0, to=0)
+    queue.play(1, is_slow=True)
+    leased = list(queue.leased)
+    mortal.recover()
+    assert mortal.ledger.peers == {(PROMPTS, "g"), (VERIFY, "v")}
+    assert list(mortal.outgoing(queue.now)) == [] and queue.leased == leased
+    reach(queue, 1)
+
+
+def test_the_clock_of_an_evaluation_stands_until_engines_have_weights(tmp_path: Path) -> None:
+    queue, mortal = begin(tmp_path / "run", held_out=20, eval={"timeout_s": 30.0})
+    queue.play(3, is_slow=True)
+    kill(queue, mortal)
+    mortal.handle(VERIFY, "v", VerifierReady(ROOM, 1), queue.now)
+    # Engines load for an hour.
+    for _ in range(360):
+        queue.now += 10.0
+        mortal.tick(queue.now)
+        list(mortal.outgoing(queue.now))
+    start_again(queue, mortal, at=0, to=0)
+    reach(queue, 1)
+    [row] = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "eval/n" in row]
+    assert (row["label"], row["eval/n"], row["eval/lost"]) == ("before", 20, 0)
+    assert row["eval/seconds"] < 30
+
+
+def test_a_trainer_that_begins_again_after_the_last_step_is_told_to_stop(tmp_path: Path) -> None:
+    queue, mortal = begin(tmp_path / "run")
+    for version in range(1, STEPS):
+        reach(queue, version)
+        queue.sync(version)
+    reach(queue, STEPS)
+    mortal.handle(BATCHES, "t", WeightsSynced(STEPS, is_final=True), queue.now)
+    kill(queue, mortal)
+    queue.now += 7200.0
+    mortal.tick(queue.now)
+    assert list(mortal.outgoing(queue.now)) == [] and not mortal.ledger.is_over
+    mortal.handle(BATCHES, "t", WeightsSynced(STEPS, is_final=True), queue.now)
+    mortal.handle(BATCHES, "t", NextBatch(STEPS, 0, 1), queue.now)
+    [(_, peer, answer)] = mortal.outgoing(queue.now)
+    assert peer == "t" and isinstance(answer, Stop) and mortal.ledger.is_over
+
+
+def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path) -> None:
+    queue, mortal = begin(tmp_path / "run")
+    unix_s = mortal._unix_s
+    unix_s.offset_s = 5000.0
+    mortal.tick(queue.now)
+    mortal.outgoing(queue.now)
+    kill(queue, mortal)
+    unix_s.offset_s = 12_000.0
+    assert unix_s(queue.now) == queue.now + 5000.0
+    assert unix_s(queue.now + 1) == queue.now + 1 + 12_000.0
+
+
+def test_a_ledger_that_knows_less_than_the_stored_batches_is_refused(tmp_path: Path) -> None:
+    """As after the end of a node, whose last records may not be on the disk."""
+    queue, mortal = begin(tmp_path / "run")
+    reach(queue, 1)
+    stored = tmp_path / "run" / STORED
+    stored.mkdir()
+    (stored / "000000.batch").touch()
+    prompts = mortal.ledger._coordinator._training._prompts
+    metrics = JsonlWriter(tmp_path / "run/metrics.jsonl", "queue")
+    start = Start(queue.config, prompts, None, metrics, mortal._live().writer, BatchMaker())
+    start._check_newest(mortal.ledger)
+    (stored / "000001.batch").touch()
+    with pytest.raises(InputError, match="the ledger knows 1 batches, but 2 were built: its node"):
+        start._check_newest(mortal.ledger)
