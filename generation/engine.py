@@ -87,6 +87,8 @@ class EngineSetup:
     """Whether context_tokens may exceed the positions in config.json."""
     stops_at_text: bool = False
     """Whether requests may name strings that end a completion."""
+    is_deterministic: bool = False
+    """Whether a completion with a seed has the same tokens and logprobs whatever else runs."""
     extra_args: Mapping[str, Argument | list[Argument]] = field(default_factory=dict)
     """More arguments of a server's command line, by name."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -136,6 +138,8 @@ class Engine(Protocol):
     ) -> AsyncIterator[Completion]:
         """Yield one completion for each index, as each finishes.
 
+        sampling: its `draw_seeds`, if any, are those of the indices; setup.is_deterministic says
+        whether they come.
         Closing the iterator early stops unfinished completions in the engine. Raises EngineError,
         at the latest after the setup's request_timeout_s.
         """
@@ -223,6 +227,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         returns_expert_choices=config.train.router_replay,
         watchdog_timeout_s=longest_pause_s(config),
         stops_at_text=bool(config.sampling.stop),
+        is_deterministic=generator.deterministic,
         extra_args=generator.extra_args,
         env={name: str(value) for name, value in generator.env.items()},
     )

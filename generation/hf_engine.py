@@ -8,6 +8,7 @@ Concurrency:
 | task or thread       | waits for                           | woken by           | closed by  |
 |----------------------|-------------------------------------|--------------------|------------|
 | each `generate`      | `_is_serving`, its queue of results | `resume`, a result | its caller |
+|                      | its turn (`setup.is_deterministic`) | the end of another | its caller |
 | transformers' thread | requests; the end of a pause        | `add_request`      | `close`    |
 | one worker thread    | a pause, a collective               | the weight methods | `close`    |
 
@@ -30,16 +31,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
-from generation.hf_requests import Decode, Request, first_token_at
+from generation.hf_manager import open_manager, seeded_generator
+from generation.hf_requests import Decode, Request, first_token_at, one_by_one
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
@@ -47,13 +44,8 @@ from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_g
 
 T = TypeVar("T")
 
-PAGE_TOKENS = 32
-PREFILL_TOKENS = 512
-"""Fewest tokens that one forward pass may process."""
 GREEDY_TEMPERATURE = 1e-8
 """The manager samples all requests; at this temperature the argmax always wins."""
-NOT_ONE = 2.0
-"""A default other than 1 makes transformers create the processor for per-request temperatures."""
 WATCH_S = 1.0
 CLOSE_S = 30.0
 
@@ -74,6 +66,7 @@ class HFEngine:
         self._ids = itertools.count()
         self._is_serving = asyncio.Event()
         self._is_serving.set()
+        self._turn = asyncio.Lock() if setup.is_deterministic else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._manager: ContinuousBatchingManager | None = None
         self._pause: contextlib.AbstractContextManager[None] | None = None
@@ -103,31 +96,7 @@ class HFEngine:
         )
         model = model.to(torch.get_default_device()).eval()
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        generation = GenerationConfig(
-            do_sample=True,
-            temperature=NOT_ONE,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=list(setup.stop_ids) or -1,
-            pad_token_id=0,
-        )
-        batching = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS,
-            num_blocks=-(-setup.kv_tokens // PAGE_TOKENS),
-            max_batch_tokens=max(PREFILL_TOKENS, setup.max_running),
-            max_requests_per_batch=setup.max_running,
-            # No prefix is shared between requests, so none of older weights either.
-            allow_block_sharing=False,
-            # The pause is exact only when no further pass is in flight.
-            use_async_batching=False,
-            use_cuda_graph=False,
-            return_logprobs=True,
-            per_request_processors=True,
-            seed=setup.seed,
-        )
-        self._manager = model.init_continuous_batching(
-            generation_config=generation, continuous_batching_config=batching
-        )
+        self._manager = open_manager(model, setup, self._requests)
         self._manager.start()
         if setup.stops_at_text:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -143,18 +112,36 @@ class HFEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """Yield completions as they finish. `sampling.seed` has no effect."""
+        """Yield completions as they finish; with setup.is_deterministic one after the other."""
         if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
             raise EngineError(f"the hf engine samples from all tokens, not with {sampling}")
         if sampling.stop and self._decode is None:
             raise EngineError("the hf engine was started without sampling.stop: no tokenizer")
+        parts = [(sampling, indices)] if self._turn is None else one_by_one(sampling, indices)
+        for own, asked in parts:
+            complete = self._complete(prompt_ids, own, asked)
+            async with self._turn or contextlib.nullcontext(), contextlib.aclosing(complete):
+                async for completion in complete:
+                    yield completion
+
+    async def _complete(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
         deadline = time.monotonic() + self._setup.request_timeout_s
         results: asyncio.Queue[Completion | int | EngineError] = asyncio.Queue(2 * len(indices))
+        seeds = dict(zip(indices, sampling.draw_seeds, strict=False))
         mine: set[str] = set()
+
+        async def submit(index: int) -> None:
+            await self._wait_until_serving(deadline)
+            request = Request(index, results, sampling.stop)
+            if index in seeds:
+                request.generator = seeded_generator(seeds[index])
+            mine.add(self._submit(prompt_ids, sampling, request))
+
         try:
             for index in indices:
-                await self._wait_until_serving(deadline)
-                mine.add(self._submit(prompt_ids, sampling, index, results))
+                await submit(index)
             waiting = len(indices)
             while waiting:
                 match await self._next_result(results, deadline):
@@ -162,8 +149,7 @@ class HFEngine:
                         waiting -= 1
                         yield completion
                     case int() as index:
-                        await self._wait_until_serving(deadline)
-                        mine.add(self._submit(prompt_ids, sampling, index, results))
+                        await submit(index)
                     case EngineError() as error:
                         raise error
         finally:
@@ -191,11 +177,9 @@ class HFEngine:
                 f"expert.generator.request_timeout_s={self._setup.request_timeout_s:.0f}"
             ) from error
 
-    def _submit(
-        self, prompt_ids: list[int], sampling: Sampling, index: int, results: asyncio.Queue[Any]
-    ) -> str:
+    def _submit(self, prompt_ids: list[int], sampling: Sampling, request: Request) -> str:
         request_id = f"completion-{next(self._ids)}"
-        self._requests[request_id] = Request(index, results, stop=sampling.stop)
+        self._requests[request_id] = request
         self._running.register_result_handler(request_id, self._note_result)
         accepted = self._running.add_request(
             prompt_ids,

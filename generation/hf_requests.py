@@ -9,6 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import torch
+
+from megatron_rl.protocol.types import Sampling
+
 Decode = Callable[[list[int]], str]
 _SPECIAL_TOKENS = 4
 """Tokens without text that may be among the tokens of a stop string."""
@@ -26,6 +31,8 @@ class Request:
     """(version replaced, tokens sampled by then) of each weight sync since it began."""
     is_stale: bool = False
     """A weight sync came between the beginning and the end of its prompt."""
+    generator: torch.Generator | None = None
+    """Draws its tokens; None: the process's stream."""
 
     def ends_at_text(self, token_ids: list[int], decode: Decode | None) -> bool:
         """Whether the last token completes a stop string."""
@@ -47,3 +54,12 @@ def first_token_at(timestamps: list[float] | None, tokens: int) -> float:
     if timestamps is None or len(timestamps) != tokens:
         return -1.0
     return time.monotonic() - (time.perf_counter() - timestamps[0])
+
+
+def one_by_one(sampling: Sampling, indices: list[int]) -> list[tuple[Sampling, list[int]]]:
+    """A request for each completion, with its seed if there are seeds."""
+    seeds = sampling.draw_seeds or (None,) * len(indices)
+    return [
+        (msgspec.structs.replace(sampling, draw_seeds=() if seed is None else (seed,)), [index])
+        for index, seed in zip(indices, seeds, strict=True)
+    ]

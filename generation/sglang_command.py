@@ -12,6 +12,7 @@ from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
+from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.whole_file import write_private
 
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -90,6 +91,9 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
+    if setup.is_deterministic and not sglang_cpu.is_needed():
+        # It allows no attention of the CPU, where our patches do the same.
+        command.append("--enable-deterministic-inference")
     if setup.releases_memory and not sglang_cpu.is_needed():
         # Without CUDA SGLang has no memory saver, and accepts these calls.
         command.append("--enable-memory-saver")
@@ -133,6 +137,7 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
     if sglang_cpu.is_needed():
         shims |= sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
+        shims |= {DETERMINISTIC_VARIABLE: "1"} if setup.is_deterministic else {}
     if setup.colocate:
         # Free memory differs between its ranks, as the trainer's ranks hold unequal shares.
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"

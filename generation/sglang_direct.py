@@ -36,7 +36,7 @@ _CHOICE_BYTES = 4
 def direct_request(
     setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, prefix_key: str
 ) -> Generate:
-    """Request for completions of a prompt; their names are not yet set."""
+    """Request for completions of a prompt; the engine sets their names and seeds."""
     return Generate(
         names=[],
         prompt_ids=prompt_ids,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
@@ -112,6 +113,12 @@ class SGLangEngine:
             await asyncio.sleep(POLL_READY_S)
         # Without the patch for direct requests the scheduler has not connected.
         is_direct = self._direct is not None and self._direct.is_connected
+        if setup.is_deterministic and sglang_cpu.is_needed() and not is_direct:
+            raise EngineError(
+                "expert.generator.deterministic=true needs all our patches of SGLang on the CPU, "
+                f"and those for SGLang {self.engine_version} are off: install the version of "
+                "requirements/cpu.txt and unset MEGATRON_RL_SGLANG_PATCHES"
+            )
         self._requests = self._direct if is_direct else HttpRequests(self._session)
         # The server asks itself, in vain. A full collection would stop all requests.
         await self._post("/freeze_gc", {})
@@ -134,9 +141,10 @@ class SGLangEngine:
     ) -> AsyncIterator[Completion]:
         """Yield completions as they finish.
 
-        SGLang's scheduler draws from one stream of random numbers, so `sampling.seed` has no
-        effect: completions of a group differ, and a group asked for again differs too.
+        Without seeds SGLang's scheduler draws from one stream of random numbers: a group that is
+        asked for again differs.
         """
+        seeds = dict(zip(indices, sampling.draw_seeds, strict=False))
         waiting = list(indices)
         deadline = asyncio.get_running_loop().time() + self._setup.request_timeout_s
         for _ in range(REGENERATE_LIMIT):
@@ -149,6 +157,9 @@ class SGLangEngine:
                 self._setup, prompt_ids, sampling, prefix_key=f"{self._epoch}.{version}"
             )
             try:
+                if seeds:
+                    own = [seeds[index] for index in waiting]
+                    request = msgspec.structs.replace(request, seeds=own)
                 answers = self._requests.generate(request, waiting, deadline)
                 async with aclosing(answers):
                     async for index, ended in answers:

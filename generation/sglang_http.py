@@ -12,6 +12,7 @@ import time
 from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -44,9 +45,10 @@ class HttpRequests:
         names = names_of(next(self._numbers), len(indices))
         running = dict(zip(names, indices, strict=True))
         is_cached = asyncio.Event()
+        seeds = request.seeds or [None] * len(names)
         tasks = [
-            asyncio.create_task(self._complete(request, name, is_cached, is_first=not place))
-            for place, name in enumerate(names)
+            asyncio.create_task(self._complete(body, is_cached, is_first=not place))
+            for place, body in enumerate(map(partial(request_body, request), names, seeds))
         ]
         loop, pending = asyncio.get_running_loop(), set(tasks)
         try:
@@ -68,18 +70,18 @@ class HttpRequests:
             await asyncio.gather(*map(self._abort, running))
 
     async def _complete(
-        self, request: Generate, name: str, is_cached: asyncio.Event, *, is_first: bool
+        self, body: dict[str, Any], is_cached: asyncio.Event, *, is_first: bool
     ) -> Ended:
         if not is_first:
             await is_cached.wait()
         first_token_at = -1.0
-        async with aclosing(self._events(request_body(request, name))) as events:
+        async with aclosing(self._events(body)) as events:
             async for event in events:
                 is_cached.set()
                 if event["meta_info"]["completion_tokens"] == 1 and first_token_at < 0:
                     first_token_at = time.monotonic()
                 if event["meta_info"]["finish_reason"] is not None:
-                    return read_last_event(event, name, first_token_at)
+                    return read_last_event(event, body["rid"], first_token_at)
         raise EngineError("SGLang closed its answer to /generate before the completion ended")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -107,7 +109,7 @@ class HttpRequests:
             log.warning("SGLang may continue with a cancelled request: %s", error)
 
 
-def request_body(request: Generate, name: str) -> dict[str, Any]:
+def request_body(request: Generate, name: str, seed: int | None = None) -> dict[str, Any]:
     """Body of the /generate request of one completion."""
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
@@ -120,6 +122,8 @@ def request_body(request: Generate, name: str) -> dict[str, Any]:
         params["stop_token_ids"] = request.stop_ids
     if request.stop:
         params["stop"] = request.stop
+    if seed is not None:
+        params["sampling_seed"] = seed
     return {
         "rid": name,
         "input_ids": request.prompt_ids,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megatron_rl.config.determinism import find_inexact
+
 Config = Any
 """The tree, which imports this module."""
 
@@ -23,7 +25,8 @@ class Refusal(NamedTuple):
 def refusals(config: Config) -> list[str]:
     """The text of each row whose condition holds."""
     values = {name: getattr(config, name) for name in type(config).model_fields} | _facts(config)
-    return [row.text.format(**values) for row in REFUSALS if row.is_met(config)]
+    met = [row.text.format(**values) for row in REFUSALS if row.is_met(config)]
+    return met + find_inexact(config)
 
 
 def _facts(config: Config) -> dict[str, Any]:

@@ -48,6 +48,7 @@ _OTHERS = (
     "algorithm.shaping.top_reward",
     "algorithm.shaping.value_lr",
     "curriculum.window_visits",
+    "generator.deterministic",
     "generator.max_restarts",
     "generator.nice",
     "generator.overlap_schedule",

@@ -63,6 +63,11 @@ class GeneratorConfig(Section):
     """Let SGLang prepare the next token while one is computed. Needs weights.kv_cache =
     "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
     the newer."""
+    deterministic: bool = False
+    """Draw each completion from its own seed, by kernels whose results do not depend on other
+    requests. Generation is slower. A run that is killed and resumed then has the prompts, tokens
+    and losses of an uninterrupted one. Needs queue.max_staleness = 0 and train.deterministic;
+    engine "hf" then generates one completion after the other, and "vllm" cannot."""
     extra_args: dict[str, Argument | list[Argument]] = {}
     """Further arguments of SGLang's server by name, as {mem-fraction-static = 0.8}; true for an
     argument without a value. The run refuses arguments that it sets itself, or that would change

@@ -354,6 +354,11 @@ class PromptStream:
             if may_draw is None or may_draw(prompt):
                 return prompt
 
+    @property
+    def draws(self) -> int:
+        """Number of drawn prompts."""
+        return self._draws
+
     def state(self) -> PromptCursor:
         """The stream's position."""
         return PromptCursor(self._draws, list(self._taken), self._sets.sizes, self._seed)

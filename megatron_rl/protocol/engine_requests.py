@@ -10,10 +10,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megatron_rl.protocol.limits import Count, Finite, Name
+from megatron_rl.protocol.limits import Count, Finite, Id, Name
 
 SOCKET_VARIABLE = "MEGATRON_RL_REQUESTS"
 """Environment variable of the server: path of the generator's socket; if unset, only HTTP."""
+DETERMINISTIC_VARIABLE = "MEGATRON_RL_DETERMINISTIC"
+"""Environment variable of SGLang's server on the CPU: if set, a completion with a seed has the same
+tokens and logprobs whatever else runs."""
 NAME_PREFIX = "mrl-"
 """Prefix of our request names; SGLang's own names lack it."""
 FIRST_SUFFIX = "-0."
@@ -41,6 +44,8 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     extra_key: str
     """Requests with different keys share no cached prefix."""
     returns_expert_choices: bool
+    seeds: list[Id] = []
+    """Seed of each name, to draw its tokens; []: all draw from one stream."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):

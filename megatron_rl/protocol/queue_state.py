@@ -28,6 +28,8 @@ class UnfinishedGroup(msgspec.Struct, frozen=True):
     prompt_id: str
     stage: Count = 0
     """The stage whose rules sample it."""
+    draw: Id = 0
+    """Number of prompts that were drawn before its own, which seeds the group."""
 
 
 class StageState(msgspec.Struct, frozen=True):

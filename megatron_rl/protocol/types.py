@@ -68,8 +68,9 @@ class Sampling(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end a completion; all its tokens are kept."""
     seed: int = 0
-    """Seed of the group's grading, such as the draw of a program's test cases: all completions of
-    the group get the same. Engines sample with other seeds."""
+    """Seed of the group's grading, such as the draw of a program's test cases."""
+    draw_seeds: tuple[Id, ...] = ()
+    """In a lease under expert.generator.deterministic: seed of each index, to draw its tokens."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -117,8 +118,7 @@ class Rollout(msgspec.Struct, frozen=True):
     text: str
     """Completion decoded without the end-of-sequence token."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
-    """[(all tokens - 1) x layers x experts of a token] uint8, or int16 or int32 where numbers of
-    experts need it; empty without train.router_replay."""
+    """[all tokens - 1, layers, experts of a token] uint8 or wider; empty without router_replay."""
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open the thoughts for the model."""
     first_token_s: Finite = -1.0

@@ -44,6 +44,8 @@ class EvaluationSet:
     """Completions per prompt."""
     sampling: Sampling
     """Without the seed, which differs by prompt."""
+    draws_by: str = ""
+    """As in Group, without the label and the prompt."""
 
     @property
     def completions(self) -> int:
@@ -75,8 +77,9 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
         tuple(config.sampling.stop),
     )
     sets = []
+    draws_by = f"{config.run.seed}/evaluation" if config.generator.deterministic else ""
     if held_out := select_held_out(prompts.held_out, own):
-        sets.append(EvaluationSet("", held_out, own.samples, default))
+        sets.append(EvaluationSet("", held_out, own.samples, default, draws_by))
     for one in own.sets:
         given = one.model_dump(include={"temperature", "top_p", "top_k", "min_p", "max_new_tokens"})
         changed = {name: value for name, value in given.items() if value is not None}
@@ -87,7 +90,8 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
                 "generator.context_tokens, or lower its max_new_tokens"
             )
         chosen = prompts.eval_sets[one.name]
-        sets.append(EvaluationSet(one.name, chosen, one.samples or own.samples, sampling))
+        samples = one.samples or own.samples
+        sets.append(EvaluationSet(one.name, chosen, samples, sampling, draws_by))
     return sets
 
 

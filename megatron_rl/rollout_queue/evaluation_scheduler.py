@@ -73,6 +73,7 @@ class EvaluationScheduler:
                 "eval.prompts or add an [[eval.sets]] table"
             )
         self._config = config.eval
+        self._is_deterministic = config.generator.deterministic
         self._sets = evaluation_sets(config, prompts)
         self._recorder = recorder
         self._metrics = metrics
@@ -140,6 +141,15 @@ class EvaluationScheduler:
     def is_idle(self) -> bool:
         """Whether no evaluation runs or is due."""
         return self.running is None and not self._due
+
+    @property
+    def excludes_training(self) -> bool:
+        """Whether no training group may be opened before the evaluations end.
+
+        With expert.generator.deterministic all completions of an engine have the same sampling:
+        SGLang draws by other operations when greedy completions run at the same time.
+        """
+        return self._is_deterministic and not self.is_idle and not self.evaluators.names
 
     def progress(self) -> dict[str, float | str]:
         """Progress of the running evaluation, all its sets included; {} when none runs."""

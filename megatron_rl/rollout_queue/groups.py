@@ -5,9 +5,12 @@ Used by the rollout queue. `group_end.py` decides which groups are dropped.
 
 import collections
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
+
+import msgspec
 
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.prompt import LengthRule
@@ -94,8 +97,12 @@ class Group:
     """The stage whose rules sample and judge the group."""
     length_rule: LengthRule | None = None
     """None: the rule of evaluations."""
+    draw: int = 0
+    """Number of prompts that were drawn for training before this one."""
     evaluation: str = ""
     """Label of its evaluation; empty for training."""
+    draws_by: str = ""
+    """Name from which the seeds of its completions are made; "": engines draw without seeds."""
     needs_classes: bool = False
     """The group is complete only with classes of equal answers."""
     zero_variance_on: Literal["reward", "verdict"] = "reward"
@@ -115,6 +122,17 @@ class Group:
     """Replacements of completions that could not be graded."""
     classes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Class of equal answers of a scored rollout; -1: no answer."""
+
+    def sampling_of(self, indices: Sequence[int]) -> Sampling:
+        """How to sample these completions.
+
+        With seeds a completion that is asked for again gets the same tokens from the same weights.
+        A replacement of one that could not be graded gets others.
+        """
+        if not self.draws_by:
+            return self.sampling
+        names = [f"{self.draws_by}/{index}/{self.replacements[index]}" for index in indices]
+        return msgspec.structs.replace(self.sampling, draw_seeds=tuple(map(_seed_of, names)))
 
     def add(self, scored: ScoredRollout, now: float) -> None:
         """Add a rollout that is scored now; each index is added once."""
@@ -151,12 +169,18 @@ class Group:
         return [self.scored[index] for index in sorted(self.scored)]
 
 
+def _seed_of(name: str) -> int:
+    """A seed below 2**53, as messages take it."""
+    digest = hashlib.sha256(name.encode(errors="backslashreplace")).digest()
+    return int.from_bytes(digest[:8], "big") >> 11
+
+
 @dataclasses.dataclass
 class DroppedGroups:
     """Counts of the groups and completions dropped since the last batch, without rollouts."""
 
-    tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
-    """Tally of the scored rollouts of the groups."""
+    tallies: dict[int, RolloutTally] = dataclasses.field(default_factory=dict)
+    """Tally of the scored rollouts of each group, by number."""
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups by reason."""
     completions: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -164,9 +188,17 @@ class DroppedGroups:
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
     """The groups, for a checkpoint: no metrics have counted them yet."""
 
+    @property
+    def tally(self) -> RolloutTally:
+        """Tally of all scored rollouts, in the order of opening: sums round alike in every run."""
+        total = RolloutTally()
+        for _, tally in sorted(self.tallies.items()):
+            total.fold(tally)
+        return total
+
     def add(self, group: Group, reason: str) -> None:
         """Count a group in."""
-        self.tally.add(group.ordered)
+        self.tallies[group.number] = RolloutTally(group.ordered)
         self.reasons[reason] += 1
         self.unfinished.append(unfinished_of(group))
 
@@ -285,7 +317,7 @@ class GroupBook:
 
 def unfinished_of(group: Group) -> UnfinishedGroup:
     """The record of a group in a checkpoint."""
-    return UnfinishedGroup(group.number, group.prompt.id, group.stage)
+    return UnfinishedGroup(group.number, group.prompt.id, group.stage, group.draw)
 
 
 def has_gold(scored: ScoredRollout) -> bool:

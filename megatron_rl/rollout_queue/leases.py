@@ -142,7 +142,7 @@ class Leases:
         group = pending.group
         # Only verifiers need the tests of programs, which can be long.
         prompt = msgspec.structs.replace(group.prompt, entry="")
-        lease = Lease(self._next_id, prompt, indices, group.sampling)
+        lease = Lease(self._next_id, prompt, indices, group.sampling_of(indices))
         self._next_id += 1
         self._open[lease.lease_id] = OpenLease(pending, set(indices), name, now, now)
         pending.lease_ids.add(lease.lease_id)

@@ -80,6 +80,7 @@ class Evaluation:
     def open_group(self, number: int) -> Group:
         """The group of the next prompt."""
         prompt = self._unopened.pop()
+        draws_by = self._set.draws_by
         group = self._open[number] = Group(
             number,
             prompt,
@@ -87,6 +88,7 @@ class Evaluation:
             self._set.samples,
             self.version,
             evaluation=self.label,
+            draws_by=draws_by and f"{draws_by}/{self.label}/{prompt.id}",
             # A single completion has no vote.
             needs_classes=self._set.samples > 1,
         )

@@ -38,6 +38,8 @@ class TrainingGroups:
         self._again: list[UnfinishedGroup] = []
         """Groups that a resumed run generates again."""
         self._prompts_again: dict[str, Prompt] = {}
+        self._dropped: list[tuple[int, Visit]] = []
+        """(number, verdicts) of dropped groups that the curriculum counts with the next batch."""
         self._curriculum = None
         if config.curriculum.is_on:
             self._curriculum = Curriculum(config.curriculum, prompts)
@@ -51,8 +53,10 @@ class TrainingGroups:
         config = self.schedule.stages[stage]
         again = self._pop_again(stage)
         if again is not None:
-            number, prompt = again.number, self._prompts_again[again.prompt_id]
+            number, draw = again.number, again.draw
+            prompt = self._prompts_again[again.prompt_id]
         else:
+            draw = self._stream.draws
             prompt = self._draw(self._prompts.weights_of(config))
         return Group(
             number,
@@ -64,11 +68,14 @@ class TrainingGroups:
                 config.sampling.top_k,
                 config.sampling.min_p,
                 tuple(config.sampling.stop),
-                seed=_group_seed(config.run.seed, number),
+                # Not by the number, which depends on when evaluations open their groups.
+                seed=_group_seed(config.run.seed, draw),
             ),
             config.train.group_size,
             version,
             stage=stage,
+            draw=draw,
+            draws_by=f"{config.run.seed}/{draw}" if config.generator.deterministic else "",
             length_rule=length_rule(config),
             needs_classes=self._advantage_functions.needs_classes,
             zero_variance_on=self._advantage_functions.zero_variance_on,
@@ -131,13 +138,23 @@ class TrainingGroups:
         )
 
     def note_dropped(self, group: Group) -> None:
-        """Count a dropped group in the curriculum, which may draw other prompts at once."""
-        if self._curriculum is not None:
+        """Count a dropped group in the curriculum, which may draw other prompts at once.
+
+        With expert.generator.deterministic it counts with the next batch: draws must not depend on
+        which group ended first.
+        """
+        if self._curriculum is None:
+            return
+        if self._config.generator.deterministic:
+            self._dropped.append((group.number, _visit_of(group)))
+        else:
             self._curriculum.note([_visit_of(group)])
 
     def note_trained(self, groups: Sequence[Group]) -> None:
         """Count the groups of a batch in the curriculum, and commit."""
         if self._curriculum is not None:
+            self._curriculum.note(visit for _, visit in sorted(self._dropped))
+            self._dropped.clear()
             self._curriculum.note(map(_visit_of, groups))
             self._curriculum.commit()
 
@@ -197,9 +214,9 @@ def _visit_of(group: Group) -> Visit:
     return Visit(group.prompt.id, right, graded=len(group.scored), size=group.size)
 
 
-def _group_seed(run_seed: int, number: int) -> int:
-    """Sampling seed of a group: below 2**31, different for neighbouring runs and groups."""
-    return (run_seed * 1_000_003 + number * 9_973) % 2**31
+def _group_seed(run_seed: int, draw: int) -> int:
+    """Seed of a group's grading: below 2**31, different for neighbouring runs and groups."""
+    return (run_seed * 1_000_003 + draw * 9_973) % 2**31
 
 
 class GroupOpener:
@@ -251,6 +268,7 @@ class GroupOpener:
         elif (
             next_step is not None
             and self._training is not None
+            and not self._evaluations.excludes_training
             and (stage := self._training.due_stage(next_step, synced)) is not None
             and self._leases.can_take(rules, is_evaluation=False)
         ):

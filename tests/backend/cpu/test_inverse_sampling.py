@@ -33,11 +33,27 @@ def test_extreme_uniforms_draw_possible_tokens(
         assert sampling.sample(probs).tolist() == [expected]
 
 
-def test_a_seeded_draw_is_left_to_sglang(sampling: ModuleType) -> None:
+def test_seeded_draw_depends_on_seed_and_position_alone(sampling: ModuleType) -> None:
     module = ModuleType("sampler")
-    module.sampling_from_probs_torch = lambda probs, seed, positions: ("seeded", seed)
     sampling.install(module)
-    probs = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert module.sampling_from_probs_torch(probs).tolist() == [1, 0]
-    assert module.sampling_from_probs_torch(probs).dtype == torch.int32
-    assert module.sampling_from_probs_torch(probs, 5, None) == ("seeded", 5)
+    draw = module.sampling_from_probs_torch
+    certain = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert draw(certain).tolist() == [1, 0] and draw(certain).dtype == torch.int32
+    torch.manual_seed(0)
+    probs = torch.rand(40, 50)
+    seeds, positions = torch.arange(40) // 2 + 2**52, torch.arange(40)
+    tokens = draw(probs, seeds, positions)
+    for row in (0, 7, 39):
+        one = slice(row, row + 1)
+        assert draw(probs[one], seeds[one], positions[one]).tolist() == [tokens[row]]
+        drawn = module.multinomial_with_seed(probs[one].log(), seeds[one], positions[one])
+        assert drawn.tolist() == [[tokens[row]]]
+    # Neither positions of one seed nor seeds at one position draw alike.
+    uniforms = import_shim("seeded_draws").uniforms
+    by_position = uniforms(torch.full((4000,), 7), torch.arange(4000))
+    by_seed = uniforms(torch.arange(4000), torch.full((4000,), 7))
+    for found in (by_position, by_seed):
+        assert len(found.unique()) == 4000 and 0 < found.min() and found.max() <= 1
+        counts = torch.histc(found, bins=20, min=0, max=1)
+        assert ((counts - 200) ** 2 / 200).sum() < 43.8  # 99.9th percentile at 19 degrees
+        assert abs(float(torch.corrcoef(torch.stack([found[1:], found[:-1]]))[0, 1])) < 0.05

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from generation.engine import load_engine
+from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.backend.cpu.site_modules import import_shim
@@ -54,6 +55,33 @@ def test_products_are_those_of_the_plain_layer(
         expected = exact if bias is not None else exact - layer.bias.double()
         found = packed.multiply(layer, x, bias)
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("units", [64, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deterministic_row_rounds_alike_among_any_number_of_rows(
+    packed: ModuleType, dtype: torch.dtype, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DETERMINISTIC_VARIABLE, "1")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(units, units, dtype=dtype).requires_grad_(False)
+    x = torch.randn(600, units, dtype=dtype)
+    whole = packed.multiply(layer, x, layer.bias)
+    for rows in (1, 2, 3, 4, 5, 16, 33, 64, 257):
+        for first in (0, 300):
+            found = packed.multiply(layer, x[first : first + rows].contiguous(), layer.bias)
+            assert torch.equal(found, whole[first : first + rows]), rows
+
+
+def test_cpu_whose_rows_round_otherwise_is_refused(
+    packed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DETERMINISTIC_VARIABLE, "1")
+    # As this CPU does with fewer than four rows.
+    monkeypatch.setattr(packed, "CHECKED_ROWS", (2,))
+    layer = torch.nn.Linear(64, 64).requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"product of 2 rows .* \[64, 64\] rounds otherwise"):
+        packed.multiply(layer, torch.zeros(5, 64))
 
 
 def test_a_write_voids_the_copy_even_if_torch_does_not_see_it(packed: ModuleType) -> None:

@@ -152,6 +152,9 @@ class Requests:
             self._connection.send(refused)
             return
         prompt_ids = array("q", message.prompt_ids)
+        samplings = [copy.copy(sampling) for _ in message.names]
+        for own, seed in zip(samplings, message.seeds, strict=False):
+            own.sampling_seed = seed
         first, *followers = [
             self._module.TokenizedGenerateReqInput(
                 rid=name,
@@ -160,7 +163,7 @@ class Requests:
                 input_embeds=None,
                 mm_inputs=None,
                 token_type_ids=None,
-                sampling_params=copy.copy(sampling),
+                sampling_params=own,
                 return_logprob=True,
                 logprob_start_len=-1,
                 top_logprobs_num=0,
@@ -169,7 +172,7 @@ class Requests:
                 extra_key=message.extra_key,
                 return_routed_experts=message.returns_expert_choices,
             )
-            for name in message.names
+            for name, own in zip(message.names, samplings, strict=True)
         ]
         self._due.append(first)
         if followers:

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from inverse_sampling import is_shaped_by_temperature
-from packed_linear import is_worthwhile, multiply
+from packed_linear import FEWEST_ROWS_FLOAT32, is_worthwhile, multiply, padded
+from seeded_draws import are_wanted
 
 from megatron_rl.backend.cpu.kernels import engine_loops
 
 
 def install(module: ModuleType) -> None:
     """Change `LogitsProcessor` of `sglang.srt.layers.logits_processor`."""
-    if torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available() or are_wanted():
         _install_product(module.LogitsProcessor)
     if engine_loops.are_available():
         _install_dtype(module.LogitsProcessor)
@@ -32,6 +33,10 @@ def _install_product(processor: type) -> None:
         embedding_bias: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
+        count = hidden_states.shape[0]
+        if are_wanted() and 0 < count < FEWEST_ROWS_FLOAT32 and options.get("out") is None:
+            many = padded(hidden_states)
+            return compute_head(self, many, lm_head, embedding_bias, **options)[:count]
         is_plain = (
             type(getattr(lm_head, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod"
             and not hasattr(lm_head, "set_lora")

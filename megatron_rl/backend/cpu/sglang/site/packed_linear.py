@@ -15,11 +15,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from seeded_draws import are_wanted
+from torch.nn.functional import linear, pad
 
 SMALLEST_ELEMENTS = 1 << 17
 """Below, the call itself costs more than reordering does."""
 FEWEST_ROWS_FLOAT32 = 4
+CHECKED_ROWS = (4, 5, 16, 33)
 PLANNED_ROWS = 64
 """For how many rows oneDNN chooses the order; it fits others too."""
 WRITERS = (
@@ -72,7 +74,36 @@ def has_bfloat16() -> bool:
 def multiply(
     layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """rows @ layer.weight.T + bias; rows: [rows, inputs]."""
+    """rows @ layer.weight.T + bias; rows: [rows, inputs].
+
+    With `are_wanted` each row rounds as among any other rows; RuntimeError where it does not.
+    """
+    if not are_wanted() or rows.dim() != 2:
+        return _product(layer, rows, bias)
+    if not layer.__dict__.get("_is_checked"):
+        check_rows(layer)
+        layer.__dict__["_is_checked"] = True
+    count = rows.shape[0]
+    few = 0 < count < FEWEST_ROWS_FLOAT32
+    return _product(layer, padded(rows) if few else rows, bias)[:count]
+
+
+def check_rows(layer: torch.nn.Module) -> None:
+    """Raise RuntimeError if this CPU rounds a row otherwise among other numbers of rows."""
+    weight = layer.weight
+    drawn = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    rows = drawn.to(weight.dtype)
+    whole = _product(layer, rows, None)
+    for count in CHECKED_ROWS:
+        if not torch.equal(_product(layer, rows[:count].contiguous(), None), whole[:count]):
+            raise RuntimeError(
+                f"expert.generator.deterministic=true: on this CPU a product of {count} rows with "
+                f"a {weight.dtype} matrix of {list(weight.shape)} rounds otherwise than one of 64; "
+                'set generator.engine="hf", or expert.generator.deterministic=false'
+            )
+
+
+def _product(layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     weight = layer.weight
     if not COPIES.is_watched or not is_worthwhile(weight, rows):
         return linear(rows, weight, bias)
@@ -85,6 +116,14 @@ def multiply(
     return torch.ops.mkldnn._linear_pointwise(rows, copy, bias, "none", [], "")
 
 
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """Fewer than four rows, [rows, inputs], with zeros after them: each rounds as among many rows.
+
+    Products of fewer than four rows add in another order, with torch's kernels as with oneDNN's.
+    """
+    return pad(rows, (0, 0, 0, FEWEST_ROWS_FLOAT32 - rows.shape[0]))
+
+
 def install(module: ModuleType) -> None:
     """Let the linear layers of `sglang.srt.layers.quantization.unquant` use copies."""
 
@@ -93,7 +132,7 @@ def install(module: ModuleType) -> None:
     ) -> torch.Tensor:
         return multiply(layer, x, bias)
 
-    if torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available() or are_wanted():
         module.UnquantizedLinearMethod.apply = apply
 
 

@@ -49,6 +49,7 @@ PATCHES = {
         "packed_linear:install_updates", "0.5.23"
     ),
     "sglang.srt.layers.sampler": Patch("inverse_sampling", "0.5.23"),
+    "sglang.srt.sampling.sampling_batch_info": Patch("seeded_draws", "0.5.23"),
     "sglang.srt.mem_cache.allocator.token": Patch("cache_memory:install_sorted", "0.5.23"),
     "torch": Patch("megatron_rl.backend.no_compiler", "0.5.23"),
 }
