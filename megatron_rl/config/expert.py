@@ -61,6 +61,8 @@ _OTHERS = (
     "model.fusions",
     "model.layers",
     "nodes.leave_timeout_s",
+    "nodes.spare",
+    "nodes.wait_s",
     "optimizer.eps",
     "optimizer.skip_grad_norm",
     "parallel.context_exchange",

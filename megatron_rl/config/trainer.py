@@ -218,8 +218,8 @@ class TrainConfig(Section):
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of the trainer within expert.train.restart_window_s, if a signal killed one of its
     ranks. It repeats the steps since its newest checkpoint on the same batches, while generators,
-    verifiers and queue continue. Needs the trainer on one node, checkpoints, and
-    expert.queue.ledger."""
+    verifiers and queue continue. On several nodes the loss of a trainer node counts too. Needs
+    checkpoints and expert.queue.ledger."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of the trainer are counted."""
     batch_timeout_s: PositiveFloat = 1200.0

@@ -171,6 +171,13 @@ class NodesConfig(Section):
     leave_timeout_s: PositiveFloat = 20.0
     """Seconds in which the generators and the verifier of a node that leaves (SIGTERM) finish what
     they hold; others get the rest. Slurm kills a job 30 s after SIGTERM (KillWait)."""
+    wait_s: PositiveFloat = 600.0
+    """Seconds in which a lost node of a trainer on several nodes may come back; then the run ends,
+    and can be resumed. Keep it below expert.train.batch_timeout_s, after which the queue ends the
+    run."""
+    spare: int = Field(default=0, ge=0)
+    """Number of the last nodes of a run on several nodes that start no role. Each waits to take the
+    place of a lost trainer node."""
 
 
 class MetricsConfig(Section):

@@ -35,7 +35,7 @@ def join(run_dir: Path, console: Console, *, generators: int, has_verifier: bool
     beat = check_run(run_dir, config)
     gpus = listed_gpus()
     check_roles(config, generators=generators, has_verifier=has_verifier, gpus=len(gpus))
-    nodes, width = max(1, beat.nodes), config.generator.tensor_parallel
+    nodes, width = max(1, beat.nodes - config.nodes.spare), config.generator.tensor_parallel
     with ExitStack() as claims:
         [number] = claims.enter_context(claimed(config.run.dir, "node", count=1, first=nodes))
         replicas = config.generator.replicas

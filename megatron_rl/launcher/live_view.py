@@ -18,7 +18,7 @@ from rich.text import Text
 from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.disk import room_warning
-from megatron_rl.launcher.supervisor import Role
+from megatron_rl.launcher.role import Role
 from megatron_rl.observe.activity_text import activity_line
 from megatron_rl.observe.exporters.follow import Follower
 from megatron_rl.observe.run_state import (

@@ -176,8 +176,8 @@ class FirstNode(Node):
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step has ended since the launcher's start, and training is not over."""
-        return self.stop.is_training and bool(self.view.state.steps)
+        """Whether a step has ended since the launcher's start, and the trainer can save it."""
+        return self.stop.is_training and bool(self.view.state.steps) and not self.link.lost
 
     def look(self) -> None:
         """As on every node; then show new metrics. Also raises FolderTaken."""
@@ -188,7 +188,7 @@ class FirstNode(Node):
             log.info("%s", event)
             self._write({NODES: self.link.present, "node_event": event})
         self.view.refresh(self.supervisor.roles)
-        self.lock.heartbeat.awaited = self.view.awaited
+        self.lock.heartbeat.awaited, self.lock.heartbeat.lost = self.view.awaited, self.link.lost
         self.link.missing = missing_now(
             self.supervisor.roles.values(), self.view.state.peers.missing
         )

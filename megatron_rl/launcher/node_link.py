@@ -5,25 +5,33 @@ its processes of the phase before. All nodes send a heartbeat about once a secon
 leaves with an error says so at once; a silent node (killed, or without network) is missed after
 `expert.nodes.silence_timeout_s`. If the node has the queue, trainer ranks, the scorer or a part of
 an engine across nodes, or too few replicas are left, every other node raises NodeLost and ends its
-processes. Else the run continues without it, and it may come back. Nodes that join later are
-numbered after the configured ones.
+processes. Else the run continues without it, and it may come back. A trainer on several nodes waits
+`expert.nodes.wait_s` for a silent one (`shared_trainer.py`). Nodes that join later are numbered
+after the configured ones.
 """
 
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Self
 
 import msgspec
 
 from megatron_rl.backend.environment import address_towards
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.node_registry import NodeRegistry, sum_of
+from megatron_rl.launcher.node_registry import NodeRegistry, PlaceTaken, sum_of
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.endpoints import NODES
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
+from megatron_rl.protocol.node_messages import (
+    NodeState,
+    PhaseKind,
+    RoleRestart,
+    RunPhase,
+    TrainerOrder,
+    TrainerPart,
+)
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
@@ -61,6 +69,11 @@ class NodeLink(Closing):
     def is_ending(self) -> bool:
         """Whether the phase's queue has ended."""
         return self._phase is not None and self._phase.is_ending
+
+    @property
+    def order(self) -> TrainerOrder:
+        """What a trainer on several nodes is to do."""
+        return TrainerOrder() if self._phase is None else self._phase.trainer
 
     @abstractmethod
     def exchange(self, now: float) -> None:
@@ -106,6 +119,7 @@ class FirstNodeLink(NodeLink):
             self._router = Router(ports.host, ports.nodes, keys, endpoint=NODES, label=ports.label)
         self._attendance = NodeRegistry(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
+        self._interruption = ""
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:
         """Begin a phase once all other nodes have ended the one before; returns it with its number.
@@ -139,6 +153,40 @@ class FirstNodeLink(NodeLink):
         assert self._phase is not None
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
+    def order_trainer(self, order: TrainerOrder) -> None:
+        """Tell all nodes which start of the trainer is to run."""
+        assert self._phase is not None
+        self._tell(msgspec.structs.replace(self._phase, trainer=order))
+
+    def let_return(self, nodes: Collection[int]) -> None:
+        """Nodes of the trainer that may be lost from now on, and come back."""
+        self._attendance.may_return = nodes
+
+    def parts(self) -> dict[int, TrainerPart]:
+        """Parts of the trainer on the other nodes that are there."""
+        parts = self._attendance.parts()
+        return {node: part for node, part in parts.items() if node not in self._attendance.lost}
+
+    @property
+    def lost(self) -> dict[int, int]:
+        """Lost nodes for which the trainer waits, and the number of the start that each ended."""
+        return dict.fromkeys(self._attendance.lost, self.order.start)
+
+    def take_interruption(self) -> str:
+        """Why the trainer's latest start was ended for a node that was lost; "": it was not."""
+        taken, self._interruption = self._interruption, ""
+        return taken
+
+    def _end_start(self) -> None:
+        """End the trainer's latest start once one of its nodes was lost or started again.
+
+        At once, so that no new launcher of a node takes part in a start without the other ranks.
+        """
+        if why := self._attendance.take_interruptions():
+            self._interruption = self._interruption or why[0]
+            start = self.order.start
+            self.order_trainer(TrainerOrder(start, stop=start))
+
     def take_restarts(self) -> list[RoleRestart]:
         """Restarts on other nodes since the last call."""
         return self._attendance.take_restarts()
@@ -158,6 +206,7 @@ class FirstNodeLink(NodeLink):
         while self._receive(self._router, now):
             pass
         lost = self._attendance.find_lost(now)
+        self._end_start()
         self.given_up_elsewhere = self._attendance.given_up()
         self.addresses |= self._attendance.addresses()
         if lost := lost or self._find_too_few():
@@ -185,8 +234,14 @@ class FirstNodeLink(NodeLink):
             return False
         peer, message = received
         assert isinstance(message, NodeState), "the endpoint takes nothing else"
-        self._attendance.note(message, now)
+        try:
+            self._attendance.note(message, now)
+        except PlaceTaken as error:
+            log.warning("%s", error)
+            router.send(peer, RunPhase(0, PhaseKind.END, refused=message.session))
+            return True
         self._peers.add(peer)
+        self._end_start()
         if self._phase is not None:
             router.send(peer, self._told(self._phase))
         return True
@@ -277,6 +332,10 @@ class OtherNodeLink(NodeLink):
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, RunPhase):
             raise WireError(f"the first node sent {type(message).__name__}")
+        if message.refused == self._state.session:
+            raise NodeLost(f"another launcher has the place of node {self._state.node}")
+        if message.refused:
+            return
         if message.error:
             raise NodeLost(f"the first node has left the run: {message.error}")
         self._phase, self.missing = message, message.missing
@@ -290,6 +349,11 @@ class OtherNodeLink(NodeLink):
         self._restarts += 1
         told = msgspec.structs.replace(restart, number=self._restarts)
         self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])
+
+    def tell_part(self, part: TrainerPart) -> None:
+        """Tell the first node of this node's part of the trainer, when it has changed."""
+        if part != self._state.trainer:
+            self._say(trainer=part)
 
     def announce_leaving(self) -> None:
         """Tell the first node that this one leaves in good order; it no longer waits for it."""

@@ -5,15 +5,28 @@ Used by `node_link.py`. No sockets, no clock: times are monotonic seconds.
 
 import logging
 from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import NodesConfig
-from megatron_rl.protocol.node_messages import NodeState, RoleRestart
+from megatron_rl.protocol.node_messages import NodeState, RoleRestart, TrainerPart
 
 log = logging.getLogger(__name__)
 
 _REPLACED_S = 5.0
 """A launcher sends its state once a second; after this silence a new one may take its place."""
+
+
+class PlaceTaken(InputError):
+    """Another launcher has the place of a node that may return."""
+
+
+class Loss(NamedTuple):
+    """A lost node of the trainer, which may come back."""
+
+    why: str
+    at: float
 
 
 class NodeRegistry:
@@ -28,9 +41,21 @@ class NodeRegistry:
         self.away: dict[int, str] = {}
         """Nodes without which the run continues, and why each is away."""
         self._events: list[str] = []
+        self.may_return: Collection[int] = ()
+        """Nodes of the trainer that may be lost and come back; the trainer then starts again."""
+        self.lost: dict[int, Loss] = {}
+        """Those that are lost now."""
+        self._interruptions: list[str] = []
+        self._replaced: set[int] = set()
+        """Sessions of trainer nodes whose place another launcher has taken."""
 
     def note(self, state: NodeState, now: float) -> None:
-        """Take in a node's state. Raises InputError for wrong numbers of configured nodes."""
+        """Take in a node's state. Raises InputError for wrong numbers of configured nodes.
+
+        Raises PlaceTaken for a second launcher of a node that may return.
+        """
+        if state.session in self._replaced:
+            raise PlaceTaken(f"the former launcher of node {state.node} is heard, and is refused")
         known = self._states.get(state.node)
         is_new = known is None or known.session != state.session
         is_twice = known is not None and is_new and not self._is_gone(known, now)
@@ -45,24 +70,38 @@ class NodeRegistry:
                 f"one with --nodes {self._nodes}: use the same --nodes everywhere and a unique "
                 "--node on each node"
             )
+        if is_twice and state.node in self.may_return:
+            raise PlaceTaken(f"a second launcher of node {state.node} is refused")
         if is_twice:
             raise InputError(f"--node {state.node} was started twice: give each its own place")
         if known is None and state.is_joined:
             self._events.append(f"node {state.node} has joined with {_text_of_roles(state)}")
         elif known is None:
             log.info("node %d is there", state.node)
-        elif not (state.error or state.is_leaving) and (self.away.pop(state.node, None) or is_new):
-            self._events.append(f"node {state.node} is back with {_text_of_roles(state)}")
+        elif not (state.error or state.is_leaving):
+            self._note_return(state, is_new=is_new)
+        if known is not None and is_new and state.node in self.may_return:
+            self._replaced.add(known.session)
         last = 0
         if known is not None and not is_new and known.restarts:
             last = known.restarts[-1].number
         self._restarts += [one for one in state.restarts if one.number > last]
         self._states[state.node], self._heard_at[state.node] = state, now
 
+    def _note_return(self, state: NodeState, *, is_new: bool) -> None:
+        was_away, loss = self.away.pop(state.node, None), self.lost.pop(state.node, None)
+        if not (is_new or was_away or loss):
+            return
+        self._events.append(f"node {state.node} is back with {_text_of_roles(state)}")
+        if is_new and loss is None and state.node in self.may_return:
+            # Its end was not noticed yet.
+            self._interruptions.append(f"node {state.node} was started again")
+
     def _is_gone(self, known: NodeState, now: float) -> bool:
-        """Whether another session may take the place of a node without which the run continues."""
-        is_silent = now - self._heard_at[known.node] > _REPLACED_S
-        return known.node in self.away or (is_silent and not known.is_vital)
+        """Whether another session may take the place of a node that the run can wait for."""
+        node, is_silent = known.node, now - self._heard_at[known.node] > _REPLACED_S
+        can_wait = not known.is_vital or node in self.may_return
+        return node in self.away or node in self.lost or (is_silent and can_wait)
 
     @property
     def present(self) -> int:
@@ -79,21 +118,44 @@ class NodeRegistry:
         taken, self._events = self._events, []
         return taken
 
+    def take_interruptions(self) -> list[str]:
+        """Texts about nodes without which the trainer has to start again, since the last call."""
+        taken, self._interruptions = self._interruptions, []
+        return taken
+
     def find_lost(self, now: float) -> str:
-        """Text about a vital node that is gone; "": none. Other nodes that are gone are `away`."""
+        """Text about a vital node that is gone for good; "": none.
+
+        Other nodes that are gone are `away`, or `lost` while they may return.
+        """
         limit_s = self._limits.start_timeout_s
         if now - self._opened_at > limit_s:
             for node in range(1, self._nodes):
                 if node not in self._states:
                     return f"node {node} was not heard within {limit_s:.0f} s of the first one"
         for node, state in self._states.items():
+            if (loss := self.lost.get(node)) is not None:
+                if now - loss.at > self._limits.wait_s:
+                    return f"{loss.why}, and did not come back within {self._wait_text}"
+                continue
             why = "" if node in self.away else self._why_gone(state, now)
-            if why and state.is_vital:
+            if why and node in self.may_return and not state.error:
+                self.lost[node] = Loss(why, now)
+                self._interruptions.append(why)
+                self._events.append(
+                    f"{why}: the trainer waits for it at most {self._wait_text}; `megatron-rl "
+                    "node` with its number, on any node like it, takes its place"
+                )
+            elif why and state.is_vital:
                 return why
-            if why:
+            elif why:
                 self.away[node] = why
                 self._events.append(f"{why}: the run continues without its {_text_of_roles(state)}")
         return ""
+
+    @property
+    def _wait_text(self) -> str:
+        return f"{self._limits.wait_s:.0f} s (expert.nodes.wait_s)"
 
     def _why_gone(self, state: NodeState, now: float) -> str:
         if state.is_leaving:
@@ -115,6 +177,10 @@ class NodeRegistry:
             return state.replicas if is_away else state.given_up
         there = {} if is_away else state.replicas
         return {kind: state.given_up.get(kind, 0) - count for kind, count in there.items()}
+
+    def parts(self) -> dict[int, TrainerPart]:
+        """Parts of the trainer on the other nodes that were heard."""
+        return {node: state.trainer for node, state in self._states.items()}
 
     def addresses(self) -> dict[int, str]:
         """Where each of the other nodes is reached, of those that were heard."""

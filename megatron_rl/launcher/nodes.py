@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.cli.command_line.printing import say
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -24,6 +25,7 @@ from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, locked
+from megatron_rl.launcher.spare import lost_place
 from megatron_rl.observe.heartbeat import PREPARED
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.keys import make_keys
@@ -62,6 +64,8 @@ def _with_keys(config: Config, *, is_again: bool) -> Config:
 def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None) -> list[str]:
     """Lines about the roles that `run_node` would start. Raises InputError."""
     config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
+    if _is_spare(config, node, nodes):
+        return [f"node {node} of {nodes} is a spare one: it would wait for a lost node's place"]
     found = [QUEUE] * (node == 0) + [f"generator-{index}" for index in roles.engines]
     found.append(verifier_name(node))
     if roles.trainer_ranks:
@@ -90,7 +94,15 @@ def run_node(
     logs = config.run.dir / "logs"
     if node:
         log_into(logs / f"launch-node-{node}.log")
-        with other_node(config, console, roles, gpus, number=node, nodes=nodes) as other:
+    if _is_spare(config, node, nodes):
+        say(console, f"node {node} is a spare one: it waits for a lost node's place")
+        with lost_place(config.run.dir, config.nodes) as place_of:
+            if place_of is not None:
+                run_node(run_dir, console, node=place_of, nodes=nodes, gpus_per_node=gpus_per_node)
+        return
+    active = nodes - config.nodes.spare
+    if node:
+        with other_node(config, console, roles, gpus, number=node, nodes=active) as other:
             follow(other)
         return
     with locked(config.run.dir, nodes=nodes) as lock:
@@ -98,10 +110,14 @@ def run_node(
         is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
         with (
             failure_noted(config.run.dir),
-            first_node(config, console, lock, nodes=nodes, roles=roles, gpus=gpus) as first,
+            first_node(config, console, lock, nodes=active, roles=roles, gpus=gpus) as first,
         ):
             lead(first, is_resumed=is_resumed)
     conclude(config, first.wall_s, console)
+
+
+def _is_spare(config: Config, node: int, nodes: int) -> bool:
+    return node >= nodes - config.nodes.spare
 
 
 def last_words(run_dir: Path, node: int, nodes: int) -> str:

@@ -14,13 +14,15 @@ others follow (`node_link.py`).
 A phase ends on the first node when its queue or its ranks have ended. Each node then ends its
 remaining processes, and the next phase begins when all nodes have done so. Nodes that joined follow
 too. A generator, verifier or scorer that dies, and a queue or trainer that is killed, are restarted
-by the rules of `restarts.py`; the death of any other role ends the run.
+by the rules of `restarts.py`; the first node decides about a trainer on several nodes
+(`shared_trainer.py`). The death of any other role ends the run.
 """
 
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.backend.environment import address_towards
@@ -41,6 +43,7 @@ from megatron_rl.launcher.placement import EngineNode, NodeRoles
 from megatron_rl.launcher.ports import check_engine_ports, check_scorer_ports
 from megatron_rl.launcher.restarts import RestartRule, restart_rule
 from megatron_rl.launcher.run_folder import CONFIG, write_evaluation_config
+from megatron_rl.launcher.shared_trainer import train_together
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import verifier_name
@@ -163,7 +166,8 @@ def _train(own: Node, phase: RunPhase) -> None:
     """Reinforcement learning, after a cold start during which the engines load."""
     after = ["--after", str(cold_start_folder(own.config))] if phase.has_cold_start else []
     queue = _start_serving(own, phase, after)
-    if phase.has_cold_start:
+    # A node that is back finds the trainer started.
+    if phase.has_cold_start and not phase.trainer.start:
         _cold_start(own)
     has_scorer, model = own.config.has_scorer, [override("model.path", phase.model)]
     with own.phase("rl", "reinforcement learning"), own.stop:
@@ -173,12 +177,7 @@ def _train(own: Node, phase: RunPhase) -> None:
         if own.roles.trainer_ranks:
             _await(own, Path(phase.model))
             scorer = ["--scorer", _address_of(own, own.roles.scorer_node)] if has_scorer else []
-            rule = restart_rule(own.config, "trainer", TRAINER, until=queue)
-            _start_ranks(
-                own, TRAINER, "megatron_rl.trainer.train", [*scorer, *model],
-                restarts=rule if _can_restart_trainer(own) else None,
-            )  # fmt: skip
-        own.wait_for(own.role(TRAINER))
+            _train_ranks(own, queue, [*scorer, *model])
         if not own.roles.trainer_ranks:
             # Its engines serve until all nodes stop.
             _end_serving(own, queue)
@@ -209,10 +208,21 @@ def _address_of(own: Node, node: int) -> str:
     return own.link.addresses[node]
 
 
-def _can_restart_trainer(own: Node) -> bool:
-    """Whether the trainer has its batches again, and the memory of its GPUs."""
-    is_on_one_node = own.roles.trainer_nodes == 1
-    return own.config.keeps_batches and is_on_one_node and not own.config.generator.release_memory
+def _train_ranks(own: Node, queue: str, arguments: Sequence[str]) -> None:
+    """Start this node's trainer ranks, and wait until they have ended well."""
+    name, is_shared, rule = own.role(TRAINER), own.roles.trainer_nodes > 1, None
+    # Restarted, it needs its batches again, and the memory of its GPUs.
+    if own.config.keeps_batches and not own.config.generator.release_memory:
+        rule = restart_rule(own.config, "trainer", TRAINER, role=name, until=queue)
+        rule = replace(rule, is_shared=is_shared)
+    start = partial(
+        _start_ranks, own, TRAINER, "megatron_rl.trainer.train", arguments, restarts=rule
+    )
+    if rule is not None and is_shared:
+        train_together(own, name, start, rule)
+    else:
+        start()
+        own.wait_for(name)
 
 
 def _start_ranks(

@@ -33,12 +33,20 @@ class NodeRoles:
     scorer_node: int = 0
     """Node that runs the scorer, where the run has one."""
     has_verifier: bool = True
-    """Every configured node runs one."""
+    """Every configured node runs one, without spare nodes."""
 
     def are_vital(self, config: Config, node: int) -> bool:
         """Whether the run cannot continue without these roles of a node other than the first."""
+        return bool(self.trainer_ranks) or self._serves_alone(config, node)
+
+    def _serves_alone(self, config: Config, node: int) -> bool:
+        """Whether it runs the scorer, or a part of an engine that lies on other nodes too."""
         has_scorer = config.has_scorer and node == self.scorer_node
-        return bool(self.trainer_ranks or self.engine_nodes or has_scorer)
+        return bool(self.engine_nodes or has_scorer)
+
+    def can_return(self, config: Config, node: int) -> bool:
+        """Whether the trainer alone needs this node: it waits for the node when it is lost."""
+        return bool(self.trainer_ranks) and not self._serves_alone(config, node)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,9 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
         if config.has_scorer:
             wanted.append(f"a scorer of {config.scorer.tensor_parallel}")
             fewer.append("scorer.tensor_parallel")
+        if config.nodes.spare:
+            wanted.append(f"{config.nodes.spare} spare nodes")
+            fewer.append("expert.nodes.spare")
         raise InputError(
             f"{' and '.join(wanted)} need {needed} nodes of {gpus_per_node} GPUs, and there are "
             f"{nodes}: lower {' or '.join(fewer)}, or start the run on that many nodes with "
@@ -89,6 +100,7 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
             engine_nodes[node],
             scorer,
             scorer_node,
+            has_verifier=node < nodes - config.nodes.spare,
         )
         for node in range(nodes)
     ]
@@ -103,11 +115,11 @@ def only_node(config: Config, gpus: list[str]) -> NodeRoles:
 
 
 def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
-    """Fewest nodes on which trainer ranks, engines and the scorer fit."""
+    """Fewest nodes on which trainer ranks, engines and the scorer fit, with spare nodes."""
     end = _engines_end(config, gpus_per_node)
     if config.has_scorer:
         end = _scorer_start(config, gpus_per_node) + config.scorer.tensor_parallel
-    return max(1, -(-end // gpus_per_node))
+    return max(1, -(-end // gpus_per_node)) + config.nodes.spare
 
 
 def _trainer_ranks(config: Config) -> int:

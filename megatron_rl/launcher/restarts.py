@@ -33,6 +33,8 @@ class RestartRule:
     """The run may continue without this replica while this number of others is left."""
     only_killed: bool = False
     """Restarted only when a signal ended it: it ends with an error only if the run must end."""
+    is_shared: bool = False
+    """It lies on several nodes, which restart it together (`shared_trainer.py`)."""
 
     @property
     def section(self) -> str:
@@ -83,7 +85,7 @@ class Death:
     """Facts about a death."""
 
     exit_code: int
-    """-N when signal N ended the role, or one of its ranks."""
+    """-N when signal N ended the role, or one of its ranks; 0 when its node is lost."""
     can_start: bool
     """A replica of its kind was ready in this run, or another one may still become ready."""
     restarts: int

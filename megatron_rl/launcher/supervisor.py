@@ -38,87 +38,23 @@ from megatron_rl.launcher.restarts import (
     answer_death,
     pause_before,
 )
+from megatron_rl.launcher.role import Role
 from megatron_rl.launcher.stopped import StoppedProcesses
-from megatron_rl.observe.deaths import (
-    Ending,
-    RoleDied,
-    RunFailed,
-    explain_death,
-    how_it_ended,
-)
+from megatron_rl.observe.deaths import RoleDied, RunFailed, explain_death, how_it_ended
 from megatron_rl.observe.host_memory import Kills, count_kills, describe_kills
 from megatron_rl.protocol.disk_room import disk_fault
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, FAILURES, clear_failures, first_failure
 from megatron_rl.protocol.node_messages import RoleRestart
-from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
+from megatron_rl.protocol.process import (
+    ENDING_SIGNALS,
+    READY_FILE_VARIABLE,
+    RESTARTED_VARIABLE,
+)
 from megatron_rl.protocol.wire import WireError
 
 POLL_S = 0.2
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Role:
-    """One started child."""
-
-    name: str
-    command: list[str]
-    process: subprocess.Popen[bytes]
-    log_path: Path
-    log_start: int
-    """Bytes of the log from earlier sessions."""
-    started: float
-    """time.monotonic() of the start."""
-    outlives: str | None = None
-    """Name of the role that ends this one, which must not end long before that role."""
-    restarts: RestartRule | None = None
-    """None: its death ends the run."""
-    is_expendable: bool = False
-    """The run continues without it."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of this role alone."""
-    ended: float | None = None
-    """time.monotonic() when its end was noticed."""
-    restart_at: float | None = None
-    """time.monotonic() of its planned restart."""
-    is_death_answered: bool = False
-    """The supervisor has handled its death, and the run continues."""
-    is_restarted: bool = False
-    """It is not the first session in its phase."""
-    silent_since: float | None = None
-    """time.monotonic() since when the queue misses the running role."""
-    is_given_up: bool = False
-    """Its restarts are used up: the run continues without it until the window allows another."""
-    why_killed: str = ""
-    """Why the supervisor killed it; "": it did not."""
-
-    @property
-    def ending(self) -> Ending:
-        """Facts about its death."""
-        return Ending(self.name, self.exit_code or 0, self.log_path, self.log_start)
-
-    @property
-    def kind(self) -> str:
-        """Kind of replica; empty for a role whose death ends the run."""
-        return "" if self.restarts is None else self.restarts.kind
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it runs and has written its ready file."""
-        rule = self.restarts
-        return self.ended is None and rule is not None and rule.ready_path.exists()
-
-    @property
-    def generations(self) -> int | None:
-        """Generations of its processes that must not be stopped; None: all."""
-        # A verifier stops grading processes itself, below its fork server, and watches them.
-        return 1 if self.restarts is not None and self.restarts.kind == "verifier" else None
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; -N when signal N ended it."""
-        return self.process.returncode
 
 
 @dataclass
@@ -232,18 +168,18 @@ class Supervisor:
         found = self._stopped.find({pid: role.generations for pid, role in running.items()}, now)
         for pid, (stopped, what, seconds) in found.items():
             what = "its first process" if stopped == pid else what
-            self._kill(
+            self.kill(
                 running[pid], f"{what} (pid {stopped}) was stopped by SIGSTOP for {seconds:.0f} s"
             )
 
-    def _kill(self, role: Role, why: str) -> None:
-        """Kill a role that hangs; `check` answers its death."""
+    def kill(self, role: Role, why: str) -> None:
+        """Kill a role that hangs, or is to start again; `check` answers its death."""
         role.why_killed = why
         log.warning("killing %s: %s", role.name, why)
         role.process.kill()
 
     def _ended_early(self, role: Role, now: float) -> bool:
-        if role.ended is None or role.outlives is None:
+        if role.ended is None or role.outlives not in self.roles:
             return False
         return self.roles[role.outlives].ended is None and now - role.ended > self.early_end_grace_s
 
@@ -260,6 +196,10 @@ class Supervisor:
             return
         if rule is None:
             raise self._explain(role)
+        if rule.is_shared:
+            role.is_death_answered, role.death = True, self._explain(role)
+            self._end_all_of(role)
+            return
         answer, remark = answer_death(self._death_of(role, rule, now), rule)
         if answer is Answer.END_RUN:
             raise self._explain(role, remark)
@@ -304,6 +244,12 @@ class Supervisor:
             lambda: find_orphans(self._not_ours, self._role_pids()), f"an orphan of {role.name}"
         )
 
+    def _end_all_of(self, role: Role) -> None:
+        """Kill what a dead role has left. Raises RoleDied if a process cannot be killed."""
+        if left := self._end_orphans(role):
+            pids = [process.pid for process in left]
+            raise self._explain(role, f"not restarted, because its pids {pids} could not be killed")
+
     def _restart(self, role: Role) -> RoleRestart | None:
         """Restart a role; None if the restart became pointless during the pause."""
         rule = role.restarts
@@ -311,22 +257,25 @@ class Supervisor:
         if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
             role.restart_at, role.is_death_answered = None, False  # answered again
             return None
-        if left := self._end_orphans(role):
-            pids = [process.pid for process in left]
-            raise self._explain(role, f"not restarted, because its pids {pids} could not be killed")
+        self._end_all_of(role)
         if rule.ready_path.exists():
             self.replicas.note_ready(rule.kind)
         count = self.replicas.note_restart(rule, time.monotonic())
-        how = how_it_ended(role.exit_code)
+        self.start_again(role, f"restart {count} of {rule.limit}")
+        why = role.why_killed
+        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit, why=why)
+
+    def start_again(self, role: Role, remark: str) -> None:
+        """Start a role that has ended with the same command; remark: for its log."""
+        assert role.exit_code is not None
         # A full disk keeps no role from its restart.
         with contextlib.suppress(OSError), role.log_path.open("a") as out:
-            out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
+            out.write(f"--- ended with {how_it_ended(role.exit_code)}; {remark} ---\n")
         new = self.start(
-            role.name, role.command, outlives=role.outlives, restarts=rule,
-            environment=role.environment,
+            role.name, role.command, outlives=role.outlives, restarts=role.restarts,
+            environment={**role.environment, RESTARTED_VARIABLE: "1"},
         )  # fmt: skip
-        new.is_restarted, why = True, role.why_killed
-        return RoleRestart(role.name, rule.kind, role.exit_code, count, rule.limit, why=why)
+        new.is_restarted = True
 
     def end_silent(self, missing: Collection[str]) -> None:
         """Kill hanging roles: ready ones that the queue has missed for silence_s.
@@ -340,7 +289,7 @@ class Supervisor:
             elif role.silent_since is None:
                 role.silent_since = now
             elif now - role.silent_since > self.silence_s and role.ended is None:
-                self._kill(
+                self.kill(
                     role,
                     f"it hangs: the queue has not heard it for {now - role.silent_since:.0f} s",
                 )

@@ -70,6 +70,8 @@ class Beat(msgspec.Struct, frozen=True):
     """Digest of the program, which all launchers of the run have in common."""
     awaited: str = ""
     """What the run waits for, and for how long; its beginning."""
+    lost: dict[int, int] = {}
+    """Lost nodes of the trainer, and the number of its start that each has ended."""
     count: int = 0
     """Rises with each beat."""
     has_ended: bool = False
@@ -134,6 +136,7 @@ class Heartbeat(Closing):
             code=code_digest(),
         )
         self.phase, self.awaited = phase, ""
+        self.lost: dict[int, int] = {}
         self._taken_by: Beat | None = None
         self._fault: OSError | None = None
         """Why the run folder is gone or read-only."""
@@ -186,7 +189,7 @@ class Heartbeat(Closing):
     def _advance(self, *, has_ended: bool = False) -> None:
         self._beat = msgspec.structs.replace(
             self._beat, phase=self.phase, awaited=self.awaited[:_AWAITED_CHARS],
-            count=self._beat.count + 1, has_ended=has_ended,
+            lost=self.lost, count=self._beat.count + 1, has_ended=has_ended,
         )  # fmt: skip
         self._write()
 

@@ -198,7 +198,8 @@ WEIGHT_SYNC = (
           "below the time of a long completion", "that generator's log and node"),
     Entry("launch/queue_restarts", "restarts of the rollout queue after a kill", "0",
           "logs/queue.log", "count"),
-    Entry("launch/trainer_restarts", "restarts of the trainer after a kill of a rank", "0",
+    Entry("launch/trainer_restarts", "restarts of the trainer after a kill of a rank, or the "
+          "loss of its node", "0",
           "logs/trainer*", "count"),
     Entry("launch/scorer_restarts", "restarts of a scorer that died", "0", "logs/scorer-0*.log",
           "count"),

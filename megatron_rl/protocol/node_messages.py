@@ -37,6 +37,28 @@ class RoleRestart(msgspec.Struct, frozen=True):
     """Why the launcher killed the process; "": it did not."""
 
 
+class TrainerOrder(msgspec.Struct, frozen=True):
+    """Which start of a trainer on several nodes is to run."""
+
+    start: Count = 0
+    """Number of its latest start, from 1; 0: none yet."""
+    stop: Count = 0
+    """Starts up to this number are over: their processes are to be ended."""
+
+
+class TrainerPart(msgspec.Struct, frozen=True):
+    """A node's part of a trainer on several nodes."""
+
+    start: Count = 0
+    """Number of the start that it tells of; 0: this launcher has started no rank yet."""
+    is_over: bool = True
+    """None of its processes is left."""
+    exit_code: int | None = None
+    """Once they have ended: 0, or -N when signal N ended torchrun or a rank, or another code."""
+    text: str = ""
+    """Explains their death."""
+
+
 class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """State of a node: sent about once a second, after every change, and when it ends early."""
 
@@ -64,6 +86,8 @@ class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
     """The run cannot continue without it."""
     is_leaving: bool = False
     """It leaves in good order: its roles finish or give back what they hold."""
+    trainer: TrainerPart = TrainerPart()
+    """Its part of a trainer on several nodes."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
@@ -82,9 +106,13 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """The queue of the phase has ended, and the other roles are ending."""
     error: str = ""
     """Why the first node leaves the run."""
+    refused: int = 0
+    """Session of a launcher whose place another one has; 0: it is none."""
     given_up: dict[str, Change] = {}
     """As in NodeState, summed over all nodes; less than 0 where more have joined."""
     addresses: dict[Count, Name] = {}
     """Where each node is reached, of those that the first one has heard."""
     missing: list[str] = []
     """Replicas that the queue heard before and no longer hears."""
+    trainer: TrainerOrder = TrainerOrder()
+    """What the nodes of a trainer on several nodes are to do."""

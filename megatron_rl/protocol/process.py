@@ -29,6 +29,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: a file that a restartable role creates when it is ready."""
+RESTARTED_VARIABLE = "MEGATRON_RL_RESTARTED"
+"""Environment variable that the launcher sets to 1 for a role that it starts again."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end a process in good order. SIGHUP: the terminal is gone, without `nohup`."""
 LEAVING_SIGNAL = signal.SIGUSR2

@@ -101,13 +101,13 @@ def check_replay(run_dir: Path, name: str, *given: str, first: int) -> None:
             assert row[figure] == pytest.approx(recorded[row["step"]][figure], rel=equal)
 
 
-def check_repeated(run_dir: Path) -> None:
+def check_repeated(run_dir: Path, steps: int = STEPS) -> None:
     """Steps were repeated, with the same figures; readers of the run see each once."""
     by_step = defaultdict(list)
     for row in taken(run_dir):
         by_step[row["step"]].append([row.get(name, 0.0) for name in SAME])
-    assert len(taken(run_dir)) > STEPS
+    assert len(taken(run_dir)) > steps
     for rows in by_step.values():
         assert all(row == pytest.approx(rows[0], rel=1e-6) for row in rows)
     rows = [row for row in stream_rows(run_dir / "metrics.jsonl") if "train/loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))

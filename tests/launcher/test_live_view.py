@@ -15,7 +15,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import Awaited, LiveView
 from megatron_rl.launcher.restarts import restart_rule
-from megatron_rl.launcher.supervisor import Role
+from megatron_rl.launcher.role import Role
 from megatron_rl.observe.run_state import evaluation_line, restart_line
 
 STEP = {

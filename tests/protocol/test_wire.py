@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.protocol import types
 from megatron_rl.protocol.endpoints import ENDPOINTS, Endpoint, names_of
 from megatron_rl.protocol.generator_messages import EngineActivity
-from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart
+from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart, TrainerOrder, TrainerPart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
     CurriculumState,
@@ -113,6 +113,8 @@ def plain(kind: type) -> Any:
         LengthRule | None: LengthRule(8, 2, 0.1),
         EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
         tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
+        TrainerOrder: TrainerOrder(start=3, stop=2),
+        TrainerPart: TrainerPart(3, is_over=True, exit_code=-9, text="killed"),
     }  # fmt: skip
     hints = get_type_hints(kind)  # without Annotated
     found = {field.name: values[hints[field.name]] for field in msgspec.structs.fields(kind)}

@@ -1,0 +1,73 @@
+"""A spare node takes the place of a lost node once, and ends with the run."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import NodesConfig
+from megatron_rl.launcher.node_link import NodeLost
+from megatron_rl.launcher.placement import NodeRoles, place
+from megatron_rl.launcher.spare import lost_place
+from megatron_rl.observe.heartbeat import PREPARED, Heartbeat
+
+LIMITS = NodesConfig(start_timeout_s=20, silence_timeout_s=2)
+
+
+class Spare(threading.Thread):
+    """Waits for a place, and keeps it until it is told to end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(daemon=True)
+        self._run_dir, self.may_end = run_dir, threading.Event()
+        self.places: list[int | None] = []
+        self.start()
+
+    def run(self) -> None:
+        with lost_place(self._run_dir, LIMITS) as place:
+            self.places.append(place)
+            if place is not None:
+                self.may_end.wait(30)
+
+
+def test_each_loss_is_answered_by_one_spare_and_the_others_end_with_the_run(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, nodes=5) as run:
+        spares = [Spare(tmp_path) for _ in range(3)]
+        time.sleep(2.5)
+        assert [spare.places for spare in spares] == [[], [], []]
+        run.lost = {1: 1}
+        until = time.monotonic() + 10
+        while sum((spare.places for spare in spares), []) != [1] and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(2.5)
+        assert sum((spare.places for spare in spares), []) == [1]
+        # The spare node is lost too, in the second start.
+        run.lost = {}
+        time.sleep(1.5)
+        run.lost = {1: 2}
+        while sum((spare.places for spare in spares), []) != [1, 1] and time.monotonic() < until:
+            time.sleep(0.1)
+    for spare in spares:
+        spare.may_end.set()
+        spare.join(10)
+    assert sorted(map(str, sum((spare.places for spare in spares), []))) == ["1", "1", "None"]
+
+
+def test_a_spare_misses_a_first_node_that_falls_silent(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, PREPARED), pytest.raises(NodeLost, match="has not renewed"):
+        limits = NodesConfig(start_timeout_s=1.5)
+        with lost_place(tmp_path, limits):
+            pass
+
+
+def test_spare_nodes_are_the_last_ones_and_have_no_role() -> None:
+    config = load_config(None, ["run.dir=R", "parallel.data=2", "expert.nodes.spare=1"])
+    roles = place(config, nodes=4, gpus_per_node=1)
+    assert [one.trainer_ranks for one in roles] == [1, 1, 0, 0]
+    assert [len(one.engines) for one in roles] == [0, 0, 1, 0]
+    assert roles[3] == NodeRoles(0, 2, has_verifier=False)
+    with pytest.raises(InputError, match="1 spare nodes need 4 nodes .* lower .*nodes.spare"):
+        place(config, nodes=3, gpus_per_node=1)
