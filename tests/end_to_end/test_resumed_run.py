@@ -89,6 +89,12 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
     assert f"Resuming {run_dir} after step {newest} of {STEPS}, from" in output.replace("\n", " ")
     check_ledger(run_dir, newest)
     check_stages(run_dir)
+    if kill is kill_run:
+        check_finished(folder, few_prompts, run_dir)
+
+
+def check_finished(folder: Path, few_prompts: list[str], run_dir: Path) -> None:  # noqa: F811
+    """The finished run is refused, and goes on when it is given more steps."""
     with launched(folder, "run", run_dir, *few_prompts) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 2 and "has ended: it is complete after step 20" in output
