@@ -123,16 +123,17 @@ class Chaos:
             if time.monotonic() > ends_at:
                 raise GaveUp(f"the run has not ended after {self.plan.limit_s:.0f} s")
             self._watch(list(launchers.values()))
-            is_training = self._is_training()
             joined = launchers.get("joined")
-            is_missing = joined is None or joined.poll() is not None
-            if self.plan.join and is_missing and is_training and find_living(self.plan.run_dir):
+            is_missing = bool(self.plan.join) and (joined is None or joined.poll() is not None)
+            is_due = time.monotonic() >= self._hit_at and self.hits.total() < self.plan.kills
+            if not (is_missing or is_due) or not self._is_training():
+                continue
+            if is_missing and find_living(self.plan.run_dir):
                 self.joins += 1
                 if self.joins > self.plan.starts:
                     raise GaveUp(f"no node stays in the run after {self.plan.starts} starts")
                 launchers["joined"] = self._launch(self.plan.join)
-            is_due = time.monotonic() >= self._hit_at and self.hits.total() < self.plan.kills
-            if is_due and is_training:
+            if is_due:
                 self._hit(launchers)
                 self._rest()
 
