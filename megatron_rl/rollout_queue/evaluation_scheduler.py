@@ -73,7 +73,6 @@ class EvaluationScheduler:
                 "eval.prompts or add an [[eval.sets]] table"
             )
         self._config = config.eval
-        self._is_deterministic = config.generator.deterministic
         self._sets = evaluation_sets(config, prompts)
         self._recorder = recorder
         self._metrics = metrics
@@ -149,7 +148,8 @@ class EvaluationScheduler:
         With expert.generator.deterministic all completions of an engine have the same sampling:
         SGLang draws by other operations when greedy completions run at the same time.
         """
-        return self._is_deterministic and not self.is_idle and not self.evaluators.names
+        has_seeds = any(one.draws_by for one in self._sets)
+        return has_seeds and not self.is_idle and not self.evaluators.names
 
     def progress(self) -> dict[str, float | str]:
         """Progress of the running evaluation, all its sets included; {} when none runs."""
