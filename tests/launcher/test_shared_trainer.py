@@ -94,7 +94,7 @@ def test_a_node_that_is_back_is_lost_no_more_and_its_former_launcher_is_not_hear
     registry.note(state(2, trainer=part), 30.0)
     assert not registry.lost and registry.take_events() == ["node 1 is back with no role"]
     assert registry.take_interruptions() == []
-    with pytest.raises(PlaceTaken, match="former launcher of node 1"):
+    with pytest.raises(PlaceTaken, match="node 1 has another launcher now"):
         registry.note(state(1), 31.0)
     assert registry.parts() == {1: part} and registry.find_lost(31.0) == ""
 
