@@ -126,8 +126,10 @@ def _resumption_text(config: Config, resumed: Path | None, why_not: str, *, cont
             "The queue continues its ledger: completions that had arrived are not generated again, "
             "and the trainer repeats its later steps on the stored batches"
         )
-    begins = f"after step {step} of {config.train.steps}, from {source}"
-    return f"Resuming {config.run.dir} {begins}. {kept}."
+    return (
+        f"Resuming {config.run.dir} after step {step} of {config.train.steps}, from {source}. "
+        f"{kept}."
+    )
 
 
 def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.protocol.metrics import (
+    CONTINUED,
     FIRST_STEP,
     RESUMED,
     JsonlWriter,
@@ -64,7 +65,9 @@ def test_steps_that_a_restarted_trainer_repeats_count_once(tmp_path: Path) -> No
     def row(step: int, source: str = "trainer", **more: int) -> dict:
         return {"source": source, "step": step, **more}
 
-    begun = [row(-1, **{FIRST_STEP: first}) for first in (0, 2, 2)]
+    begun = [row(-1, **{FIRST_STEP: first}) for first in (0, 2)]
+    # The launcher started it again, and the queue continued its ledger.
+    begun.append(row(2, "launch", **{RESUMED: 1, CONTINUED: 1}))
     first = [row(1), row(2), row(3, "queue"), row(3)]
     second = [row(3), row(4, "queue"), row(4)]
     third = [row(3), row(4), row(5)]

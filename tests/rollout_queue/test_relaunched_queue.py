@@ -18,9 +18,11 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
+from megatron_rl.rollout_queue.effects import LedgerMaker
 from megatron_rl.rollout_queue.recovery import recover
 from megatron_rl.rollout_queue.start import Start
 from tests.rollout_queue.played_queue import ROOM, PlayedQueue
+from tests.rollout_queue.test_batch_thread import order_of
 from tests.rollout_queue.test_ledger import NEVER, Mortal, judge
 
 STEPS = 6
@@ -214,3 +216,15 @@ def test_a_ledger_that_knows_less_than_the_stored_batches_is_refused(tmp_path: P
     (stored / "000001.batch").touch()
     with pytest.raises(InputError, match="the ledger knows 1 batches, but 2 were built: its node"):
         start._check_newest(mortal.ledger)
+
+
+def test_a_batch_is_stored_when_the_ledger_has_its_cause() -> None:
+    """Else a trainer could repeat a batch that the continued queue does not know."""
+    stored: list[list[RankBatch]] = []
+    maker = LedgerMaker(BatchMaker(store=stored.append))
+    maker.put(order_of(2, 2, step=3))
+    assert not maker.look() and maker.is_busy and stored == []
+    for _ in range(2):
+        maker.release()
+        assert [batch[0].step for batch in stored] == [3]
+    assert maker.look() and not maker.is_busy
