@@ -18,7 +18,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.claims import claimed
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import follow
-from megatron_rl.launcher.placement import NodeRoles, listed_gpus
+from megatron_rl.launcher.placement import NodeRoles, active_nodes, listed_gpus
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.launcher.run import log_into
 from megatron_rl.launcher.run_folder import CONFIG, STATUS_WATCH_S, SUMMARY
@@ -35,7 +35,7 @@ def join(run_dir: Path, console: Console, *, generators: int, has_verifier: bool
     beat = check_run(run_dir, config)
     gpus = listed_gpus()
     check_roles(config, generators=generators, has_verifier=has_verifier, gpus=len(gpus))
-    nodes, width = max(1, beat.nodes - config.nodes.spare), config.generator.tensor_parallel
+    nodes, width = active_nodes(config, max(1, beat.nodes)), config.generator.tensor_parallel
     with ExitStack() as claims:
         [number] = claims.enter_context(claimed(config.run.dir, "node", count=1, first=nodes))
         replicas = config.generator.replicas

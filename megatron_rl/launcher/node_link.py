@@ -281,12 +281,15 @@ class OtherNodeLink(NodeLink):
         address = address_towards(ports.host)
         super().__init__({node: address})
         self._limits = config.nodes
+        session = time.time_ns()
+        # A second launcher of the node, which is refused, does not take over this one's connection.
+        name = f"node-{node}-{session}"
         self._dealer = Dealer(
-            f"{ports.host}:{ports.nodes}", f"node-{node}", load_keys(ports.keys_dir),
+            f"{ports.host}:{ports.nodes}", name, load_keys(ports.keys_dir),
             endpoint=NODES, label=ports.label,
         )  # fmt: skip
         self._state = NodeState(
-            node, nodes, address, session=time.time_ns(), ended=0,
+            node, nodes, address, session=session, ended=0,
             replicas=replicas or {}, is_vital=is_vital, is_joined=is_joined,
         )  # fmt: skip
         self._heard_at = time.monotonic()

@@ -55,7 +55,7 @@ class NodeRegistry:
         Raises PlaceTaken for a second launcher of a node that may return.
         """
         if state.session in self._replaced:
-            raise PlaceTaken(f"node {state.node} has another launcher now: the one before is heard, and is refused")
+            raise PlaceTaken(f"an earlier launcher of node {state.node} is heard, and is refused")
         known = self._states.get(state.node)
         is_new = known is None or known.session != state.session
         is_twice = known is not None and is_new and not self._is_gone(known, now)

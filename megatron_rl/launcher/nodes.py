@@ -20,7 +20,7 @@ from megatron_rl.launcher.continuation import failure_noted
 from megatron_rl.launcher.node import first_node
 from megatron_rl.launcher.other_node import other_node
 from megatron_rl.launcher.phases import QUEUE, SCORER, follow, lead
-from megatron_rl.launcher.placement import NodeRoles, listed_gpus, place
+from megatron_rl.launcher.placement import NodeRoles, active_nodes, listed_gpus, place
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
@@ -100,7 +100,7 @@ def run_node(
             if place_of is not None:
                 run_node(run_dir, console, node=place_of, nodes=nodes, gpus_per_node=gpus_per_node)
         return
-    active = nodes - config.nodes.spare
+    active = active_nodes(config, nodes)
     if node:
         with other_node(config, console, roles, gpus, number=node, nodes=active) as other:
             follow(other)
@@ -117,7 +117,7 @@ def run_node(
 
 
 def _is_spare(config: Config, node: int, nodes: int) -> bool:
-    return node >= nodes - config.nodes.spare
+    return node >= active_nodes(config, nodes)
 
 
 def last_words(run_dir: Path, node: int, nodes: int) -> str:

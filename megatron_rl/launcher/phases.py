@@ -211,8 +211,7 @@ def _address_of(own: Node, node: int) -> str:
 def _train_ranks(own: Node, queue: str, arguments: Sequence[str]) -> None:
     """Start this node's trainer ranks, and wait until they have ended well."""
     name, is_shared, rule = own.role(TRAINER), own.roles.trainer_nodes > 1, None
-    # Restarted, it needs its batches again, and the memory of its GPUs.
-    if own.config.keeps_batches and not own.config.generator.release_memory:
+    if own.config.keeps_batches:
         rule = restart_rule(own.config, "trainer", TRAINER, role=name, until=queue)
         rule = replace(rule, is_shared=is_shared)
     start = partial(

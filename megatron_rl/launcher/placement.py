@@ -106,6 +106,17 @@ def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
     ]
 
 
+def active_nodes(config: Config, nodes: int) -> int:
+    """Number of the nodes that are not spare ones, of all nodes of the run: the first ones."""
+    return nodes - config.nodes.spare
+
+
+def returning_nodes(config: Config, *, active: int, gpus_per_node: int) -> list[int]:
+    """Nodes other than the first for which the trainer waits when they are lost."""
+    roles = place(config, nodes=active + config.nodes.spare, gpus_per_node=gpus_per_node)
+    return [node for node, one in enumerate(roles) if node and one.can_return(config, node)]
+
+
 def only_node(config: Config, gpus: list[str]) -> NodeRoles:
     """All roles on the only node of a run, with or without GPUs. Raises InputError."""
     if gpus:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatron_rl.launcher.node import FirstNode, Node
 from megatron_rl.launcher.node_link import NodeLost, OtherNodeLink
-from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.placement import returning_nodes
 from megatron_rl.launcher.restarts import Answer, Death, RestartRule, answer_death, pause_before
 from megatron_rl.observe.deaths import RoleDied
 from megatron_rl.protocol.node_messages import RoleRestart, TrainerOrder, TrainerPart
@@ -118,9 +118,8 @@ class TrainerLead:
         """Order starts until the ranks of all nodes have ended well. Raises RoleDied, NodeLost."""
         link, own = self._link, self._own
         # Ranks that fill several nodes fill this one.
-        nodes = own.count + own.config.nodes.spare
-        roles = place(own.config, nodes=nodes, gpus_per_node=own.roles.trainer_ranks)
-        link.let_return([n for n, role in enumerate(roles) if n and role.can_return(own.config, n)])
+        ranks = own.roles.trainer_ranks
+        link.let_return(returning_nodes(own.config, active=own.count, gpus_per_node=ranks))
         link.order_trainer(TrainerOrder(start=1))
         while not self._have_all_ended_well():
             own.look()

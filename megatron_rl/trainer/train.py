@@ -26,10 +26,10 @@ from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.disk_room import write_when_room
-from megatron_rl.protocol.endpoints import WEIGHTS
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import FIRST_STEP
 from megatron_rl.protocol.process import (
+    RESTARTED_VARIABLE,
     failures_noted,
     note_started,
     run_rank,
@@ -38,7 +38,6 @@ from megatron_rl.protocol.process import (
 from megatron_rl.protocol.stop_request import answer_stop
 from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient, Stored
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.leader import Leader
@@ -58,11 +57,11 @@ from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
-from megatron_rl.weights.sync.link import GeneratorLink
+from megatron_rl.weights.sync.link import GeneratorLink, open_router
 from megatron_rl.weights.sync.members import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.syncer import Method, WeightSyncer
-from megatron_rl.weights.sync.turns import MemoryTurns
+from megatron_rl.weights.sync.turns import MemoryTurns, end_turn_of_dead_trainer
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +133,8 @@ def main(cfg: Config, scorer_address: str) -> None:
     """Set up this rank, train, export. scorer_address: of the scorer's node, where there is one."""
     objective = find_objective(cfg.algorithm)
     with ExitStack() as stack:
+        if RESTARTED_VARIABLE in os.environ:
+            make_room(cfg)
         policy = stack.enter_context(open_policy(cfg))
         control = open_control(cfg, policy)
         timeout_s = cfg.train.collective_timeout_s
@@ -179,6 +180,23 @@ def main(cfg: Config, scorer_address: str) -> None:
             )
 
 
+def make_room(cfg: Config) -> None:
+    """After the death of a trainer that shares its GPUs' memory: take it back, before it is used.
+
+    The other ranks wait for rank 0 to join their process group.
+    """
+    if not cfg.generator.release_memory or int(os.environ["RANK"]) != 0:
+        return
+    limit_s = min(cfg.generator.start_timeout_s, cfg.train.collective_timeout_s / 2)
+    with open_router(cfg.ports) as router:
+        end_turn_of_dead_trainer(
+            GeneratorLink(router),
+            replicas=cfg.generator.replicas,
+            limit_s=limit_s,
+            deadline_s=cfg.weights.deadline_s,
+        )
+
+
 def open_control(cfg: Config, policy: Policy) -> Control:
     """The control group of all trainer ranks, for weight syncs, checkpoints and the wait for
     batches.
@@ -200,10 +218,7 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:
-            keys = load_keys(cfg.ports.keys_dir)
-            ports = cfg.ports
-            router = Router(ports.host, ports.weights, keys, endpoint=WEIGHTS, label=ports.label)
-            link = GeneratorLink(stack.enter_context(router))
+            link = GeneratorLink(stack.enter_context(open_router(cfg.ports)))
         method = open_method(cfg, policy, control=control, link=link)
         syncer = WeightSyncer(
             method,

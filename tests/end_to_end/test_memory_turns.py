@@ -18,10 +18,17 @@ from tests.end_to_end.test_cold_start import inputs  # noqa: F401 - a fixture
 from tests.end_to_end.test_lost_generator import (
     GROUP_SIZE,
     GROUPS,
+    check_trained,
     folder,  # noqa: F401 - a fixture
     kill_generator,
     restarts,
     wait_until,
+)
+from tests.end_to_end.test_restarted_trainer import (
+    check_repeated,
+    kill_rank,
+    kill_torchrun,
+    taken,
 )
 
 pytestmark = [pytest.mark.slow(80), pytest.mark.exhaustive, pytest.mark.timeout(300)]
@@ -70,6 +77,30 @@ def test_a_run_in_turns_loses_nothing_though_its_generator_dies(
     done = subprocess.run(audit, cwd=commands.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_killed_trainer_has_its_memory_back_before_it_repeats_the_steps(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run_dir, given = tmp_path / "run", ["checkpoint.every_steps=3", "train.deterministic=true"]
+    command = ["run", "--config", folder / "config.toml", "--run-dir", run_dir, *TURNS, *given]
+    kills = [(1, kill_rank), (5, kill_torchrun)]
+    with commands.launched(*command) as run:
+        for count, (step, kill) in enumerate(kills, 1):
+            wait_until(lambda step=step: any(r["step"] >= step for r in taken(run_dir)), run)
+            kill(run)
+            wait_until(lambda count=count: len(restarts(run_dir, "trainer")) == count, run)
+        output, _ = run.communicate(timeout=250)
+    assert run.returncode == 0, output
+    released = times(run_dir / "logs/trainer-0.log", "1 engines have released their memory")
+    assert len(released) == len(kills)
+    check_repeated(run_dir, STEPS)
+    check_trained(run_dir, STEPS)
+    assert not restarts(run_dir) + restarts(run_dir, "queue")
+    with commands.launched("audit", run_dir) as audit:
+        found, _ = audit.communicate(timeout=100)
+    assert audit.returncode == 0, found
 
 
 def times(log: Path, pattern: str) -> list[float]:

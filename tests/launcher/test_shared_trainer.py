@@ -83,7 +83,7 @@ def test_a_silent_node_of_the_trainer_is_waited_for_and_then_ends_the_run() -> N
     assert opened(may_return=False).find_lost(11.0) == why
 
 
-def test_a_node_that_is_back_is_lost_no_more_and_its_former_launcher_is_not_heard() -> None:
+def test_a_node_that_is_back_is_lost_no_more_and_its_earlier_launcher_is_refused() -> None:
     registry = opened()
     registry.find_lost(11.0)
     # Last words that came late change nothing.
@@ -94,7 +94,7 @@ def test_a_node_that_is_back_is_lost_no_more_and_its_former_launcher_is_not_hear
     registry.note(state(2, trainer=part), 30.0)
     assert not registry.lost and registry.take_events() == ["node 1 is back with no role"]
     assert registry.take_interruptions() == []
-    with pytest.raises(PlaceTaken, match="node 1 has another launcher now"):
+    with pytest.raises(PlaceTaken, match="earlier launcher of node 1"):
         registry.note(state(1), 31.0)
     assert registry.parts() == {1: part} and registry.find_lost(31.0) == ""
 

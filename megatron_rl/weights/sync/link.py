@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from megatron_rl.config.tree import PortsConfig
 from megatron_rl.protocol.endpoints import WEIGHTS, names_of
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
@@ -37,6 +39,12 @@ class GeneratorLost(RuntimeError):
     """A generator failed, fell silent or restarted during a weight sync; the text says why."""
 
 
+def open_router(ports: PortsConfig) -> Router:
+    """Rank 0's socket for all generators. Raises WireError."""
+    keys = load_keys(ports.keys_dir)
+    return Router(ports.host, ports.weights, keys, endpoint=WEIGHTS, label=ports.label)
+
+
 class GeneratorLink:
     """The generators that are present, and requests to them."""
 
@@ -52,6 +60,8 @@ class GeneratorLink:
         """Whether engines that ask before they start have room."""
         self._starting: dict[str, int] = {}
         """Session of each generator that may start and has not said Hello yet."""
+        self._waiting: set[str] = set()
+        """Generators that have asked, and wait until they may start."""
 
     def listen(self, wait_s: float = 0.0) -> None:
         """Handle all messages that have arrived; wait for a first one up to wait_s."""
@@ -95,6 +105,7 @@ class GeneratorLink:
             self._failures[peer] = "it restarted"
         self.peers[peer] = hello
         self._starting.pop(peer, None)
+        self._waiting.discard(peer)
 
     def _let_start(self, peer: str, session: int) -> None:
         if self._starting.get(peer, session) != session:
@@ -103,8 +114,22 @@ class GeneratorLink:
         if self.peers.pop(peer, None) is not None:
             self._failures[peer] = "it restarted"
         # A generator repeats its request, so one that must wait needs no answer.
+        self._waiting.add(peer)
         if self.may_start and self._router.send(peer, MayStart()):
             self._starting[peer] = session
+            self._waiting.discard(peer)
+
+    def await_requests(self, number: int, limit_s: float) -> bool:
+        """Wait until `number` generators have said Hello, or wait until they may start.
+
+        Returns False if limit_s passed before.
+        """
+        ends_at = time.monotonic() + limit_s
+        while len(self.peers.keys() | self._waiting) < number:
+            if (left_s := ends_at - time.monotonic()) <= 0:
+                return False
+            self.listen(left_s)
+        return True
 
     def await_starts(self, ends_at: float) -> None:
         """Wait until no engine is starting: each is ready, lost, or given up at `ends_at`."""

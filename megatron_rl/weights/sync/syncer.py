@@ -260,6 +260,8 @@ class WeightSyncer(Closing):
 
     def admit(self) -> None:
         """Bring returned generators to the current version. Every rank calls it."""
+        if self._version < self._level:
+            return
         # Engines would take the memory in which the trainer computes.
         assert not self._has_released
         if self._flight is not None and self._overlapping is not None:
@@ -267,7 +269,7 @@ class WeightSyncer(Closing):
             if not self._control.share(self._overlapping.is_over(), bool):
                 return
             self.join()
-        late = self._members(late_only=True) if self._version >= self._level else []
+        late = self._members(late_only=True)
         if late:
             log.info("late weight sync to %s", [member.name for member in late])
             self._sync_to(late)

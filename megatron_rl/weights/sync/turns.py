@@ -5,6 +5,7 @@ for engines that start). The engines' turn lasts from the beginning of a weight 
 trainer has its next batch.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,31 @@ from megatron_rl.protocol.types import AnyMessage, Reclaim, Release
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import Conversation, GeneratorLink
 from megatron_rl.weights.sync.members import Member, Outcome
+
+log = logging.getLogger(__name__)
+
+
+def end_turn_of_dead_trainer(
+    link: GeneratorLink, *, replicas: int, limit_s: float, deadline_s: float
+) -> None:
+    """Have all engines release their memory, for a trainer that was restarted; on rank 0.
+
+    It died in its own turn or in that of the engines; a second Release does nothing. Engines that
+    start meanwhile count once they are ready. limit_s: of the wait for all generators, after which
+    a silent one keeps the memory that it has. deadline_s: of the release.
+    """
+    link.may_start = False
+    if not link.await_requests(replicas, limit_s):
+        log.warning(
+            "%d of %d generators were heard in %.0f s: the engines of the others keep the memory "
+            "that they have", len(link.peers), replicas, limit_s
+        )  # fmt: skip
+    members = [Member(name, hello) for name, hello in sorted(link.peers.items())]
+    outcome = Outcome()
+    Conversation(link, members, outcome, deadline_s).ask(Release())
+    for reason in outcome.failed.values():
+        log.warning("its engine may keep its memory: %s", reason)
+    log.info("%d engines have released their memory", len(members) - len(outcome.failed))
 
 
 class MemoryTurns:

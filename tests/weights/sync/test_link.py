@@ -19,12 +19,13 @@ class Peers:
     """A link and generators by name."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._port = free_port()
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
         self._stack = stack
-        self.link = GeneratorLink(stack.enter_context(Router("127.0.0.1", self._port)))
+        self.link = GeneratorLink(stack.enter_context(Router("127.0.0.1", port)))
 
     def join(self, name: str, session: int = 1) -> Dealer:
-        dealer = self._stack.enter_context(Dealer(f"127.0.0.1:{self._port}", name))
+        dealer = self._stack.enter_context(Dealer(self.address, name))
         dealer.send(Hello(1, "scripted", "1", session=session))
         ends_at = time.monotonic() + WAIT_S
         while self.link.peers.get(name, Hello(0, "", "")).session != session:

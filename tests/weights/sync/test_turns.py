@@ -6,6 +6,7 @@ scripted engine refuses weights as long as it has no memory for them.
 
 import asyncio
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import torch.distributed as dist
 
 from generation.async_sockets import AsyncDealer
 from generation.weight_client import WeightClient
-from megatron_rl.protocol.types import MayStart, Pause, StartRequest
-from megatron_rl.protocol.wire import Router
+from megatron_rl.protocol.types import Ack, MayStart, Pause, StartRequest
+from megatron_rl.protocol.wire import Dealer, Router
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink
-from megatron_rl.weights.sync.turns import MemoryTurns
+from megatron_rl.weights.sync.turns import MemoryTurns, end_turn_of_dead_trainer
 from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights.plays import SLACK_S, sync, versions
@@ -202,6 +203,60 @@ def test_who_is_starting_is_waited_for_as_long_as_it_lives_and_no_longer_than_it
     dealer.send(StartRequest(session=3))
     link.await_starts(started + 5)
     assert time.monotonic() - started < 2
+
+
+def test_a_restarted_trainer_takes_the_memory_back_and_lets_no_engine_start(
+    peers: Peers,  # noqa: F811
+) -> None:
+    dealers, told = [peers.join(name) for name in "ab"], []
+
+    def obey(dealer: Dealer) -> None:
+        told.append(type(dealer.receive(5)).__name__)
+        dealer.send(Ack("Release"))
+
+    threads = [threading.Thread(target=obey, args=[dealer]) for dealer in dealers]
+    for thread in threads:
+        thread.start()
+    # Its engine is dead, and waits for room.
+    late = Dealer(peers.address, "late")
+    late.send(StartRequest(session=1))
+    started = time.monotonic()
+    end_turn_of_dead_trainer(peers.link, replicas=3, limit_s=30, deadline_s=5)
+    assert time.monotonic() - started < 20
+    for thread in threads:
+        thread.join()
+    assert told == ["Release", "Release"] and late.receive(0.1) is None
+    late.close()
+
+
+def test_a_silent_generator_keeps_a_restarted_trainer_waiting_no_longer_than_the_limit(
+    peers: Peers,  # noqa: F811
+) -> None:
+    started = time.monotonic()
+    end_turn_of_dead_trainer(peers.link, replicas=1, limit_s=0.5, deadline_s=5)
+    assert 0.5 <= time.monotonic() - started < 3
+
+
+def repeated_steps() -> tuple[list[tuple[str, Any]], list[str]]:
+    """A restarted trainer repeats steps 4 and 5 without engines, and syncs version 6."""
+    scene, asked = Scene(replicas=1, takes_turns=True), []
+    scene.hello("a", version=6)
+    scene.syncer.await_generators()
+    scene.syncer.wait_until_level(5)
+    turns = scene.syncer._turns
+    for name in ("release", "reclaim"):
+        setattr(turns, name, lambda members, name=name: asked.append(name) or {})
+    for version in range(4, 7):
+        scene.syncer.sync(version)
+        scene.syncer.admit()
+        scene.syncer.release()
+    return scene.method.calls, asked
+
+
+def test_a_trainer_that_repeats_steps_gives_its_memory_to_no_engine_meanwhile() -> None:
+    [(calls, asked)] = run_ranks(repeated_steps, 1)
+    assert calls == [("sync", [6, "a"])]
+    assert asked == ["release", "release", "reclaim", "release"]
 
 
 def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) -> None:
