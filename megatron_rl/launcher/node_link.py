@@ -172,6 +172,11 @@ class FirstNodeLink(NodeLink):
         """Lost nodes for which the trainer waits, and the number of the start that each ended."""
         return dict.fromkeys(self._attendance.lost, self.order.start)
 
+    @property
+    def silence_s(self) -> float:
+        """The longest silence of a node that is there."""
+        return self._limits.silence_timeout_s
+
     def take_interruption(self) -> str:
         """Why the trainer's latest start was ended for a node that was lost; "": it was not."""
         taken, self._interruption = self._interruption, ""

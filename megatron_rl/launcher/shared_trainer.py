@@ -104,9 +104,8 @@ class TrainerLead:
     def __init__(self, own: FirstNode, here: RanksHere, rule: RestartRule) -> None:
         self._own, self._link, self._here, self._rule = own, own.link, here, rule
         self._count = own.roles.trainer_nodes
-        limits = own.config.nodes
-        self._end_s = limits.end_timeout_s
-        self._cause_s = max(_CAUSE_S, limits.silence_timeout_s + _MARGIN_S)
+        self._end_s = own.config.nodes.end_timeout_s
+        self._cause_s = max(_CAUSE_S, own.link.silence_s + _MARGIN_S)
         self._fault: Fault | None = None
         """Why the latest start is over; None: it runs."""
         self._died_at: float | None = None
