@@ -170,6 +170,8 @@ class Verifier:
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, ScoreRequest | ClassRequest):
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
+        if message.request_id < 0:
+            raise WireError(f"request {message.request_id} came from the queue: ids begin at 0")
         if self._leaves_at is not None:
             # It crossed the announcement, which does not name it.
             return

@@ -25,6 +25,8 @@ Version = Annotated[int, msgspec.Meta(ge=-1, le=INT32_MAX)]
 """A policy version; -1: none."""
 Id = Annotated[int, msgspec.Meta(ge=0, le=_ID_MAX)]
 """A number that its sender counts."""
+SignedId = Annotated[int, msgspec.Meta(ge=-_ID_MAX, le=_ID_MAX)]
+"""An Id; below 0 only in a verifier, whose comparisons of two answers are requests, too."""
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=_LARGEST)]

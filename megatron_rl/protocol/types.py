@@ -23,6 +23,7 @@ from megatron_rl.protocol.limits import (
     Id,
     Name,
     Share,
+    SignedId,
     Size,
     Version,
     find_bad_floats,
@@ -289,7 +290,7 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
 class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """Grade one completion. Carries only text: verifiers see no token ids."""
 
-    request_id: Id
+    request_id: SignedId
     task: str
     answer: str
     entry: str
@@ -301,8 +302,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """The question, for its language and to detect a copied question."""
     language: str = ""
     """The prompt's `language`."""
-    seed: int = 0
-    """As `Sampling.seed`."""
+    seed: int = 0  # as `Sampling.seed`
     prompt_tail: str = ""
     """As in Rollout."""
     length_rule: LengthRule | None = None

@@ -263,7 +263,7 @@ def test_a_verifier_answers_each_request_that_can_be_read(number: int) -> None:
             with suppress(WireError):
                 message = decode_frames([*frames], VERIFY.dealer_hears)
                 assert isinstance(message, ScoreRequest | ClassRequest)
-                asked[message.request_id] += 1
+                asked[message.request_id] += message.request_id >= 0
             router.socket.send_multipart([labelled("verifier", LABEL), *frames])
             while asked.total() - answered.total() > 100:
                 serve(frames)

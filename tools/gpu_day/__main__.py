@@ -43,6 +43,7 @@ ORDER = (
     "tests/generation/test_overlap_schedule.py",
     "tests/generation/test_expert_choices.py",
     "tests/generation/test_engine_contract.py",
+    "tests/generation/test_deterministic_engine.py",
     # The last files take minutes: a large model, waits for watchdogs, engines of two ranks.
     "tests/gpu/test_numerics_cuda.py",
     "tests/gpu/test_tensor_overlap_cuda.py",

@@ -275,7 +275,8 @@ def test_saved_folder_has_the_trainers_logits(parallel: ParallelConfig, tmp_path
     logits = run_ranks(save_and_logits, 2, source, target, parallel, ids)[-1]
     with torch.no_grad():
         saved = AutoModelForCausalLM.from_pretrained(target)(ids).logits
-    torch.testing.assert_close(saved, logits, rtol=0, atol=1e-5)
+    # Sums in another order round otherwise in float32.
+    torch.testing.assert_close(saved, logits, rtol=0, atol=5e-5)
     assert (target / "tokenizer.json").read_text() == "{}"
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
     assert [path.name for path in target.parent.iterdir()] == ["final"]
