@@ -27,6 +27,8 @@ _QUESTIONS = {
     "steps": "Training steps",
 }
 
+_FLOAT32 = 'dtype = "float32"'
+
 
 @dataclass(frozen=True)
 class InitOptions:
@@ -102,6 +104,7 @@ def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> st
     parts = [
         "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
         _line("path", model),
+        *([] if gpus or _has_bfloat16() else [f"{_FLOAT32}  # this processor has no bfloat16"]),
         "\n[[prompts]]",
         *_source(data),
         *(['dataset_split = "train"'] if splits else []),
@@ -112,6 +115,12 @@ def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> st
         '\n[run]\ndir = "runs/mine"\n',
     ]
     return "\n".join(parts)
+
+
+def _has_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 numbers by itself; without, it is far slower."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return bool(flags & {"avx512_bf16", "amx_bf16"})
 
 
 def _source(data: str) -> list[str]:

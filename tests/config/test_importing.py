@@ -187,6 +187,8 @@ def test_a_yaml_of_trl(tmp_path: Path) -> None:
     counted += "per_device_train_batch_size: 4\nsteps_per_generation: 2\nsave_steps: 10\n"
     _, ours = imported(written(tmp_path, "two.yaml", counted))
     assert (ours.train.steps, ours.train.minibatches, ours.checkpoint.every_steps) == (10, 2, 5)
+    _, ours = imported(written(tmp_path, "full.yaml", f"{counted}bf16: false\n"))
+    assert ours.model.dtype == "float32"
     assert ours.eval.prompts == 0, "TRL evaluates nothing without eval_strategy"
 
 

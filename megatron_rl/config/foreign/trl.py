@@ -230,7 +230,7 @@ RULES: dict[str, Rule] = {
     "adam_beta2": to("optimizer.beta2"),
     "max_grad_norm": to("optimizer.clip_grad_norm"),
     "optim": "AdamW with float32 masters trains here",
-    "bf16": only(True, "model.dtype is bfloat16, or float32"),
+    "bf16": choice("model.dtype", {True: "bfloat16", False: "float32"}, "model.dtype is a dtype"),
     "fp16": only(False, "model.dtype is bfloat16, or float32"),
     "torch_dtype": to("model.dtype"),
     "dtype": to("model.dtype"),
