@@ -136,9 +136,9 @@ def _splits(data: str) -> set[str]:
 
 
 def _evaluation(data: str, splits: set[str], *, is_short: bool) -> list[str]:
-    """The held-out split of a folder; the first 64 prompts, once each, if it is to be short."""
+    """The held-out split of a folder; the first 32 prompts, once each, if it is to be short."""
     lines = ["\n[eval]  # short, for CPU cores", "samples = 1"] if is_short else []
-    limit = ["64"] if is_short else []
+    limit = ["32"] if is_short else []
     other = next((split for split in ("test", "validation") if split in splits), None)
     if other is None:
         return [*lines, *(f"prompts = {number}" for number in limit)]

@@ -63,7 +63,7 @@ def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(tmp_p
     assert (config.prompts[0].dataset_split, len(config.prompts)) == ("train", 1)
     [held_out] = config.eval.sets
     assert (held_out.name, held_out.prompts.dataset_split) == ("test", "test")
-    assert (held_out.problems, config.eval.samples, config.eval.prompts) == (64, 1, "auto")
+    assert (held_out.problems, config.eval.samples, config.eval.prompts) == (32, 1, "auto")
     counts = [len(load_files(one, seed=0)) for one in (config.prompts[0], held_out.prompts)]
     assert counts == [5, 3]
 
