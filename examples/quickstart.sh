@@ -67,6 +67,11 @@ else
     MODEL=$PWD/.cache/smollm2-135m-instruct-tp2
     "$PYTHON" -m tools.convert_smollm2 "$PWD/.cache/smollm2-135m-instruct"
     "$PYTHON" -m tools.pad_heads "$PWD/.cache/smollm2-135m-instruct" "$MODEL" --multiple 2
+    # A processor without instructions for bfloat16 takes ten times as long with it.
+    if [ "$(cat .venv/.mode)" = cpu ] && ! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo &&
+        [[ " ${OVERRIDES[*]} " != *" model.dtype="* ]]; then
+        OVERRIDES+=(model.dtype=float32)
+    fi
     has_tasks || "$PYTHON" -m tools.make_tasks chain_sum "$TASKS" --seed "$SEED" --terms 3 3 --digits 1 1 \
         --template "{question}" --compact --train 800 --held-out 512 --sft-examples 1200 \
         --wrong-share 0.75 --mistake drop_last

@@ -154,7 +154,7 @@ def _line(key: str, value: str) -> str:
 def _sizes(gpus: int) -> list[str]:
     """Batch, lengths and layout: small without a GPU, one shared GPU, or several divided."""
     if not gpus:
-        sizes = "prompts_per_batch = 8  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
+        sizes = "prompts_per_batch = 4  # for CPU cores; 16 and more with GPUs\ngroup_size = 8"
         return [sizes, "\n[sampling]\nmax_new_tokens = 256  # tokens of a completion, at most"]
     lengths = "\n[sampling]\nmax_new_tokens = 3072  # tokens of a completion, at most"
     lengths += "\n\n[generator]\ncontext_tokens = 4096  # prompt and completion"
