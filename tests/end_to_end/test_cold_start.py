@@ -138,10 +138,14 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
     with launched(*arguments) as run:
         output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
-    assert "except for its cold start, which is complete" in output and "supervised" not in output
+    assert any(text in output for text in KEPT) and "supervised" not in output
     assert (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino == exported
     assert sft_steps(run_dir) == list(range(1, 61))
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 1
+
+
+KEPT = ("except for its cold start, which is complete", "The queue continues its ledger")
+"""What a start says: the queue has a ledger if it had begun when its launcher was killed."""
 
 
 def host_arguments(run_dir: Path, host: int) -> list[object]:
@@ -165,7 +169,7 @@ def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Pat
     assert outputs == {"sft.out", "sft-node-1.out"}
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
-    assert run.returncode == 0 and "except for its cold start, which is complete" in output, output
+    assert run.returncode == 0 and any(text in output for text in KEPT), output
     assert {path.name for path in (run_dir / "hf").iterdir()} == {"cold_start"}
     with (
         launched(*host_arguments(run_dir, 0)) as first,
