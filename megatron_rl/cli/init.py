@@ -26,8 +26,7 @@ _QUESTIONS = {
     "gpus": "GPUs of this node that the run may use (0: CPU cores alone)",
     "steps": "Training steps",
 }
-
-_FLOAT32 = 'dtype = "float32"'
+_EMULATED = 'dtype = "float32"  # this processor has no bfloat16'
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def configuration(model: str, data: str, task: str, gpus: int, steps: int) -> st
     parts = [
         "# Written by `megatron-rl init`. All other keys: `megatron-rl config`.\n[model]",
         _line("path", model),
-        *([] if gpus or _has_bfloat16() else [f"{_FLOAT32}  # this processor has no bfloat16"]),
+        *([] if gpus or _has_bfloat16() else [_EMULATED]),
         "\n[[prompts]]",
         *_source(data),
         *(['dataset_split = "train"'] if splits else []),
@@ -138,13 +137,13 @@ def _splits(data: str) -> set[str]:
 def _evaluation(data: str, splits: set[str], *, is_short: bool) -> list[str]:
     """The held-out split of a folder; the first 32 prompts, once each, if it is to be short."""
     lines = ["\n[eval]  # short, for CPU cores", "samples = 1"] if is_short else []
-    limit = ["32"] if is_short else []
     other = next((split for split in ("test", "validation") if split in splits), None)
-    if other is None:
-        return [*lines, *(f"prompts = {number}" for number in limit)]
-    of_set = f'{_line("path", data)}, dataset_split = "{other}"'
-    lines += ["\n[[eval.sets]]", f'name = "{other}"', f"prompts = {{{of_set}}}"]
-    return [*lines, *(f"problems = {number}" for number in limit)]
+    if other is not None:
+        of_set = f'{_line("path", data)}, dataset_split = "{other}"'
+        lines += ["\n[[eval.sets]]", f'name = "{other}"', f"prompts = {{{of_set}}}"]
+    if is_short:
+        lines.append("prompts = 32" if other is None else "problems = 32")
+    return lines
 
 
 def _line(key: str, value: str) -> str:

@@ -158,6 +158,11 @@ class FirstNodeLink(NodeLink):
         assert self._phase is not None
         self._tell(msgspec.structs.replace(self._phase, trainer=order))
 
+    def stop_trainer(self) -> None:
+        """Tell all nodes to end the trainer's latest start."""
+        start = self.order.start
+        self.order_trainer(TrainerOrder(start, stop=start))
+
     def let_return(self, nodes: Collection[int]) -> None:
         """Nodes of the trainer that may be lost from now on, and come back."""
         self._attendance.may_return = nodes
@@ -189,8 +194,7 @@ class FirstNodeLink(NodeLink):
         """
         if why := self._attendance.take_interruptions():
             self._interruption = self._interruption or why[0]
-            start = self.order.start
-            self.order_trainer(TrainerOrder(start, stop=start))
+            self.stop_trainer()
 
     def take_restarts(self) -> list[RoleRestart]:
         """Restarts on other nodes since the last call."""

@@ -170,8 +170,7 @@ class TrainerLead:
         pause_s = pause_before(restarts, self._own.supervisor.first_pause_s)
         log.warning("%s; %s, in %.0f s or later", fault.text, _ORDERED, pause_s)
         self._fault, self._stopped_at, self._again_at = fault, now, now + pause_s
-        start = self._link.order.start
-        self._link.order_trainer(TrainerOrder(start, stop=start))
+        self._link.stop_trainer()
 
     def _role_of(self, fault: Fault) -> str:
         return f"{self._rule.replica}-node-{fault.node}" if fault.node else self._rule.replica
