@@ -1,4 +1,4 @@
-"""Nodes with a network of their own: namespaces of Linux, joined by a switch that can be cut."""
+"""Network namespaces of Linux as nodes; tests cut a node from the switch between them."""
 
 import os
 import shutil

@@ -94,7 +94,7 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
 
 
 def check_finished(folder: Path, few_prompts: list[str], run_dir: Path) -> None:  # noqa: F811
-    """The finished run is refused, and goes on when it is given more steps."""
+    """A finished run is refused, and resumes when the command gives more steps."""
     with launched(folder, "run", run_dir, *few_prompts) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 2 and "has ended: it is complete after step 20" in output

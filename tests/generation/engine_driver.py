@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,3 +90,15 @@ class Driver:
         assert happening is not None
         await happening
         return [completion for found in streams for completion in found]
+
+
+@contextmanager
+def driven(engine: Engine) -> Iterator[Driver]:
+    """Start an engine on an event loop of its own; both are closed with the context."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(engine.start())
+        yield Driver(engine, loop)
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()

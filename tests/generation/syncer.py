@@ -31,7 +31,7 @@ from tests.ports import free_port
 
 TIMEOUT_S = 30.0
 START_S = 120.0
-"""For the imports of a process of its own, on a busy machine."""
+"""Seconds for a new process to import its libraries, on a busy machine."""
 BUCKET_ELEMENTS = 25_000
 
 

@@ -9,7 +9,7 @@ import torch
 
 from generation.engine import Completion, EngineError, load_engine
 from megatron_rl.protocol.types import Sampling
-from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.engine_driver import Driver, driven, make_setup
 from tests.generation.precision import PATIENCE, assert_near, load_reference, on_the_cpu
 from tests.generation.tiny_model import logprobs, make_model
 
@@ -34,14 +34,8 @@ def driver(
 ) -> Iterator[Driver]:
     log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     setup = make_setup(model_dir.parent, log_path, is_deterministic=True, seed=3)
-    loop = asyncio.new_event_loop()
-    engine = load_engine(request.param)(setup)
-    try:
-        loop.run_until_complete(engine.start())
-        yield Driver(engine, loop)
-    finally:
-        loop.run_until_complete(engine.close())
-        loop.close()
+    with driven(load_engine(request.param)(setup)) as found:
+        yield found
 
 
 def drawn(driver: Driver, prompt: list[int], seeds: dict[int, int]) -> dict[int, Completion]:

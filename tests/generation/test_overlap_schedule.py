@@ -3,7 +3,6 @@
 One server with it on serves both tests; `weights.kv_cache` decides how it is paused.
 """
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import LlamaForCausalLM
 from generation.engine import Completion, load_engine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
-from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.engine_driver import Driver, driven, make_setup
 from tests.generation.precision import assert_near, is_near
 from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.tiny_model import logprobs, mixed_logprobs
@@ -30,15 +29,12 @@ def driver(
     models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Driver, TrainerProcess]]:
     trainer = TrainerProcess()
-    loop = asyncio.new_event_loop()
     log_path = tmp_path_factory.mktemp("logs") / "sglang.log"
     engine = load_engine("sglang")(make_setup(models_dir, log_path, overlaps_schedule=True))
     try:
-        loop.run_until_complete(engine.start())
-        yield Driver(engine, loop), trainer
+        with driven(engine) as found:
+            yield found, trainer
     finally:
-        loop.run_until_complete(engine.close())
-        loop.close()
         trainer.close()
 
 

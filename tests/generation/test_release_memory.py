@@ -18,7 +18,7 @@ from generation.hf_engine import HFEngine
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
-from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.engine_driver import Driver, driven, make_setup
 from tests.generation.precision import IS_EXACT, PATIENCE, assert_near, on_the_cpu
 from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.test_sglang_http import HttpEngine
@@ -39,16 +39,10 @@ def driver(
     request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Driver]:
     """Asked as on this host, and as with CUDA."""
-    loop = asyncio.new_event_loop()
     log_path = tmp_path_factory.mktemp("logs") / "sglang.log"
     changes = {"recomputes_kv_cache": True, "releases_memory": True}
-    engine = request.param(make_setup(models_dir, log_path, **changes))
-    try:
-        loop.run_until_complete(engine.start())
-        yield Driver(engine, loop)
-    finally:
-        loop.run_until_complete(engine.close())
-        loop.close()
+    with driven(request.param(make_setup(models_dir, log_path, **changes))) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
