@@ -23,6 +23,8 @@ if dist.get_rank() == 0:
     listening = [one for one in parent.net_connections("tcp") if one.status == "LISTEN"]
     print("RANKS", sorted(total), [tuple(one.laddr) for one in listening])
 dist.barrier()
+# A gloo group that is left to the end of Python may abort the process.
+dist.destroy_process_group()
 """
 
 
