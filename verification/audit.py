@@ -30,24 +30,14 @@ ReadAnswers = Callable[[Answer, str], list[str]]
 """(what a line has as its answer, task) -> the accepted answers."""
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """Keys that are read from a line; others are ignored."""
+class _Line(Sample, frozen=True, kw_only=True):
+    """Keys that are read from a line: a sample, and what a record adds; others are ignored."""
 
-    text: str
     answer: Answer = ""
-    task: str = "math"
-    entry: str = ""
-    problem: str = ""
-    language: str = ""
-    tokens: int = 0
-    is_finished: bool = True
     finish_reason: str = ""
-    seed: int = 0
-    prompt_tail: str = ""
     prompt_id: str = ""
     reason: str = ""
     stage: int = 0
-    other_answers: list[str] = []
 
 
 class Record(NamedTuple):
@@ -124,20 +114,15 @@ def _sample(
     rules: Sequence[LengthRule],
 ) -> Sample:
     prompt = prompts.get(line.prompt_id)
-    return Sample(
-        text=line.text,
-        answer=answers[0],
-        task=line.task,
-        entry=line.entry or (prompt.entry if prompt else ""),
-        problem=line.problem,
-        language=line.language,
-        tokens=line.tokens,
-        is_finished=line.is_finished and line.finish_reason != "length",
-        seed=line.seed,
-        prompt_tail=line.prompt_tail,
-        other_answers=[*answers[1:], *line.other_answers],
-        length_rule=rules[line.stage] if line.stage < len(rules) else None,
-    )
+    known = {name: getattr(line, name) for name in Sample.__struct_fields__}
+    known |= {
+        "answer": answers[0],
+        "entry": line.entry or (prompt.entry if prompt else ""),
+        "is_finished": line.is_finished and line.finish_reason != "length",
+        "other_answers": [*answers[1:], *line.other_answers],
+        "length_rule": rules[line.stage] if line.stage < len(rules) else None,
+    }
+    return Sample(**known)
 
 
 def reason_rows(
