@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig
+from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
@@ -22,6 +20,10 @@ from verification.math.library import same_by_bare_library
 PARSERS = ("text", "number", "structure", "math_verify", "bare")
 """Parsers in their order; "bare" is math-verify alone, as most trainers use it."""
 FAILED = "grading failed"
+_EXPECTED = (
+    '{"text": ..., "answer": ...} with optional "task", "entry", "problem", "language", "tokens", '
+    '"seed"'
+)
 
 
 Answer = str | int | float | list[str | int | float]
@@ -85,25 +87,10 @@ def read_records(
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
     read_answers: as the reader of prompts does, so that a list in text is a list here too.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
     records = []
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            line = msgspec.json.decode(text, type=_Line)
-        except msgspec.MsgspecError as error:
-            raise InputError(
-                f'{path}:{number}: {error}; expected {{"text": ..., "answer": ...}} with optional '
-                '"task", "entry", "problem", "language", "tokens", "seed"'
-            ) from error
+    for _, line in decode_texts(path, _Line, expected=_EXPECTED):
         answers = read_answers(line.answer, line.task) or [""]
         records.append(Record(_sample(line, answers, prompts, rules), line.reason))
-    if not records:
-        raise InputError(f"{path} holds no completions")
     return records
 
 
