@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
-from megatron_rl.cli.command_line.printing import counted, progress, say
+from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -32,7 +32,7 @@ from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.hardware import Assumptions, cluster_model, read_lanes
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome
-from megatron_rl.simulation.plots import check_library, draw_all
+from megatron_rl.simulation.plots import draw_all
 from megatron_rl.simulation.records import read_run
 from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
@@ -117,7 +117,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     """The command."""
     _check(options)
     if options.plots is not None:
-        check_library()
+        check_plots("leave --plots out")
 
     def load(overrides: Sequence[str]) -> Config:
         files = [config_path(name) for name in (options.config, *options.more)]
