@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.exchange import transport as transports
+from megatron_rl.weights.exchange import lanes
 from megatron_rl.weights.exchange.packets import Packet, digest
 from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes
 from megatron_rl.weights.exchange.transport import GroupTransport
@@ -145,13 +145,13 @@ def limited_links(bytes_per_s: int) -> Iterator[None]:
     In a sender this limits an engine rank served by one rank, as if it had its own link. The kernel
     delays the packets of a full link; the sender's other connections continue.
     """
-    connect = transports.connect_group
+    connect = lanes.connect_group
 
     def connect_limited(*arguments: object) -> None:
         connect(*arguments)
         limit_connections(bytes_per_s)
 
-    with patch.object(transports, "connect_group", connect_limited if bytes_per_s else connect):
+    with patch.object(lanes, "connect_group", connect_limited if bytes_per_s else connect):
         yield
 
 
