@@ -76,7 +76,7 @@ class Weights:
         self._group: dist.ProcessGroup | None = None
 
     def exchange(self, order: Receive) -> None:
-        """Receive slices, and hand them on to the next engine. Errors are reported in the exchange's store."""
+        """Receive slices, and hand them on; errors are reported in the store of the trainer."""
         with torch.no_grad():
             self._rank.take(order)
 

@@ -278,7 +278,11 @@ def open_method(
             method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
         case _:
             method = Reshard(
-                parameters, places[control.rank], setup.shape, control=control, link=link,
+                parameters,
+                places[control.rank],
+                setup.shape,
+                control=control,
+                link=link,
                 settings=settings,
             )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])

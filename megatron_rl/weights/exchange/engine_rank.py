@@ -1,4 +1,4 @@
-"""An engine rank's part in weight syncs: it takes its parcels, and hands them on to the next engine.
+"""An engine rank's part in weight syncs: it takes its parcels, and hands them on.
 
 Runs in every rank of an engine, while the engine is paused: the rank's device does nothing else.
 Shared by engines; needs torch and messages alone. The rank reports in the store of trainer rank 0,
@@ -7,7 +7,7 @@ because SGLang passes on neither a loader's result nor its error:
 | key | set by | says |
 |---|---|---|
 | `layouts/N` | trainer rank 0 | `Layouts`, from which the rank computes its plan |
-| `ready/ATTEMPT/REPLICA/RANK` | the rank | "" when it can receive, else why it cannot or failed later |
+| `ready/ATTEMPT/REPLICA/RANK` | the rank | "" when it can receive, else why not |
 | `go/ATTEMPT` | trainer rank 0 | a `Round`: who takes part |
 | `done/ATTEMPT/REPLICA/RANK` | the rank | a `Report` |
 """

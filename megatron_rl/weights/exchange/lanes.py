@@ -31,7 +31,12 @@ class Lanes:
         self._lanes: dict[int, Lane] | None = None
 
     def open(
-        self, order: Round, backend: str, device: torch.device, patience: Patience, replica: str = ""
+        self,
+        order: Round,
+        backend: str,
+        device: torch.device,
+        patience: Patience,
+        replica: str = "",
     ) -> Transport:
         """The transport of a transfer; the first one forms the groups.
 

@@ -68,8 +68,7 @@ def _plan_of(layouts: Layouts) -> Plan:
         for rank in range(trainers)
     }
     receivers = {
-        trainers + rank: layouts.kind.slices(shape, rank)
-        for rank in range(layouts.kind.world_size)
+        trainers + rank: layouts.kind.slices(shape, rank) for rank in range(layouts.kind.world_size)
     }
     return make_plan(
         senders, receivers, itemsize=layouts.itemsize, bucket_bytes=layouts.bucket_bytes

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_rl.protocol.types import Pause, Receive
 from megatron_rl.weights.exchange.engine_rank import Report, layouts_key, ready_key
+from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.layouts import Layouts
 from megatron_rl.weights.exchange.sender import failed_key, go_key, prepared_key
 from megatron_rl.weights.exchange.shared_transport import done_key
@@ -199,9 +200,7 @@ class Leader:
                 present.append(name)
         return present
 
-    def _await_reports(
-        self, task: _Task, attempt: int, names: list[str], wait_s: float
-    ) -> None:
+    def _await_reports(self, task: _Task, attempt: int, names: list[str], wait_s: float) -> None:
         """Wait until all ranks have reported. Those that do not are lost."""
         keys = {name: task.keys(done_key, attempt, name) for name in names}
         self._old_keys += [failed_key(attempt), *(key for each in keys.values() for key in each)]
@@ -211,9 +210,8 @@ class Leader:
         def ends_at() -> float:
             nonlocal limit, is_troubled
             if not is_troubled and self._store.check([failed_key(attempt)]):
-                # Ranks that wait for the one that failed give up after `wait_s`, or at once.
                 is_troubled = True
-                limit = min(limit, time.monotonic() + wait_s + REPORT_S)
+                limit = min(limit, time.monotonic() + self._notice_s(wait_s) + REPORT_S)
             return limit
 
         lost = self._link.await_all(
@@ -222,6 +220,11 @@ class Leader:
         if lost and is_troubled:
             log.warning("%s", self._store.get(failed_key(attempt)).decode())
         task.talk.lose_all(lost)
+
+    def _notice_s(self, wait_s: float) -> float:
+        """Within which every rank notices that another one has failed."""
+        # NCCL does not tell a rank that its peer has left; a socket's end does.
+        return wait_s if is_of_devices(self._settings.backend) else 0.0
 
     def _read(self, task: _Task, attempt: int, name: str) -> str:
         """Add the reports of a generator's ranks to the outcome; why it lacks the version."""

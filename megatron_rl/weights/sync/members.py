@@ -11,6 +11,7 @@ import torch
 from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
 
+
 @dataclass(frozen=True)
 class ExchangeSettings:
     """Settings of the exchange."""

@@ -7,7 +7,7 @@ transfer, `exchange/transport.py` for the way of the bytes. Threads of a weight 
 |---|---|---|---|
 | caller | every rank | begins, joins the other threads | rank 0's outcome |
 | leader (`leader.py`) | rank 0 | messages generators, calls trainer ranks | reports, acks |
-| sender (`sender.py`) | every rank | computes the digests of its slices, sends | calls in the store |
+| sender (`sender.py`) | every rank | takes digests of its slices, sends | calls in the store |
 
 Threads share no group, connection to the store or socket. Every wait of a sender has a limit, so
 `end` waits for it: afterwards nobody reads the parameters.

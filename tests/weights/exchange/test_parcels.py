@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_rl.weights.exchange.group import Patience, Work
 from megatron_rl.weights.exchange.packets import (
     ALONE_BYTES,
     TRAILER_BYTES,
@@ -27,10 +29,13 @@ from megatron_rl.weights.exchange.packets import (
 )
 from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import PARCEL_OVERHEAD_BYTES, Move, Parcel, make_plan
+from megatron_rl.weights.exchange.shared_transport import SharedTransport
 from megatron_rl.weights.exchange.transport import (
     Buffers,
     GroupTransport,
-    SharedTransport,
+    Lane,
+    Parcels,
+    Round,
     Transport,
 )
 from megatron_rl.weights.layout.slices import Slice
@@ -253,12 +258,32 @@ def test_what_lies_elsewhere_than_on_eight_bytes_or_in_another_dtype_is_staged()
 # --- between ranks ------------------------------------------------------------------------------
 
 
-def open_transport(kind: str = "group", timeout_s: float = 30.0) -> Transport:
+def open_transport(kind: str = "group", timeout_s: float = 30.0, *, senders: int = 1) -> Transport:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
+    rank, world = dist.get_rank(), dist.group.WORLD
     if kind != "shared":
-        return GroupTransport(dist.group.WORLD, CPU, Buffers())
-    return SharedTransport(distributed_c10d._get_default_store(), dist.get_rank(), 0, CPU)
+        # One engine, whose only ranks are the last ones; every lane is the whole group.
+        roots = tuple(range(senders))
+        lanes = {
+            receiver: Lane(world, roots, 1, 0 if rank == receiver else -1)
+            for receiver in range(senders, dist.get_world_size())
+            if rank < senders or rank == receiver
+        }
+        return OneGroup(lanes, CPU, Buffers())
+    order = Round(0, replicas=("engine",))
+    store = distributed_c10d._get_default_store()
+    return SharedTransport(store, order, senders, rank, CPU, "engine")
+
+
+class OneGroup(GroupTransport):
+    """Whose lanes have one group: a receiver's rank there is its number in the plan."""
+
+    def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
+        return [
+            self._start([dist.P2POp(dist.isend, each.data, peer=receiver) for each in packets])
+            for receiver, packets in zip(receivers, parcels, strict=True)
+        ]
 
 
 def count_buffers(monkeypatch_target: Any) -> list[int]:
@@ -287,7 +312,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
 
     Returns (peak as reported, peak as counted, what was received, whether it is right).
     """
-    transport, rank = open_transport(kind), dist.get_rank()
+    transport, rank = open_transport(kind, senders=2), dist.get_rank()
     stages_all = kind != "group"
     rows, columns, bucket_bytes = 64, 10, 512
     halves = [(0, 7), (7, 3)]
@@ -305,7 +330,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "version": 3,
-        "ends_at": time.monotonic() + 20,
+        "patience": Patience(time.monotonic() + 20, 20.0),
     }
     if rank < 2:
         start, width = halves[rank]
@@ -358,7 +383,7 @@ def transfer(deadline_s: float, role: str) -> tuple[str, float]:
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "version": 0,
-        "ends_at": started + deadline_s,
+        "patience": Patience(started + deadline_s, deadline_s),
     }
     try:
         if is_sender:
