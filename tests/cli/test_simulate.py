@@ -99,7 +99,7 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
     # A second to give memory back and one to take it, around the rest.
     parts = found["compute_s"] + found["wait_s"] + found["stall_s"]
     assert found["step_s"] == pytest.approx(parts, rel=1e-6)
-    assert found["sync_s"] == pytest.approx(1.0 + 16.06e9 / 2e9 + 0.1, rel=0.02)
+    assert found["sync_s"] == pytest.approx(1.0 + 16.06e9 / 2e9 * 247 / 240 + 0.1, rel=0.02)
     host = config_path.with_name("host.toml")
     host.write_text('[weights]\nmethod = "host"\n')
     assert called(config_path, "--json", "--config", str(host)) == 0

@@ -114,7 +114,7 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
-    assert found.sync_s == pytest.approx(0.6)
+    assert found.sync_s == pytest.approx(0.3)
     assert found.staleness_max == 1
 
 

@@ -35,7 +35,7 @@ def test_constant_lengths_take_the_longer_of_generation_and_training(training_s:
 
 @pytest.mark.parametrize("training_s", [2.0, 10.0, 25.0])
 def test_without_staleness_they_take_turns(training_s: float) -> None:
-    sync = WeightSyncModel(0.5)  # four engines, one after the other: 2 s
+    sync = WeightSyncModel(2.0)
     model = model_of(token_s=token_s_for(training_s), sync=sync)
     found = simulated(config_of(staleness=0), model)
     # Engines begin as they get their weights, but strictly only once all have them.
