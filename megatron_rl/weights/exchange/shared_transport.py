@@ -49,7 +49,7 @@ class SharedTransport:
         self, store: dist.Store, order: Round, first: int, rank: int, device: torch.device,
         replica: str = "",
     ) -> None:  # fmt: skip
-        """first: receiver that is an engine's rank 0. rank: of the plan. replica: if it receives."""
+        """first: receiver that is an engine's rank 0. rank: in the plan. replica: of a receiver."""
         self._store, self._order, self._first = store, order, first
         self._rank, self._device, self._replica = rank, device, replica
         self._halves: list[SharedMemory | None] = [None, None]

@@ -16,7 +16,8 @@ SCRIPT = "sync 1, admit 2, sync 2, admit 2, sync 3, admit 2, sync 4, admit 2"
 TURNS = "sync 1, admit 2, release 0, sync 2, admit 2, release 0, sync 3, admit 2"
 PLAYS: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reshard": (("Hello", "Pause", "Receive", "Fence", "Ack"), SCRIPT, {}),
-    "three": (("Resume", "Failed", "Ping", "LeaveGroup"), SCRIPT, {}),
+    "resume": (("Resume",), SCRIPT, {}),
+    "three": (("Failed", "Ping", "LeaveGroup"), SCRIPT, {}),
     "broadcast": (("JoinGroup", "Bucket"), SCRIPT, {"method": "broadcast"}),
     "disk": (("Load",), SCRIPT, {"method": "disk"}),
     "turns": (
@@ -32,7 +33,7 @@ def test_every_kind_is_played() -> None:
 
 
 # Those that take longest are drawn by the commit.
-_LONG = ("three", "broadcast")
+_LONG = ("resume", "three", "broadcast")
 
 
 @pytest.mark.parametrize(
