@@ -243,8 +243,7 @@ class GeneratorLink:
                 if reason := self._loss(peer, pings=now > ping_at):
                     lost[peer] = reason
                 elif now > ends_at():
-                    text = f"{why} before the deadline (expert.weights.deadline_s)"
-                    lost[peer] = f"{peer}: {text}"
+                    lost[peer] = f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
             if now > ping_at:
                 ping_at = now + PING_S
             waiting -= lost.keys()
