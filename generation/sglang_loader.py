@@ -1,4 +1,4 @@
-"""Runs inside every rank of an SGLang server: receives weights into its parameters, relays them.
+"""Runs inside every rank of an SGLang server: receives weights into its parameters.
 
 SGLang calls `load` (its option `--custom-weight-loader`) between the begin and the end of a weight
 update. An exception in `load` would kill the server, and SGLang drops its result, so
@@ -23,7 +23,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     found = read_order(after=_obeyed.get("number", 0))
     _obeyed["number"] = found.number
     if not isinstance(found.order, Nothing):
-        _rank(model).obey(found.order)
+        _rank(model).take(found.order)
 
 
 @functools.cache

@@ -220,11 +220,6 @@ REFUSALS = (
         "quantisation adds may be neither; leave one of them out",
     ),
     Refusal(
-        lambda c: c.train.steps > 0 and c.weights.relay and bool(c.generator.quantization),
-        "expert.weights.relay=true with generator.quantization={generator.quantization}: a "
-        "quantised engine takes full tensors, which it cannot pass on; leave one of them out",
-    ),
-    Refusal(
         lambda c: c.model.megatron_path is not None and bool(c.sft.steps or not c.train.steps),
         "model.megatron_path={model.megatron_path} is read by reinforcement learning alone, "
         "without sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert` "

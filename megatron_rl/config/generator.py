@@ -176,16 +176,11 @@ class WeightsConfig(Section):
     """Seconds of one weight sync. A generator that has not taken the version by then is dropped
     until it connects again."""
     grace_s: PositiveFloat = 30.0
-    """Seconds that a generator which took earlier versions may lag behind the first generator
-    that took this one; then it is dropped. Over NCCL it has the whole deadline."""
+    """Seconds that all generators wait for one of them: to get ready, and in each round of the
+    transfer. Then it is dropped. The first weight sync has deadline_s instead."""
     overlap: bool = False
     """Send weights while the trainer waits for the next batch and computes its gradients, up to
     the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
-    relay: bool = False
-    """Let generators pass weights on, so that the number of updated ones doubles per transfer.
-    Without it a copy of the model serves its generators in turn (over NCCL) or divides its links
-    among them. Helps from three generators per copy. A generator stays paused while it passes
-    weights on. Needs reshard."""
     join_timeout_s: PositiveFloat = 1200.0
     """Seconds within which generators must connect: all at the start, and one when none
     is left. Must exceed expert.generator.start_timeout_s."""
@@ -196,15 +191,6 @@ class WeightsConfig(Section):
             raise ValueError(
                 f"expert.weights.overlap=true with weights.method={self.method}: full tensors are "
                 "gathered by all ranks, which train meanwhile; give host, ipc or reshard"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_relay(self) -> Self:
-        if self.relay and self.method != "reshard":
-            raise ValueError(
-                f"expert.weights.relay=true with weights.method={self.method}: generators pass on "
-                "slices over a network; give reshard, or leave relay at false"
             )
         return self
 

@@ -47,12 +47,10 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
-from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.finite import faulty_tensors
 from megatron_rl.weights.folders.hf_folder import bucketed
-from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
@@ -247,8 +245,6 @@ def open_method(
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
-        is_concurrent=not is_of_devices(backend),
-        relays=cfg.weights.relay,
         name=control.share(f"weights-{time.time_ns()}", str),
     )
     match chosen_method(cfg.weights.method, cfg.generator.quantization):
@@ -265,9 +261,9 @@ def open_method(
             )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    copies = model_copies(policy.shape, all_places(policy.chunks[0].config))
+    place = all_places(policy.chunks[0].config)[control.rank]
     parameters = named_parameters(policy.chunks)
-    return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
+    return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
 
 
 def open_turns(

@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -
     assert "RuntimeError: the first error" in first.text
 
 
-def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:
+def test_overlap_is_refused_where_it_is_not_known_to_be_safe() -> None:
     for method in ("reshard", "host", "ipc"):
         refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=False)
         with pytest.raises(InputError, match="with generator.quantization=fp8"):
@@ -184,9 +184,6 @@ def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() ->
     # None of their kernels waits for another process.
     for method in ("host", "ipc"):
         refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=True)
-    for method in ("host", "ipc", "broadcast", "disk"):
-        with pytest.raises(ValueError, match=f"relay=true with weights.method={method}"):
-            WeightsConfig(method=method, relay=True)
     for method in ("broadcast", "disk"):
         with pytest.raises(ValueError, match=f"overlap=true with weights.method={method}"):
             Config.model_validate({"weights": {"overlap": True, "method": method}})

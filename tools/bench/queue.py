@@ -121,9 +121,9 @@ EXPERTS_PRODUCED = Produced(553_200, 132.2)
 """Maximum over the splits of GPUS H100s. DIR holds the model's config.json, N is 512 and 1,024:
 
     megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.prompts_per_batch=N \\
-        --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
+        --gpus 512 --sweep split=96,128,160,192 --steps 4 --warm-up 4 --json
     megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.prompts_per_batch=N \\
-        --gpus 512 --sweep split=64,72,80,96,128 --lanes all --steps 4 --warm-up 4 --json
+        --gpus 512 --sweep split=64,72,80,96,128 --steps 4 --warm-up 4 --json
 
 The number of prompts in a batch grows with the GPUs. The best splits are 128 and 96.
 completions_per_s: train.prompts_per_batch * train.group_size / (1 - zero_variance_share) / step_s.

@@ -1,9 +1,10 @@
 """The plan of an exchange: which slice goes from which trainer rank to which engine rank, and when.
 
-A pure function of slices: every trainer rank computes the same plan, rank 0 tells engine ranks
-their part, and `megatron-rl plan-weights` prints it. Every element of every receiver comes from
-exactly one sender. Where several senders hold the same element, the one with least to send gives
-it, so that no network card is the limit. The exchange goes in rounds: in each, no rank sends and
+A pure function of slices: trainer ranks and engine ranks compute the same plan (`layouts.py`), and
+`megatron-rl plan-weights` prints it. It serves all engines of a kind: what rank r of one engine
+receives, rank r of each one receives. Every element comes from exactly one sender. Where several
+senders hold it, as data-parallel ranks do, the one with least to send gives it, so that no network
+card is the limit. The exchange goes in rounds: in each, no rank sends and
 none receives more than `bucket_bytes`.
 """
 
@@ -58,13 +59,18 @@ Rounds = list[list[Parcel]]
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of an exchange with one engine."""
+    """All rounds of an exchange with the engines of one kind."""
 
     rounds: tuple[tuple[Parcel, ...], ...]
     itemsize: int
     """Bytes of an element on the wire."""
     senders: int
     """Ranks that may send; the receivers' numbers come after theirs."""
+
+    @property
+    def receivers(self) -> list[int]:
+        """All receivers, in ascending order."""
+        return sorted({parcel.receiver for each in self.rounds for parcel in each})
 
     def sent_bytes(self) -> dict[int, int]:
         """Payload by sender."""
@@ -81,6 +87,11 @@ class Plan:
     def of_receiver(self, rank: int) -> Rounds:
         """What an engine rank receives, round by round."""
         return [[parcel for parcel in each if parcel.receiver == rank] for each in self.rounds]
+
+    def roots(self, receiver: int) -> list[int]:
+        """The senders of a receiver, in ascending order."""
+        parcels = (parcel for each in self.rounds for parcel in each)
+        return sorted({parcel.sender for parcel in parcels if parcel.receiver == receiver})
 
     def peak_bytes(self) -> int:
         """Upper bound of a rank's memory without its parameters: two rounds are in flight."""
@@ -116,15 +127,13 @@ def make_plan(
     *,
     itemsize: int,
     bucket_bytes: int,
-    loads: dict[int, int] | None = None,
 ) -> Plan:
     """The exchange that fills every slice of the receivers from those of the senders.
 
-    loads: bytes that the senders send to other engines, added to by what they send here; the least
-    loaded holder sends. Raises ValueError when an element is held by nobody, or one row of a
-    tensor exceeds a bucket.
+    The least loaded holder sends. Raises ValueError when an element is held by nobody, or one row
+    of a tensor exceeds a bucket.
     """
-    loads = defaultdict(int) if loads is None else loads
+    loads: dict[int, int] = defaultdict(int)
     # In a round a rank has at most one parcel with each rank of the other side.
     overhead_bytes = PARCEL_OVERHEAD_BYTES * max(len(senders), len(receivers))
     limit = (bucket_bytes - overhead_bytes) // itemsize
@@ -133,8 +142,8 @@ def make_plan(
     # What few ranks hold is assigned first: what many hold can then even out the loads.
     for number in sorted(range(len(offers)), key=lambda n: len(offers[n].holders)):
         offer = offers[number]
-        rank, source = min(offer.holders, key=lambda holder: loads.get(holder[0], 0))
-        loads[rank] = loads.get(rank, 0) + offer.move.size * itemsize
+        rank, source = min(offer.holders, key=lambda holder: loads[holder[0]])
+        loads[rank] += offer.move.size
         chosen[number] = rank, _from(offer, source)
     moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
     return Plan(_rounds(moves, limit), itemsize, len(senders))
