@@ -78,6 +78,8 @@ class _Syncer:
     """This rank's part of the plan, which is known to fit the parameters."""
     group: str = ""
     lanes: Lanes | None = None
+    takes_part: bool = False
+    """Whether other ranks count on this one in the present transfer."""
 
     def leave_group(self) -> None:
         """Peers that wait for this rank fail then."""
@@ -122,7 +124,9 @@ class EngineRank:
             # Rank 0 may still wait for `ready`, and would not look at `done` before.
             text = report.error.encode()
             self._tell(ready_key(order.attempt, order.replica, self._rank), text)
-            self._tell(failed_key(order.attempt), f"{order.replica}: {report.error}".encode())
+            if self._syncer.takes_part:
+                text = f"{order.replica}: {report.error}".encode()
+                self._tell(failed_key(order.attempt), text)
             # Ranks that wait for this one fail when its connections close, not at the deadline.
             self._syncer.leave_group()
         done = done_key(order.attempt, order.replica, self._rank)
@@ -147,6 +151,7 @@ class EngineRank:
 
     def _take(self, order: Receive, syncer: _Syncer, ends_at: float) -> Report:
         """ends_at: monotonic time."""
+        syncer.takes_part = False
         parameters = self._parameters()
         # All that can be refused comes before `ready`: from `go` on parameters are overwritten.
         if order.version < syncer.version:
@@ -163,6 +168,7 @@ class EngineRank:
         round_ = msgspec.json.decode(syncer.store.get(go_key(order.attempt)), type=Round)
         if order.replica not in round_.replicas:
             raise Refused("trainer rank 0 called the transfer off")
+        syncer.takes_part = True
         lanes, patience = self._lanes(round_, syncer, plan), round_.patience()
         device = next(iter(parameters.values())).device
         result = receive(

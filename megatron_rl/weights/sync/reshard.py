@@ -74,7 +74,6 @@ class Reshard:
         port, self._leader = 0, None
         if link is not None:
             deadline_s = settings.deadline_s
-            # Its own connection: a client's blocking wait would hold up other threads.
             master = open_store(settings.host, 0, is_master=True, timeout_s=deadline_s)
             self._leader = Leader(link, master, settings, control.world_size)
             port = master.port
@@ -85,8 +84,8 @@ class Reshard:
             backend=settings.backend,
             dtype=settings.dtype,
             device=self._device,
-            # Between two calls rank 0 waits for a roll call and for a transfer.
-            patience_s=3 * settings.deadline_s + settings.grace_s,
+            # Between two calls rank 0 waits for reports and answers, and calls the roll.
+            patience_s=4 * settings.deadline_s + 2 * settings.grace_s,
         )
 
     @property

@@ -226,6 +226,16 @@ def test_damaged_parcels_are_sent_once_more_and_then_never_served(
     assert steps[4].metrics["weight_sync/damaged_parcels"] == 0
 
 
+def test_one_that_misses_the_roll_call_is_left_out_and_harms_no_other(tmp_path: Path) -> None:
+    """It is slower to get ready than the others wait, and refused when it comes."""
+    generators = [Generator("a", 1, ({1: "dawdle receive"},)), Generator("b", 1)]
+    script = "sync 0, sync 1, admit 2, sync 2"
+    steps, notes = sync(tmp_path, generators, script, deadline_s=8, grace_s=0.8)
+    assert list(steps[1].failed) == ["a"] and "it is not ready" in steps[1].failed["a"]
+    assert steps[1].held == {"b": 1} and steps[1].metrics["weight_sync/pause_s"] < DAWDLE_S
+    assert versions(notes["a"]) == [0, -1, 1, 2] and versions(notes["b"]) == [0, 1, 2]
+
+
 def test_parameters_of_another_layout_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     other = Generator("a", 1, shape=replace(SHAPE, ffn=14))
     wrapped = Generator("c", 1, prefix="language_model.")
