@@ -31,6 +31,7 @@ from megatron_rl.protocol.metrics import FIRST_STEP
 from megatron_rl.protocol.process import (
     RESTARTED_VARIABLE,
     failures_noted,
+    note_done,
     note_started,
     run_rank,
     set_up_logging,
@@ -176,6 +177,8 @@ def main(cfg: Config, scorer_address: str) -> None:
                 partial(answer_stop, cfg.run.dir, done),
                 limit_s=cfg.checkpoint.write_timeout_s,
             )
+        control.all(True)
+        note_done()
 
 
 def make_room(cfg: Config) -> None:
