@@ -3,7 +3,8 @@
 Written by the queue (`rollout_queue/ledger.py`), which a new process continues after a kill
 (`rollout_queue/recovery.py`). A segment is two files:
 
-- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment;
+- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment. It
+  names the rollouts that are in earlier logs;
 - NNNNNN.log: a record for each input of the coordinator, and for each time that it sent messages.
 
 A record on the disk: its size and CRC-32 (two little-endian uint32), then its frames: their number
@@ -164,6 +165,13 @@ def read_entries(path: Path) -> Iterator[Entry]:
         log.warning("%s: what follows byte %d was cut short, and is left out", path, begin)
 
 
+def read_entry(path: Path, begin: int, end: int) -> Entry | None:
+    """The record at a place of a file; None if it is damaged."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return _read_entry(memoryview(file.read(end - begin)), 0)
+
+
 def _read_entry(content: memoryview, begin: int) -> Entry | None:
     """The record at a place; None at the end, and for a torn one."""
     at = begin + _HEAD.size
@@ -197,8 +205,8 @@ class LogFile(Closing):
         self._path, self._limit_s = path, limit_s
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE)
         self._waiting: list[Frame] = []
-        self.bytes = end
-        """Bytes of all written records."""
+        self.bytes = self.end = end
+        """Bytes of all written records, and of the waiting ones too."""
         self._cut()
 
     def _cut(self) -> None:
@@ -207,7 +215,9 @@ class LogFile(Closing):
 
     def append(self, record: AnyRecord, frames: Sequence[Frame] = ()) -> None:
         """Add a record to those that `flush` writes."""
-        self._waiting += encode_record(record, frames)
+        buffers = encode_record(record, frames)
+        self._waiting += buffers
+        self.end += sum(map(len, buffers))
 
     def flush(self) -> None:
         """Write all waiting records. Raises InputError when the disk fails or stays full."""
@@ -222,8 +232,7 @@ class LogFile(Closing):
             done = os.writev(self._file, some)
             if done < sum(map(len, some)):
                 parts = [b"".join(some)[done:], *parts]
-        self.bytes += sum(map(len, self._waiting))
-        self._waiting = []
+        self.bytes, self._waiting = self.end, []
 
     def close(self) -> None:
         """Close the file without writing the waiting records."""
@@ -285,11 +294,19 @@ def read_state(folder: Path, number: int) -> memoryview:
     return content[entry.end :]
 
 
-def remove_segments(folder: Path, *, before: int | None = None) -> None:
+def remove_segments(
+    folder: Path, *, before: int | None = None, logs_before: int | None = None
+) -> None:
     """Remove all segments, or those before a number, with what a kill has left. Raises OSError.
 
-    States go first: without its state nobody reads a log.
+    logs_before: keep the logs from this number on, because a state names records of them.
     """
-    doomed = [path for number, path in _files(folder) if before is None or number < before]
+    limit = {LOG: before if logs_before is None else logs_before}
+    doomed = [
+        path
+        for number, path in _files(folder)
+        if (end := limit.get(path.suffix, before)) is None or number < end
+    ]
+    # States go first: without its state nobody reads a log.
     for path in sorted(doomed, key=lambda path: path.suffix != STATE):
         path.unlink(missing_ok=True)

@@ -179,8 +179,12 @@ class _Inbox:
         if isinstance(message, RolloutDone):
             lease_id, index = message.rollout.lease_id, message.rollout.index
             self._taken[peer].append((lease_id, index))
+        now, served = self._clock.read(), self._coordinator
         try:
-            self._coordinator.handle(endpoint, peer, message, self._clock.read())
+            if isinstance(served, Ledger):
+                served.handle(endpoint, peer, message, now, self._routers[endpoint].frames)
+            else:
+                served.handle(endpoint, peer, message, now)
         except WireError as error:
             # When trainer and queue contradict each other, neither can continue.
             if endpoint == BATCHES.name:

@@ -64,7 +64,7 @@ class Start:
         folder = self.config.run.dir / FOLDER
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         unix_s = UnixTime()
-        references = References(self.config, self.prompts, unix_s=unix_s)
+        references = References(self.config, self.prompts, folder=folder, unix_s=unix_s)
         limit_s = self.config.checkpoint.write_timeout_s
         label = self.config.ports.label
         live = Live(

@@ -26,7 +26,7 @@ from megatron_rl.protocol.ledger import (
     segments,
     write_state,
 )
-from megatron_rl.rollout_queue.states import References, dump, load
+from megatron_rl.rollout_queue.states import References
 
 FRAMES = [b"head", b"", bytes(range(256)) * 300]
 
@@ -155,7 +155,7 @@ def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
 
 def dumped(one: object, references: References) -> bytes:
     file = io.BytesIO()
-    dump(one, references, file)
+    references.dump(one, file)
     return file.getvalue()
 
 
@@ -164,10 +164,10 @@ class Foreign:
         return subprocess.check_output, (["touch", "/tmp/never"],)
 
 
-def test_a_state_calls_nothing_foreign() -> None:
-    references = References(Config(), PromptSets([], [], [], 0))
+def test_a_state_calls_nothing_foreign(tmp_path: Path) -> None:
+    references = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
     for one in (Foreign(), print, subprocess.Popen, getattr):
         with pytest.raises(pickle.UnpicklingError, match="a state of the queue has no"):
-            load(dumped(one, references), references)
+            references.load(dumped(one, references))
     config = references.find("config")
-    assert load(dumped([config, {"a"}], references), references)[0] is config
+    assert references.load(dumped([config, {"a"}], references))[0] is config

@@ -146,6 +146,7 @@ class Variant(NamedTuple):
     needed: float
     learnt: float
     is_encrypted: bool = False
+    has_ledger: bool = True
 
 
 class Window(NamedTuple):
@@ -243,7 +244,7 @@ def write_config(folder: Path, variant: Variant) -> Config:
             "steps": 1_000_000, "prompts_per_batch": load.prompts_per_batch,
             "group_size": load.group_size, "microbatch_tokens": 40_960,
         },
-        "queue": {"max_staleness": load.max_staleness},
+        "queue": {"max_staleness": load.max_staleness, "ledger": variant.has_ledger},
         "sampling": {"max_new_tokens": load.tokens},
         "generator": {"context_tokens": 40_960, "kv_tokens": 500_000},
         "eval": {"prompts": 0},
