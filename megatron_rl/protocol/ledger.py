@@ -56,6 +56,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """Digest of the program that wrote the state; earlier releases wrote none."""
     now: float = 0.0
     """Time of the queue's clock."""
+    built: int = 0
+    """Batches that the queue had built."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
@@ -117,6 +119,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     messages: int
     check: int
     """Checksum of what the messages were, to notice a replay that differs."""
+    built: int = 0
+    """As in `Began`."""
 
 
 AnyRecord = (
@@ -138,11 +142,14 @@ class Entry(NamedTuple):
 
 
 def encode_record(record: AnyRecord, frames: Sequence[Frame] = ()) -> list[Frame]:
-    """The buffers of a record on the disk. Frames are not copied."""
+    """The buffers of a record on the disk. Long frames are not copied."""
     body: list[Frame] = [_encoder.encode(record), *frames]
-    sizes = struct.pack(f"<{1 + len(body)}I", len(body), *map(len, body))
-    size = len(sizes) + sum(map(len, body))
-    return [_HEAD.pack(size, _check(sizes, body)), sizes, *body]
+    lengths = [*map(len, body)]
+    sizes = struct.pack(f"<{1 + len(body)}I", len(body), *lengths)
+    if max(lengths) < APART_BYTES:
+        content = b"".join([sizes, *body])
+        return [_HEAD.pack(len(content), zlib.crc32(content)) + content]
+    return [_HEAD.pack(len(sizes) + sum(lengths), _check(sizes, body)), sizes, *body]
 
 
 def _check(sizes: Frame, body: Sequence[Frame]) -> int:
@@ -210,7 +217,9 @@ class LogFile(Closing):
         self._cut()
 
     def _cut(self) -> None:
-        os.ftruncate(self._file, self.bytes)
+        # Once an empty file was truncated, ext4 starts to write it out while it is closed.
+        if os.fstat(self._file).st_size != self.bytes:
+            os.ftruncate(self._file, self.bytes)
         os.lseek(self._file, self.bytes, os.SEEK_SET)
 
     def append(self, record: AnyRecord, frames: Sequence[Frame] = ()) -> None:
@@ -284,6 +293,16 @@ def read_began(folder: Path, number: int) -> Began | None:
     with segment_path(folder, number, STATE).open("rb") as file:
         entry = _read_entry(memoryview(file.read(_MOST_BEGAN_BYTES)), 0)
     return entry.record if entry is not None and isinstance(entry.record, Began) else None
+
+
+def read_built(folder: Path, number: int) -> int:
+    """The batches that a segment whose `read_began` is not None knows to be built."""
+    began = read_began(folder, number)
+    assert began is not None
+    path = segment_path(folder, number, LOG)
+    entries = read_entries(path) if path.exists() else ()
+    sent = [entry.record.built for entry in entries if isinstance(entry.record, Sent)]
+    return max(sent, default=began.built)
 
 
 def read_state(folder: Path, number: int) -> memoryview:

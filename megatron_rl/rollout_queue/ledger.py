@@ -168,7 +168,12 @@ class Ledger(Closing):
         self._now = now
         writer.look()
         messages = list(self._coordinator.outgoing(now))
-        self._add(Sent(now, writer.written, maker.has_dealt, len(messages), check_of(messages)))
+        self._add(
+            Sent(
+                now, writer.written, maker.has_dealt, len(messages), check_of(messages),
+                self._coordinator.requests.built_steps,
+            )
+        )  # fmt: skip
         self._flush()
         most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._held_bytes)
         if self._records > MOST_RECORDS or self._file.bytes > most_bytes:
@@ -197,11 +202,6 @@ class Ledger(Closing):
     def is_dealing(self) -> bool:
         """As `Coordinator.is_dealing`."""
         return self._coordinator.is_dealing
-
-    @property
-    def built_steps(self) -> int:
-        """Number of batches that the ledger knows to be built."""
-        return self._coordinator.requests.built_steps
 
     @property
     def peers(self) -> set[tuple[str, str]]:
@@ -235,7 +235,7 @@ class Ledger(Closing):
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
         began = Began(
             self._start, self._metrics_begin, self._unix_s.present_offset_s, program_digest(),
-            self._now,
+            self._now, self._coordinator.requests.built_steps,
         )  # fmt: skip
         named: list[Place] = []
 

@@ -7,6 +7,7 @@ almost all of its bytes, are named by their places in the logs.
 """
 
 import copyreg
+import functools
 import hashlib
 import io
 import pickle
@@ -130,6 +131,7 @@ def _may_load(module: str, name: str) -> bool:
     return module.partition(".")[0] in _MODULES
 
 
+@functools.cache
 def program_digest() -> str:
     """Digest of the queue's code and of the libraries whose objects a state holds.
 
