@@ -19,7 +19,13 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.frames import decode_frames, encode_frames, join_frames, split_frames
+from megatron_rl.protocol.frames import (
+    Frame,
+    decode_frames,
+    encode_frames,
+    joined_parts,
+    split_frames,
+)
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.sequence_cost import SequenceCost
@@ -38,9 +44,14 @@ def _path(folder: Path, step: int) -> Path:
 
 def write_batch(folder: Path, shares: Sequence[RankBatch]) -> None:
     """Write a batch, whole or not at all; shares: of all ranks, in order. Raises OSError."""
-    joined = [join_frames(encode_frames(share)) for share in shares]
-    numbers = [len(joined), *(n for one in joined for n in (len(one), zlib.crc32(one)))]
-    content = b"".join([np.array(numbers, np.int64).tobytes(), *joined])
+    numbers, content = [len(shares)], list[Frame]()
+    for share in shares:
+        parts, check = joined_parts(encode_frames(share)), 0
+        for part in parts:
+            check = zlib.crc32(part, check)
+        numbers += [sum(map(len, parts)), check]
+        content += parts
+    content.insert(0, np.array(numbers, np.int64).tobytes())
     write_whole(_path(folder, shares[0].step), content, is_private=True)
 
 

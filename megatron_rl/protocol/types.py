@@ -100,7 +100,7 @@ class GoldAnswer(msgspec.Struct, frozen=True):
     """Reason to count, if the completion has no place for it."""
 
 
-class Rollout(msgspec.Struct, frozen=True):
+class Rollout(msgspec.Struct, frozen=True, weakref=True):
     """One finished completion of a leased group."""
 
     lease_id: Id
