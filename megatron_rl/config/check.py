@@ -222,7 +222,7 @@ REFUSALS = (
     Refusal(
         lambda c: c.train.steps > 0 and c.weights.relay and bool(c.generator.quantization),
         "expert.weights.relay=true with generator.quantization={generator.quantization}: a "
-        "quantised engine takes full tensors, which it cannot pass on; leave one of them out",
+        "quantised engine keeps codes, which it cannot pass on; leave one of them out",
     ),
     Refusal(
         lambda c: c.model.megatron_path is not None and bool(c.sft.steps or not c.train.steps),

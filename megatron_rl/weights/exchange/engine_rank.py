@@ -31,6 +31,7 @@ from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import Ends, incoming, outgoing, receive
 from megatron_rl.weights.exchange.plan import Rounds
 from megatron_rl.weights.exchange.sender import Sender
+from megatron_rl.weights.exchange.staged import StagedParameters, StagedRounds
 from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
 from megatron_rl.weights.layout.engine_layout import check_slices
 from megatron_rl.weights.layout.slices import Slice
@@ -88,6 +89,7 @@ class Receiver:
         self._name = ""
         self._link: _Link | None = None
         self._buffers = buffers if buffers is not None else Buffers()
+        self._staged: StagedParameters | None = None
 
     @property
     def version(self) -> int:
@@ -121,6 +123,8 @@ class Receiver:
         self._link, self._name = None, ""
         # Their memory goes back: the next syncer may come much later, or never.
         self._buffers.drop()
+        if self._staged is not None:
+            self._staged.drop()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:
         if self._link is None or self._name != order.group_name:
@@ -141,7 +145,12 @@ class Receiver:
         parameters = self._parameters()
         # All that can be refused comes before `ready`: from `go` on parameters are overwritten.
         self._check(order, link, parameters)
-        ends = incoming(link.rounds, parameters, self._dtype, stages_all=stages_all(order.backend))
+        stages = stages_all(order.backend)
+        staged = None
+        if isinstance(parameters, StagedParameters):
+            self._staged = parameters
+            staged = StagedRounds(link.rounds, parameters, self._dtype, stages_all=stages)
+        ends = staged or incoming(link.rounds, parameters, self._dtype, stages_all=stages)
         store = link.channel.store
         self._tell(f"ready/{order.attempt}/{link.channel.rank}", b"")
         # The store's timeout was set for the group's first transfer: here it is what is left now.
@@ -156,10 +165,11 @@ class Receiver:
             version=order.version,
             ends_at=ends_at,
         )
+        peak_bytes = result.peak_bytes + (staged.finish() if staged is not None else 0)
         # Also if parcels are damaged: what the parameters hold now is not the older version.
         link.version = order.version
         return Report(
-            "", result.damaged, result.payload_bytes, result.peak_bytes, result.seconds
+            "", result.damaged, result.payload_bytes, peak_bytes, result.seconds
         )  # fmt: skip
 
     def _check(self, order: Receive, link: _Link, parameters: dict[str, Tensor]) -> None:

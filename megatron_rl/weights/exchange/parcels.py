@@ -7,8 +7,9 @@ generator is paused, receivers `incoming` before the senders start: neither dela
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -164,17 +165,23 @@ def send(
 
 @torch.no_grad()
 def receive(
-    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
+    ends: Iterable[Sequence[ParcelEnd]],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    version: int,
+    ends_at: float,
 ) -> Received:
     """Receive a rank's parcels into its parameters. Raises RuntimeError as `send` does."""
-    result = Received(payload_bytes(ends, dtype))
+    result = Received()
     started = time.monotonic()
     damaged: list[Tensor] = []
     arriving: list[Flight] = []
     arriving_from: list[int] = []
     # As in `send`: while one round is copied into the parameters, the next one is arriving.
-    for parcels in (*ends, ()):
+    for parcels in chain(ends, [()]):
         held = [end.packets for end in parcels]
+        result.payload_bytes += payload_bytes([parcels], dtype)
         transport.lend(held, ends_at, is_sender=False)
         senders = [end.peer for end in parcels]
         works = transport.receive(senders, held)
