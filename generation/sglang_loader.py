@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from generation.sglang_orders import Nothing, read_order
+from generation.sglang_quantised import QuantisingParameters, is_quantised
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 
@@ -31,7 +32,9 @@ def _rank(model: torch.nn.Module) -> EngineRank:
     from sglang.srt.runtime_context import get_parallel
 
     return EngineRank(
-        lambda: dict(model.named_parameters()),
+        lambda: (
+            QuantisingParameters(model) if is_quantised(model) else dict(model.named_parameters())
+        ),
         get_parallel().tp_rank,
         model.get_parameter("model.norm.weight").dtype,
         may_pad_ffn=sglang_cpu.is_needed(),

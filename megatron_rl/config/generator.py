@@ -12,7 +12,7 @@ MOST_PASSED_BY = 8
 """Maximum number of weight syncs that skip a generator which failed several in a row."""
 
 
-def refuse_overlap(weights: "WeightsConfig", generator: "GeneratorConfig", *, gpus: bool) -> None:
+def refuse_overlap(weights: "WeightsConfig", *, gpus: bool) -> None:
     """Raise InputError if `expert.weights.overlap` may be unsafe.
 
     gpus: whether the trainer computes on GPUs.
@@ -22,11 +22,6 @@ def refuse_overlap(weights: "WeightsConfig", generator: "GeneratorConfig", *, gp
             "expert.weights.overlap=true with weights.method=reshard needs a trainer without GPUs: "
             "on one, the exchange's kernels and those of the trainer's own groups could wait for "
             "each other for ever; give weights.method=host, or leave overlap at false"
-        )
-    if given := generator.quantization:
-        raise InputError(
-            f"expert.weights.overlap=true with generator.quantization={given}: a quantised "
-            "engine takes full tensors, which all ranks gather; leave one of them out"
         )
 
 
@@ -56,9 +51,9 @@ class GeneratorConfig(Section):
     Generation and training take turns, so that larger models fit. SGLang only; needs colocate
     and weights.kv_cache = "recompute"."""
     quantization: str = ""
-    """Quantization of the engine's weights: "fp8", or "" for none. Training allows "fp8" only
-    for Qwen2 and Qwen3, because SGLang cannot load new weights into other quantized models.
-    Weights then travel by weights.method broadcast or disk."""
+    """Quantization of the engine's weights: "fp8", or "" for none; in training those two alone.
+    Engine ranks take bf16 slices and quantize each layer when it is complete. With
+    weights.method broadcast or disk SGLang can load only Qwen2 and Qwen3 again."""
     overlap_schedule: bool = False
     """Let SGLang prepare the next token while one is computed. Needs weights.kv_cache =
     "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
@@ -163,9 +158,8 @@ class WeightsConfig(Section):
     """Method of the weight sync. reshard: slices from shard to shard. host: the same through host
     memory and TCP; slower, without NCCL between trainer and engine, and may overlap with training
     on GPUs. ipc: the same through shared memory of one node, for a GPU that trainer and engine
-    share. broadcast: full tensors through rank 0, for engines without our loader; quantised engines
-    get it instead of reshard. disk: a folder that every engine reads; quantised engines get it
-    instead of host and ipc."""
+    share. broadcast: full tensors through rank 0, for engines without our loader. disk: a folder
+    that every engine reads."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """State that running requests keep across a weight sync. keep: the KV cache of older weights,
     as in the paper; recompute: only their tokens."""

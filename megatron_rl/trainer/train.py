@@ -142,7 +142,7 @@ def main(cfg: Config, scorer_address: str) -> None:
         scorer = stack.enter_context(open_scorer(cfg, leader, scorer_address))
         if cfg.weights.overlap:
             # The launcher checks this too; ranks may be started without it.
-            refuse_overlap(cfg.weights, cfg.generator, gpus=policy.device.type != "cpu")
+            refuse_overlap(cfg.weights, gpus=policy.device.type != "cpu")
         trainer = Trainer(
             policy,
             objective,
@@ -250,7 +250,7 @@ def open_method(
         grace_s=cfg.weights.grace_s,
         name=control.share(f"weights-{time.time_ns()}", str),
     )
-    match chosen_method(cfg.weights.method, cfg.generator.quantization):
+    match cfg.weights.method:
         case "broadcast":
             buckets = partial(buckets_of, policy, cfg)
             return Broadcast(buckets, control=control, link=link, settings=settings)
@@ -282,18 +282,6 @@ def open_turns(
         start_timeout_s=cfg.generator.start_timeout_s,
         free_cache=policy.backend.free_cache,
     )
-
-
-def chosen_method(method: str, quantization: str) -> str:
-    """The method that this run can use: no slice fits the parameters of a quantised engine."""
-    full = {"reshard": "broadcast", "host": "disk", "ipc": "disk"}
-    if method not in full or not quantization:
-        return method
-    chosen = full[method]
-    log.info(
-        "generator.quantization=%s: weights.method is %s, not %s", quantization, chosen, method
-    )
-    return chosen
 
 
 def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:

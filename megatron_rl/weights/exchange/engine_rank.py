@@ -31,6 +31,7 @@ from megatron_rl.weights.exchange.parcels import incoming, receive
 from megatron_rl.weights.exchange.plan import Plan, Rounds
 from megatron_rl.weights.exchange.sender import failed_key, go_key
 from megatron_rl.weights.exchange.shared_transport import done_key
+from megatron_rl.weights.exchange.staged import StagedParameters, StagedRounds
 from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
 from megatron_rl.weights.layout.engine_layout import check_slices
 from megatron_rl.weights.layout.slices import Slice
@@ -107,6 +108,7 @@ class EngineRank:
         self._may_pad_ffn = may_pad_ffn
         self._syncer: _Syncer | None = None
         self._buffers = Buffers()
+        self._staged: StagedParameters | None = None
 
     def take(self, order: Receive) -> None:
         """Do as the order says, within its deadline; never raises what a peer can cause.
@@ -129,6 +131,8 @@ class EngineRank:
                 self._tell(failed_key(order.attempt), text)
             # Ranks that wait for this one fail when its connections close, not at the deadline.
             self._syncer.leave_group()
+        if report.error and self._staged is not None:
+            self._staged.drop()
         done = done_key(order.attempt, order.replica, self._rank)
         self._tell(done, msgspec.json.encode(report))
 
@@ -139,6 +143,8 @@ class EngineRank:
         self._syncer = None
         # Their memory goes back: the next syncer may come much later, or never.
         self._buffers.drop()
+        if self._staged is not None:
+            self._staged.drop()
 
     def _syncer_of(self, order: Receive) -> _Syncer:
         if self._syncer is None or self._syncer.name != order.syncer:
@@ -159,9 +165,12 @@ class EngineRank:
                 f"version {order.version} would replace {syncer.version}: it never goes back"
             )
         plan = self._plan(order, syncer, parameters)
-        ends = incoming(
-            syncer.rounds, parameters, self._dtype, stages_all=stages_all(order.backend)
-        )
+        stages = stages_all(order.backend)
+        staged = None
+        if isinstance(parameters, StagedParameters):
+            self._staged = parameters
+            staged = StagedRounds(syncer.rounds, parameters, self._dtype, stages_all=stages)
+        ends = staged or incoming(syncer.rounds, parameters, self._dtype, stages_all=stages)
         self._tell(ready_key(order.attempt, order.replica, self._rank), b"")
         # The store's timeout was set for the first transfer: here it is what is left now.
         syncer.store.set_timeout(timedelta(seconds=max(0.001, ends_at - time.monotonic())))
@@ -178,10 +187,11 @@ class EngineRank:
             version=order.version,
             patience=patience,
         )
+        peak_bytes = result.peak_bytes + (staged.finish() if staged is not None else 0)
         # Also if parcels are damaged: what the parameters hold now is not the older version.
         syncer.version = order.version
         return Report(
-            "", result.damaged, result.payload_bytes, result.peak_bytes, result.seconds
+            "", result.damaged, result.payload_bytes, peak_bytes, result.seconds
         )  # fmt: skip
 
     def _plan(self, order: Receive, syncer: _Syncer, parameters: dict[str, Tensor]) -> Plan:

@@ -7,8 +7,9 @@ generator is paused, receivers `incoming` before the senders start: neither dela
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -155,20 +156,27 @@ def send(
 
 @torch.no_grad()
 def receive(
-    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, patience: Patience
+    ends: Iterable[Sequence[ParcelEnd]],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    version: int,
+    patience: Patience,
 ) -> Received:
     """Receive a rank's parcels into its parameters, and hand them on to the next engine.
 
-    Raises RuntimeError as `send` does.
+    ends: a round is asked for when those before the last one have been copied and handed on. Raises
+    RuntimeError as `send` does.
     """
-    result = Received(payload_bytes(ends, dtype))
+    result = Received()
     started = time.monotonic()
     damaged: list[Tensor] = []
     arrived: list[list[Packet]] = []
     arrived_from: list[int] = []
     # While one round is copied into the parameters and handed on, the next one is arriving. The
     # empty one at the end does so for the last.
-    for parcels in (*ends, ()):
+    for parcels in chain(ends, [()]):
+        result.payload_bytes += payload_bytes([parcels], dtype)
         held, senders = [end.packets for end in parcels], [end.peer for end in parcels]
         transport.lend(held, patience, is_sender=False)
         works, onward = transport.receive(senders, held, arrived)

@@ -8,7 +8,7 @@ card is the limit. The exchange goes in rounds: in each, no rank sends and
 none receives more than `bucket_bytes`.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -146,7 +146,7 @@ def make_plan(
         loads[rank] += offer.move.size
         chosen[number] = rank, _from(offer, source)
     moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
-    return Plan(_rounds(moves, limit), itemsize, len(senders))
+    return Plan(_rounds(moves, _places(offers), limit), itemsize, len(senders))
 
 
 def _offers(
@@ -228,19 +228,47 @@ def _from(offer: Offer, source: Slice) -> Move:
     )
 
 
-def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Moves in the earliest round in which sender and receiver have room."""
+class _Place(NamedTuple):
+    """When a target's turn is."""
+
+    stage: frozenset[int]
+    """Ranks that hold any of its elements: those of a pipeline stage."""
+    turn: int
+    """Among the targets of these ranks."""
+
+
+def _places(offers: Sequence[Offer]) -> dict[str, _Place]:
+    """By target; the targets of a stage in the order in which the receivers need them."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for offer in offers:
+        holders[offer.move.target].update(rank for rank, _ in offer.holders)
+    turns: Counter[frozenset[int]] = Counter()
+    places = {}
+    for target, ranks in holders.items():
+        stage = frozenset(ranks)
+        places[target] = _Place(stage, turns[stage])
+        turns[stage] += 1
+    return places
+
+
+def _rounds(
+    moves: Sequence[tuple[int, int, Move]], places: Mapping[str, _Place], limit: int
+) -> tuple[tuple[Parcel, ...], ...]:
+    """Moves in rounds in which sender and receiver have room, target after target.
+
+    A receiver gets the targets of one stage in order: where an engine quantises what has arrived
+    whole, few layers are in flight. Stages send at the same time.
+    """
     filled: dict[tuple[str, int, int], int] = defaultdict(int)
-    last: dict[tuple[int, int, int], int] = {}
+    last: dict[tuple[int, frozenset[int]], int] = defaultdict(int)
     found: dict[int, dict[tuple[int, int], list[Move]]] = defaultdict(lambda: defaultdict(list))
-    for sender, receiver, move in _in_turn(moves):
+    for sender, receiver, move in sorted(moves, key=lambda each: places[each[2].target].turn):
         ends = (("sender", sender), ("receiver", receiver))
-        # Rounds only fill up: where the pair's last move of this size did not fit, none will fit.
-        # Looking from round 0 on each time would be quadratic in the rounds.
-        number = last.get((sender, receiver, move.size), 0)
+        line = receiver, places[move.target].stage
+        number = last[line]
         while any(filled[(*end, number)] + move.size > limit for end in ends):
             number += 1
-        last[sender, receiver, move.size] = number
+        last[line] = number
         found[number][sender, receiver].append(move)
         for end in ends:
             filled[(*end, number)] += move.size
@@ -251,18 +279,3 @@ def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[P
         )
         for number in sorted(found)
     )
-
-
-def _in_turn(moves: Sequence[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
-    """The moves so that at no time many senders serve the same receiver."""
-    receivers = {rank: index for index, rank in enumerate(sorted({move[1] for move in moves}))}
-    # Turn n of a pair is its n-th move: no pair comes twice before every other has come once.
-    turns: dict[tuple[int, int], int] = defaultdict(int)
-    order = []
-    for number, (sender, receiver, _) in enumerate(moves):
-        turn = turns[sender, receiver]
-        turns[sender, receiver] += 1
-        # Each sender goes through the receivers from another one on, as in an all-to-all.
-        place = (receivers[receiver] + sender) % len(receivers)
-        order.append((turn, place, sender, number))
-    return [moves[number] for *_, number in sorted(order)]
