@@ -157,13 +157,12 @@ RELEASING = [
         ("generator.colocate=false", "without generator.colocate: .* set colocate=true"),
         ("weights.kv_cache=keep", "weights.kv_cache='keep': .* set weights.kv_cache='recompute'"),
         ("expert.weights.overlap=true", "and expert.weights.overlap=true exclude each other"),
-        ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),
+        ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the version"),
         ("generator.quantization=fp8", "quantization='fp8': .* leave one of them out"),
         (
             "expert.generator.start_timeout_s=1300",
             "join_timeout_s=1200 below .*start_timeout_s=1300",
         ),
-        ("expert.weights.relay=true", "relay=true with weights.method=ipc"),
     ],
 )
 def test_what_makes_no_sense_with_engines_that_give_memory_back_is_refused_at_load(
