@@ -123,6 +123,7 @@ _OTHERS = (
     "verifier.restart_window_s",
     "weights.bucket_bytes",
     "weights.overlap",
+    "weights.relay",
 )
 
 
