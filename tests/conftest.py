@@ -53,8 +53,8 @@ def open_descriptors() -> int:
 def forked_tokenizer_children() -> Iterator[None]:
     """Children of `call_in_child` are forked from one server that has imported transformers.
 
-    A spawned child would import transformers anew: two seconds of a core. The server has the
-    environment of its start, and ends with pytest.
+    Each spawned child would import transformers again, which takes two seconds. The server keeps
+    the environment of its start, and ends with pytest.
     """
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(["tests.tokenizer_preload"])

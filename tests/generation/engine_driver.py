@@ -94,7 +94,7 @@ class Driver:
 
 @contextmanager
 def driven(engine: Engine) -> Iterator[Driver]:
-    """Start an engine on an event loop of its own; both are closed with the context."""
+    """Start an engine on a new event loop; the context closes both."""
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(engine.start())
