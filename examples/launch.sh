@@ -85,11 +85,18 @@ PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --nodes "$NODES" "${GPUS_PER
     "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
 cli "${PREPARE[@]}" --dry-run
 cli "${PREPARE[@]}"
-# One task per node, on all its cores, runs the roles of the node. A failing task ends all.
+# One task per node, on all its cores, runs the roles of the node. The launchers of the other nodes
+# decide whether the run can wait for a lost node, and end by themselves if it cannot. A launcher
+# that was killed starts again after 5 s of silence. The first node's needs `prepare` before.
 # shellcheck disable=SC2016  # the variables are those of each task
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
-    'exec "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"' task \
-    "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0 bash -c '
+    trap : TERM INT HUP
+    while true; do
+        "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"
+        status=$?
+        [ "$status" -eq 137 ] && [ "$SLURM_NODEID" -gt 0 ] || exit "$status"
+        sleep 6
+    done' task "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
 SRUN=$!
 # The first signal stops the run after a checkpoint. srun would pass it to every process of the job.
 trap '[ ! -e "$RUN_DIR/stop" ] || kill -TERM "$SRUN"; touch "$RUN_DIR/stop"' TERM INT HUP

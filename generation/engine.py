@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from megatron_rl.config.generator import MOST_PASSED_BY, Argument
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
 
 ENGINES = {
@@ -151,13 +151,10 @@ class Engine(Protocol):
         """
 
     async def receive(self, order: Receive) -> None:
-        """Take slices from the trainer ranks. Only while paused.
+        """Take slices from the trainer ranks or another engine. Only while paused.
 
         Each rank reports their arrival to the trainer: `weights/exchange/engine_rank.py`.
         """
-
-    async def pass_on(self, order: PassOn) -> None:
-        """Relay the received slices to another engine. Only while paused."""
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder. Only while paused."""

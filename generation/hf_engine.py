@@ -38,7 +38,7 @@ from generation.engine import Completion, EngineError, EngineSetup, EngineTimeou
 from generation.hf_manager import open_manager, seeded_generator
 from generation.hf_requests import Decode, Request, first_token_at, one_by_one
 from generation.weight_versions import spans_from_cuts
-from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 
@@ -231,14 +231,7 @@ class HFEngine:
             dtype = getattr(torch, self._setup.dtype)
             self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
         rank = self._rank
-        await self._in_thread(lambda: rank.obey(order), order.deadline_s + CLOSE_S)
-
-    async def pass_on(self, order: PassOn) -> None:
-        """Relay the received slices."""
-        rank = self._rank
-        if self._pause is None or rank is None:
-            raise EngineError("nothing was received in this weight sync that could be passed on")
-        await self._in_thread(lambda: rank.obey(order), order.limit_s)
+        await self._in_thread(lambda: rank.take(order), order.deadline_s + CLOSE_S)
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a folder's safetensors."""

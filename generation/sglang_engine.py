@@ -36,7 +36,7 @@ from generation.sglang_http import HttpRequests, load_time, post
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.engine_requests import SOCKET_VARIABLE
-from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -249,10 +249,6 @@ class SGLangEngine:
         """Have the loader of every rank receive its slices."""
         self._is_loaded_by_slices = True
         await self._call_loader(order, order.deadline_s + LOADER_MARGIN_S)
-
-    async def pass_on(self, order: PassOn) -> None:
-        """Have the loader of every rank relay its slices."""
-        await self._call_loader(order, order.limit_s)
 
     async def _call_loader(
         self, order: Order, timeout_s: float | None = None, version: int | None = None

@@ -1,4 +1,4 @@
-"""Runs inside every rank of an SGLang server: receives weights into its parameters, relays them.
+"""Runs inside every rank of an SGLang server: receives weights into its parameters.
 
 SGLang calls `load` (its option `--custom-weight-loader`) between the begin and the end of a weight
 update. An exception in `load` would kill the server, and SGLang drops its result, so
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from generation.sglang_orders import Nothing, read_order
+from generation.sglang_quantised import QuantisingParameters, is_quantised
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 
@@ -23,7 +24,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     found = read_order(after=_obeyed.get("number", 0))
     _obeyed["number"] = found.number
     if not isinstance(found.order, Nothing):
-        _rank(model).obey(found.order)
+        _rank(model).take(found.order)
 
 
 @functools.cache
@@ -31,7 +32,9 @@ def _rank(model: torch.nn.Module) -> EngineRank:
     from sglang.srt.runtime_context import get_parallel
 
     return EngineRank(
-        lambda: dict(model.named_parameters()),
+        lambda: (
+            QuantisingParameters(model) if is_quantised(model) else dict(model.named_parameters())
+        ),
         get_parallel().tp_rank,
         model.get_parameter("model.norm.weight").dtype,
         may_pad_ffn=sglang_cpu.is_needed(),

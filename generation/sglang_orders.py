@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.types import PassOn, Receive
+from megatron_rl.protocol.types import Receive
 
 LOADER = "generation.sglang_loader.load"
 ORDERS_VARIABLE = "MEGATRON_RL_ORDERS"
@@ -25,7 +25,7 @@ class Nothing(msgspec.Struct, frozen=True, tag="Nothing"):
     """Do nothing: SGLang takes a new version only with a call of the loader."""
 
 
-Order = Receive | PassOn | Nothing
+Order = Receive | Nothing
 VISIBLE_S = 60.0
 """Seconds within which a shared file system shows a write to another node."""
 _LOOK_S = 0.05

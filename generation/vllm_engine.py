@@ -36,7 +36,6 @@ from megatron_rl.protocol.types import (
     JoinGroup,
     LeaveGroup,
     Load,
-    PassOn,
     Receive,
     Resume,
     Sampling,
@@ -168,10 +167,6 @@ class VLLMEngine:
     async def receive(self, order: Receive) -> None:
         """Take slices into the parameters."""
         await self._ask(order, order.deadline_s + RECEIVE_MARGIN_S)
-
-    async def pass_on(self, order: PassOn) -> None:
-        """Relay the received slices."""
-        await self._ask(order, order.limit_s)
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a folder's safetensors."""

@@ -29,7 +29,7 @@ from generation.vllm_messages import (
 from generation.vllm_requests import CompletionRequests, open_core
 from generation.vllm_weights import OrderFailed, Weights, keep_weights, model_of
 from megatron_rl.protocol.engine_requests import Abort, Generate, pack, unpack
-from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, PassOn, Receive, Resume
+from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Receive, Resume
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Server:
     def _obey(self, order: Order) -> str:
         """Execute an order; return why it failed, "": it did not."""
         name = type(order).__name__
-        if isinstance(order, Receive | PassOn | Load | Bucket) and not self._requests.is_paused:
+        if isinstance(order, Receive | Load | Bucket) and not self._requests.is_paused:
             return f"{name}: weights came outside a weight sync: pause first"
         try:
             self._do(order)
@@ -104,7 +104,7 @@ class Server:
         match order:
             case PauseNow(recomputes):
                 self._requests.pause(recomputes=recomputes)
-            case Receive() | PassOn():
+            case Receive():
                 self._weights.exchange(order)
             case Load(folder):
                 self._weights.load(Path(folder))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
@@ -75,10 +75,10 @@ class Weights:
         self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
         self._group: dist.ProcessGroup | None = None
 
-    def exchange(self, order: Receive | PassOn) -> None:
-        """Receive or relay slices. Errors are reported in the exchange's store."""
+    def exchange(self, order: Receive) -> None:
+        """Receive slices, and hand them on; errors are reported in the store of the trainer."""
         with torch.no_grad():
-            self._rank.obey(order)
+            self._rank.take(order)
 
     def load(self, folder: Path) -> None:
         """Load a folder's safetensors. Raises OrderFailed."""

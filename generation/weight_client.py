@@ -2,7 +2,7 @@
 
 A task of the generator process; DEALER to the weights endpoint. With `generator.release_memory` it
 first asks the trainer for room on its GPU (StartRequest, MayStart). It then says Hello until a
-syncer answers, and executes Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Release,
+syncer answers, and executes Pause, Receive, JoinGroup, Bucket, Load, Resume, Release,
 Reclaim, Fence, LeaveGroup and Ping one at a time. It answers all but the last three by Ack or
 Failed. After LeaveGroup, Fence or a failure it starts no completions and says Hello again. The next
 syncer gives it a whole weight sync; a syncer of another training phase restarts the versions.
@@ -35,7 +35,6 @@ from megatron_rl.protocol.types import (
     LeaveGroup,
     Load,
     MayStart,
-    PassOn,
     Pause,
     Ping,
     Receive,
@@ -194,8 +193,6 @@ class WeightClient:
                 await self._engine.pause()
             case Receive():
                 await self._engine.receive(message)
-            case PassOn():
-                await self._engine.pass_on(message)
             case JoinGroup():
                 # A syncer that died did not say LeaveGroup.
                 await self._engine.leave_group()

@@ -151,7 +151,7 @@ class Chaos:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if launcher.poll() is None:
                     found[name].append(psutil.Process(launcher.pid))
-            for role, process in _processes(launcher.pid):
+            for role, process in processes(launcher.pid):
                 found[role].append(process)
         self._seen |= found.keys()
         role = min(sorted(self._seen), key=lambda name: (self._count(name), self.chance.random()))
@@ -244,7 +244,7 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _processes(launcher: int) -> Iterator[tuple[str, psutil.Process]]:
+def processes(launcher: int) -> Iterator[tuple[str, psutil.Process]]:
     """(role, process), with the children of generators and verifiers as roles of their own."""
     for process in _tree(launcher):
         try:

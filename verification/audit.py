@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig
+from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
@@ -22,6 +20,10 @@ from verification.math.library import same_by_bare_library
 PARSERS = ("text", "number", "structure", "math_verify", "bare")
 """Parsers in their order; "bare" is math-verify alone, as most trainers use it."""
 FAILED = "grading failed"
+_EXPECTED = (
+    '{"text": ..., "answer": ...} with optional "task", "entry", "problem", "language", "tokens", '
+    '"seed"'
+)
 
 
 Answer = str | int | float | list[str | int | float]
@@ -30,24 +32,14 @@ ReadAnswers = Callable[[Answer, str], list[str]]
 """(what a line has as its answer, task) -> the accepted answers."""
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """Keys that are read from a line; others are ignored."""
+class _Line(Sample, frozen=True, kw_only=True):
+    """Keys that are read from a line: a sample, and what a record adds; others are ignored."""
 
-    text: str
     answer: Answer = ""
-    task: str = "math"
-    entry: str = ""
-    problem: str = ""
-    language: str = ""
-    tokens: int = 0
-    is_finished: bool = True
     finish_reason: str = ""
-    seed: int = 0
-    prompt_tail: str = ""
     prompt_id: str = ""
     reason: str = ""
     stage: int = 0
-    other_answers: list[str] = []
 
 
 class Record(NamedTuple):
@@ -95,25 +87,10 @@ def read_records(
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
     read_answers: as the reader of prompts does, so that a list in text is a list here too.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
     records = []
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            line = msgspec.json.decode(text, type=_Line)
-        except msgspec.MsgspecError as error:
-            raise InputError(
-                f'{path}:{number}: {error}; expected {{"text": ..., "answer": ...}} with optional '
-                '"task", "entry", "problem", "language", "tokens", "seed"'
-            ) from error
+    for _, line in decode_texts(path, _Line, expected=_EXPECTED):
         answers = read_answers(line.answer, line.task) or [""]
         records.append(Record(_sample(line, answers, prompts, rules), line.reason))
-    if not records:
-        raise InputError(f"{path} holds no completions")
     return records
 
 
@@ -124,20 +101,15 @@ def _sample(
     rules: Sequence[LengthRule],
 ) -> Sample:
     prompt = prompts.get(line.prompt_id)
-    return Sample(
-        text=line.text,
-        answer=answers[0],
-        task=line.task,
-        entry=line.entry or (prompt.entry if prompt else ""),
-        problem=line.problem,
-        language=line.language,
-        tokens=line.tokens,
-        is_finished=line.is_finished and line.finish_reason != "length",
-        seed=line.seed,
-        prompt_tail=line.prompt_tail,
-        other_answers=[*answers[1:], *line.other_answers],
-        length_rule=rules[line.stage] if line.stage < len(rules) else None,
-    )
+    known = {name: getattr(line, name) for name in Sample.__struct_fields__}
+    known |= {
+        "answer": answers[0],
+        "entry": line.entry or (prompt.entry if prompt else ""),
+        "is_finished": line.is_finished and line.finish_reason != "length",
+        "other_answers": [*answers[1:], *line.other_answers],
+        "length_rule": rules[line.stage] if line.stage < len(rules) else None,
+    }
+    return Sample(**known)
 
 
 def reason_rows(

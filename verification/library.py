@@ -9,7 +9,6 @@ Used by `megatron-rl verify`, by benchmarks, and from Python:
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
 from verification.classes import ClassDesk
@@ -60,7 +60,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """None: the limit of the `Grading`, and the margin of its reward section."""
 
 
-class Grading:
+class Grading(Closing):
     """A pool of grading processes for samples from any source."""
 
     def __init__(
@@ -84,13 +84,9 @@ class Grading:
         self.pool.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.pool.__exit__(kind, error, trace)
+    def close(self) -> None:
+        """End all grading processes."""
+        self.pool.close()
 
     def score(self, samples: Iterable[Sample]) -> list[Score | ScoreFailed]:
         """Scores in the order of the samples; ScoreFailed where grading itself failed."""
@@ -163,18 +159,5 @@ class Grading:
 
 
 def _request(number: int, sample: Sample) -> ScoreRequest:
-    return ScoreRequest(
-        request_id=number,
-        task=sample.task,
-        answer=sample.answer,
-        entry=sample.entry,
-        text=sample.text,
-        completion_tokens=sample.tokens,
-        is_finished=sample.is_finished,
-        problem=sample.problem,
-        language=sample.language,
-        seed=sample.seed,
-        prompt_tail=sample.prompt_tail,
-        length_rule=sample.length_rule,
-        other_answers=sample.other_answers,
-    )
+    fields = {name: getattr(sample, name) for name in Sample.__struct_fields__}
+    return ScoreRequest(request_id=number, completion_tokens=fields.pop("tokens"), **fields)

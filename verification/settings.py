@@ -3,13 +3,12 @@
 Used by the verifier's entry and by the launcher.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.lookup import find_function
+from megatron_rl.config.lookup import find_function, nearest
 from megatron_rl.config.reward import CODE, RewardConfig
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
@@ -56,12 +55,11 @@ def find_fault(prompt: Prompt, reward: RewardConfig) -> PromptFault | None:
     """The fault of a prompt: its task is unknown, or it lacks usable tests, or an answer."""
     tasks = reward.all_tasks
     if prompt.task not in tasks:
-        matches = difflib.get_close_matches(prompt.task, tasks, n=1)
-        hint = f"; did you mean {matches[0]!r}?" if matches else ""
         return PromptFault(
             UNKNOWN_TASK,
             f"{_name(prompt)} has the unknown task {prompt.task!r}: known are "
-            f"{sorted(tasks)}, others are defined in [reward.tasks.NAME]{hint}",
+            f"{sorted(tasks)}, others are defined in [reward.tasks.NAME]"
+            f"{nearest(prompt.task, tasks)}",
         )
     compare = tasks[prompt.task].compare
     if compare in ("math", "exact") and not any(map(str.strip, prompt.answers)):

@@ -1,6 +1,5 @@
 """Draws an analysis as PNG files. Used by `megatron-rl analyse`; imports matplotlib to draw."""
 
-import importlib.util
 import io
 from typing import TYPE_CHECKING
 
@@ -8,7 +7,6 @@ import numpy as np
 
 from megatron_rl.analysis.lengths import LengthsResult, LineFit, Means
 from megatron_rl.analysis.results import PLANE, Analysis, PlaneResult, WeightsResult
-from megatron_rl.config.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,15 +20,6 @@ _DOT_AREA = 20
 """Area in square points of a bin or step of mean size."""
 _LABELLED = 12
 """Maximum number of labelled checkpoints."""
-
-
-def check_library() -> None:
-    """Raise InputError when matplotlib is not installed; imports nothing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "plots need matplotlib, which is not installed: install the version in "
-            "requirements/cpu.txt, or give --no-plots"
-        )
 
 
 def draw_all(analysis: Analysis) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import DryRun, RunFolder
-from megatron_rl.cli.command_line.printing import counted, progress, say
+from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -167,11 +167,10 @@ def lengths(options: LengthsOptions, console: Console) -> int:
 
 def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis":
     """The analysis in --out so far. Raises InputError, also if plots cannot be drawn."""
-    from megatron_rl.analysis.plots import check_library
     from megatron_rl.analysis.results import read_analysis
 
     if not options.no_plots:
-        check_library()
+        check_plots("give --no-plots")
     if options.out.exists() and not options.out.is_dir():
         raise InputError(f"--out {options.out} is no folder")
     return read_analysis(options.out)

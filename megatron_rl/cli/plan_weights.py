@@ -4,7 +4,6 @@ It makes the trainer's plan from sizes, without weights, device or other process
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,13 +20,10 @@ from megatron_rl.plan.weight_sync import (
     sync_cost,
     sync_rate,
 )
-from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.layout.copies import model_copies, places_of, turns_before
-from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
+from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
-from megatron_rl.weights.sync.relays import Bindings
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, like_of
 
 SHOWN_RANKS = 16
 
@@ -42,12 +38,14 @@ class Forecast:
     """By rank of each engine."""
     model_bytes: int
     rounds: int
-    """Rounds of each engine's exchange."""
+    """Rounds of the transfer."""
     peak_bytes: int
-    """Maximum memory of a rank in one exchange, without its parameters."""
+    """Maximum memory of a rank in a transfer, without its parameters."""
     bucket_bytes: int
-    direct: int
-    """Number of engines that the trainer serves directly."""
+    lane_ranks: int
+    """Ranks of the largest process group: trainer ranks, and a rank of each engine."""
+    rank_lanes: int
+    """Most process groups of a trainer rank."""
     cost: WeightSyncCost
 
     @property
@@ -67,14 +65,9 @@ def plan_weights(config: Config, console: Console) -> None:
     ratio = f"{total / found.model_bytes:.3f} times the model"
     table.add_row("trainer ranks send", f"{_megabytes(total)}, {ratio}")
     cost = found.cost
-    served = f"serving {cost.turns} engines each"
-    if config.weights.method == "host":
-        served = f"serving {-(-config.generator.replicas // cost.copies)} engines each at once"
-    table.add_row("copies of the trainer's model", f"{cost.copies}, {served}")
-    if cost.is_relayed:
-        table.add_row("engines that engines serve", str(config.generator.replicas - found.direct))
-    table.add_row("ranks of a process group", str(cost.group_ranks))
-    table.add_row("rounds of each engine", str(found.rounds))
+    table.add_row("process groups", f"{cost.lanes}, of at most {found.lane_ranks} ranks")
+    table.add_row("process groups of a trainer rank", f"at most {found.rank_lanes}")
+    table.add_row("rounds", str(found.rounds))
     share = f"{found.peak_bytes / found.bucket_bytes:.2f} times expert.weights.bucket_bytes"
     table.add_row("memory of a rank, at most", f"{_megabytes(found.peak_bytes)}, {share}")
     table.add_row(
@@ -85,8 +78,8 @@ def plan_weights(config: Config, console: Console) -> None:
         table.add_row("the trainer meanwhile", "computes the next step, up to its optimizer")
     rate = f"{sync_rate(config.weights) / 1e9:g} GB/s a rank"
     way = "by way of host memory" if config.weights.method == "host" else "over NCCL"
-    table.add_row("its transfers", f"{cost.seconds:.2f} s {way} at {rate}")
-    table.add_row("by the senders' bandwidth alone", f"{cost.least_seconds:.2f} s")
+    table.add_row("its transfer", f"{cost.seconds:.2f} s {way} at {rate}")
+    table.add_row("a transfer to a single engine", f"{cost.one_s:.2f} s")
     console.print(table, markup=False)
     if len(found.sent) <= SHOWN_RANKS:
         for rank, size in enumerate(found.sent):
@@ -104,62 +97,41 @@ def forecast(config: Config) -> Forecast:
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     itemsize = ITEM_BYTES[config.model.dtype]
-    copies = model_copies(shape, places_of(config.parallel))
-    receivers = _receivers(shape, config, len(copies.slices))
-    plan = _plan(dict(enumerate(copies.slices)), receivers, itemsize, config.weights.bucket_bytes)
-    bindings = Bindings(len(copies.ranks))
-    bindings.bind([f"generator-{number}" for number in range(config.generator.replicas)])
-    served = Counter(bindings.of.values())
-    if config.weights.relay:
-        # In each of its turns a copy serves one engine of the relay tree.
-        served = Counter({copy: turns_before(places) for copy, places in served.items()})
+    plan = _plan(config, shape, itemsize)
     sent, received = plan.sent_bytes(), plan.received_bytes()
-    by_rank = {
-        rank: served[number] * sent.get(place, 0)
-        for number, ranks in enumerate(copies.ranks)
-        for place, rank in enumerate(ranks)
-    }
+    roots = [plan.roots(receiver) for receiver in plan.receivers]
     return Forecast(
-        sent=tuple(by_rank[rank] for rank in range(config.parallel.world_size)),
-        received=tuple(received[rank] for rank in sorted(receivers)),
+        sent=tuple(sent.get(rank, 0) for rank in range(config.parallel.world_size)),
+        received=tuple(received[rank] for rank in plan.receivers),
         model_bytes=itemsize * sum(math.prod(size) for size in hf_shapes(shape).values()),
         rounds=len(plan.rounds),
         peak_bytes=plan.peak_bytes(),
         bucket_bytes=config.weights.bucket_bytes,
-        direct=served.total(),
+        lane_ranks=max(map(len, roots)) + config.generator.replicas,
+        rank_lanes=max(sum(rank in each for each in roots) for rank in sent),
         cost=sync_cost(
             shape,
             config.generator,
             config.weights,
-            copies=copies.ranks,
+            trainer_ranks=config.parallel.world_size,
             item_bytes=itemsize,
-            turn_s=Hardware.turn_s,
+            fixed_s=Hardware.fixed_s,
         ),
     )
 
 
-def _receivers(shape: ModelShape, config: Config, first: int) -> dict[int, list[Slice]]:
-    ranks = config.generator.tensor_parallel
-    if config.generator.engine == "hf":
-        return {first: hf_slices(shape)}
+def _plan(config: Config, shape: ModelShape, itemsize: int) -> Plan:
+    generator, bucket_bytes = config.generator, config.weights.bucket_bytes
+    ranks = generator.tensor_parallel
+    kind = EngineKind(generator.engine, ranks, expert_parallel=generator.expert_parallel)
     try:
-        expert = config.generator.expert_parallel
-        return {
-            first + rank: engine_slices(shape, Share(rank, ranks), expert_parallel=expert)
-            for rank in range(ranks)
-        }
+        # First: its errors are of other keys than those of the plan.
+        kind.slices(shape, 0)
     except ValueError as error:
         raise InputError(f"generator.tensor_parallel = {ranks} is not possible: {error}") from error
-
-
-def _plan(
-    senders: dict[int, list[Slice]],
-    receivers: dict[int, list[Slice]],
-    itemsize: int,
-    bucket_bytes: int,
-) -> Plan:
+    like, world_size = like_of(config.parallel), config.parallel.world_size
     try:
-        return make_plan(senders, receivers, itemsize=itemsize, bucket_bytes=bucket_bytes)
+        return Layouts(shape, like, world_size, kind, itemsize, bucket_bytes).plan()
     except ValueError as error:
         raise InputError(
             f"expert.weights.bucket_bytes = {bucket_bytes} is not possible: {error}"

@@ -23,6 +23,8 @@ megatron-rl replay runs/mine --step 12 --to 14 expert.train.record_tokens=true
 
 megatron-rl replay runs/mine --step 12 algorithm.preset=cispo
 
+megatron-rl replay runs/mine --step 11 --to 20 --rebuild
+
 """
 
 
@@ -40,6 +42,9 @@ class ReplayOptions:
     """New folder for metrics, logs and token records; default: RUN/replay_STEP."""
     export: bool = False
     """Also write the policy after the last step to OUT/hf."""
+    rebuild: bool = False
+    """Also rebuild the run's lost checkpoint of the last step. It is put into RUN/checkpoints if
+    all figures equal the recorded ones, else it stays in OUT/checkpoints."""
     json: Json = False
 
 
@@ -49,13 +54,19 @@ class ReplayOptions:
 def replay(options: ReplayOptions, console: Console) -> int:
     """Exit code: 0, 1 (a rank failed), 2 (bad input)."""
     # Loads most of the launcher.
-    from megatron_rl.launcher.replay import differences, find_replay, run_replay, step_rows
+    from megatron_rl.launcher.replay import (
+        differences,
+        find_replay,
+        place_rebuilt,
+        run_replay,
+        step_rows,
+    )
 
     if options.step < 1:
         raise InputError("megatron-rl replay needs --step N, counted from 1")
     wanted = find_replay(
         options.run_dir, options.step, options.to or options.step, options.out,
-        options.overrides, exports=options.export,
+        options.overrides, exports=options.export, rebuilds=options.rebuild,
     )  # fmt: skip
     repeated: list[dict] = []
     code = until_death(lambda: repeated.extend(run_replay(wanted)))
@@ -63,12 +74,14 @@ def replay(options: ReplayOptions, console: Console) -> int:
         return code
     recorded = step_rows(options.run_dir, wanted)
     found = [differences(old, new) for old, new in zip(recorded, repeated, strict=True)]
+    rebuilt = place_rebuilt(wanted, is_equal=not any(found)) if options.rebuild else None
     if options.json:
         tree = [
             {"step": old["step"], "differences": one}
             for old, one in zip(recorded, found, strict=True)
         ]
-        print(json.dumps({"out": str(wanted.out), "steps": tree}), file=console.file)
+        tail = {"checkpoint": str(rebuilt)} if rebuilt else {}
+        print(json.dumps({"out": str(wanted.out), "steps": tree} | tail), file=console.file)
         return 0
     table = Table("step", "metric", "recorded", "repeated", box=None, pad_edge=False)
     for old, new, differs in zip(recorded, repeated, found, strict=True):
@@ -78,4 +91,6 @@ def replay(options: ReplayOptions, console: Console) -> int:
     equal = sum(not one for one in found)
     say(console, f"{equal} of {len(found)} steps equal the recorded ones in all their figures")
     say(console, f"Rows and logs       {wanted.out}")
+    if rebuilt is not None:
+        say(console, f"Checkpoint          {rebuilt}")
     return 0

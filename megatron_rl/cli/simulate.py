@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
-from megatron_rl.cli.command_line.printing import counted, progress, say
+from megatron_rl.cli.command_line.printing import check_plots, counted, progress, say
 from megatron_rl.cli.run import KEYS_HELP
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -29,10 +29,10 @@ from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons
 from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
-from megatron_rl.simulation.hardware import Assumptions, cluster_model, read_lanes
+from megatron_rl.simulation.hardware import Assumptions, cluster_model
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome
-from megatron_rl.simulation.plots import check_library, draw_all
+from megatron_rl.simulation.plots import draw_all
 from megatron_rl.simulation.records import read_run
 from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
@@ -62,7 +62,7 @@ class SimulateOptions:
         dataclasses.field(default_factory=list)
     )
     """Values to compare; of several options every combination. KEY is a configuration key or split,
-    tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries all splits."""
+    tp, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries all splits."""
     gpus: int | None = None
     """GPUs of the whole run; default: as many as the configuration uses."""
     json: Json = False
@@ -76,9 +76,6 @@ class SimulateOptions:
     """Model FLOPs utilization of the trainer; default: 0.35, with experts 0.2."""
     gb_per_s: Annotated[float | None, _ASSUME] = None
     """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
-    lanes: Annotated[str, _ASSUME] = "copies"
-    """Engines that a weight sync serves at once: a number, all, or one for each copy of the
-    trainer's model."""
     overlap: Annotated[bool, _ASSUME] = False
     """Sync weights during the next step, as expert.weights.overlap."""
     verify_s: Annotated[float, _ASSUME] = _ASSUMED.verify_s
@@ -117,7 +114,7 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     """The command."""
     _check(options)
     if options.plots is not None:
-        check_library()
+        check_plots("leave --plots out")
 
     def load(overrides: Sequence[str]) -> Config:
         files = [config_path(name) for name in (options.config, *options.more)]
@@ -168,7 +165,6 @@ def _check(options: SimulateOptions) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
     if not 0 < options.pass_rate < 1 or options.zero_variance_share >= 1:
         raise InputError("--pass-rate must be above 0 and below 1, --zero-variance-share below 1")
-    read_lanes(options.lanes)
 
 
 def _assumptions(options: SimulateOptions) -> Assumptions:
@@ -176,7 +172,6 @@ def _assumptions(options: SimulateOptions) -> Assumptions:
         gpu=options.gpu,
         mfu=options.mfu,
         bytes_per_s=None if options.gb_per_s is None else options.gb_per_s * 1e9,
-        lanes=read_lanes(options.lanes),
         is_overlapped=options.overlap,
         verify_s=options.verify_s,
         verifier_servers=options.verifier_servers,

@@ -127,6 +127,12 @@ REFUSALS = (
         "{program_s:g} s that a program may take by expert.reward.compile_s, "
         "reward.tests_per_problem and reward.test_s: raise it, or lower those",
     ),
+    Refusal(
+        # A run on one node waits for none.
+        lambda c: c.ports.host != "127.0.0.1" and c.nodes.wait_s >= c.train.batch_timeout_s,
+        "expert.nodes.wait_s={nodes.wait_s:g} is not below expert.train.batch_timeout_s="
+        "{train.batch_timeout_s:g}, when the queue ends the run: lower it, or raise the latter",
+    ),
     # Engines.
     Refusal(
         lambda c: c.generator.overlap_schedule and c.weights.kv_cache != "recompute",
@@ -145,7 +151,6 @@ REFUSALS = (
         "generator.engine={generator.engine!r} does not; use 'sglang'",
     ),
     Refusal(
-        # The engine would round logits that the trainer does not round.
         lambda c: c.model.has_wide_head and c.generator.engine != "sglang",
         "model.head_dtype='float32' with generator.engine={generator.engine!r}, which rounds "
         "logits to model.dtype={model.dtype!r}: its logprobs would differ from the trainer's; use "
@@ -191,38 +196,29 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: _releases(c) and c.weights.kv_cache != "recompute",
-        "generator.release_memory=true with weights.kv_cache={weights.kv_cache!r}: keys and values "
-        "are given back too; set weights.kv_cache='recompute'",
+        "generator.release_memory=true with weights.kv_cache={weights.kv_cache!r}: engines release "
+        "keys and values too; set weights.kv_cache='recompute'",
     ),
     Refusal(
         lambda c: _releases(c) and c.weights.overlap,
-        "generator.release_memory=true and expert.weights.overlap=true exclude each other: an "
-        "engine that takes weights needs its memory, and so does the trainer that trains "
-        "meanwhile; leave one of them out",
+        "generator.release_memory=true and expert.weights.overlap=true exclude each other: the "
+        "trainer would compute while engines take weights; leave one of them out",
     ),
     Refusal(
         lambda c: _releases(c) and c.eval.replicas != "auto",
         "generator.release_memory=true and eval.replicas={eval.replicas} exclude each other: no "
-        "engine keeps the weights that it evaluates while the trainer computes; leave the latter "
-        "out",
+        "engine keeps the version that it evaluates; leave the latter out",
     ),
     Refusal(
         lambda c: _releases(c) and c.weights.join_timeout_s < c.generator.start_timeout_s,
         "generator.release_memory=true with expert.weights.join_timeout_s="
         "{weights.join_timeout_s:g} below expert.generator.start_timeout_s="
-        "{generator.start_timeout_s:g}: engines start while the trainer waits for them to "
-        "join; raise the former",
+        "{generator.start_timeout_s:g}: the trainer waits for engines that start; raise the former",
     ),
     Refusal(
         lambda c: _releases(c) and bool(c.generator.quantization),
-        "generator.release_memory=true with generator.quantization={generator.quantization!r}: of "
-        "a model's layers SGLang restores buffers and a weight sync parameters, but what "
-        "quantisation adds may be neither; leave one of them out",
-    ),
-    Refusal(
-        lambda c: c.train.steps > 0 and c.weights.relay and bool(c.generator.quantization),
-        "expert.weights.relay=true with generator.quantization={generator.quantization}: a "
-        "quantised engine takes full tensors, which it cannot pass on; leave one of them out",
+        "generator.release_memory=true with generator.quantization={generator.quantization!r}: "
+        "nobody may restore the tensors that quantisation adds; leave one of them out",
     ),
     Refusal(
         lambda c: c.model.megatron_path is not None and bool(c.sft.steps or not c.train.steps),
@@ -286,8 +282,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: _offloads(c) and c.model.fp8_parameters,
-        "{offloaded}.offload=true and expert.model.fp8_parameters=true exclude each other: set one "
-        "to false",
+        "{offloaded}.offload and expert.model.fp8_parameters=true exclude each other: omit one",
     ),
     # The choice among models of the cold start.
     Refusal(
@@ -316,7 +311,7 @@ REFUSALS = (
     Refusal(
         lambda c: _has_gold(c) and c.train.router_replay,
         "algorithm.gold.groups={algorithm.gold.groups!r} and train.router_replay=true exclude each "
-        "other: no generator chose experts for reference answers; set one of them to its default",
+        "other: no generator chose experts for reference answers; set one to its default",
     ),
     Refusal(
         lambda c: _has_gold(c) and not c.reward.format,
@@ -365,8 +360,7 @@ REFUSALS = (
     Refusal(
         lambda c: _replays(c) and _has_gold(c),
         "replay.share={replay.share:g} and algorithm.gold.groups={algorithm.gold.groups!r} exclude "
-        "each other: recorded rollouts have no place for reference answers; set one of them to its "
-        "default",
+        "each other: recorded rollouts hold no reference answers; set one to its default",
     ),
     Refusal(
         lambda c: _replays(c) and c.train.router_replay,

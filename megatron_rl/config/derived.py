@@ -61,6 +61,12 @@ def _batch_timeout_s(tree: _Tree) -> float:
     return max(1200.0 * patience_of(tree), 1.5 * _lease_s(tree))
 
 
+def _wait_s(tree: _Tree) -> float:
+    """Half of the time after which the queue ends a run whose trainer is away."""
+    given = _number(tree, "train", "batch_timeout_s")
+    return (_batch_timeout_s(tree) if given is None else given) / 2
+
+
 def _eval_timeout_s(tree: _Tree) -> float:
     return max(600.0 * patience_of(tree), 2.0 * _lease_s(tree))
 
@@ -105,6 +111,7 @@ DERIVED: dict[str, Callable[[_Tree], Any]] = {
     "generator.request_timeout_s": _request_timeout_s,
     "queue.lease_timeout_s": _lease_timeout_s,
     "train.batch_timeout_s": _batch_timeout_s,
+    "nodes.wait_s": _wait_s,
 }
 """Key -> function of the tree that gives its value."""
 

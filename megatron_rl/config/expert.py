@@ -123,7 +123,6 @@ _OTHERS = (
     "verifier.restart_window_s",
     "weights.bucket_bytes",
     "weights.overlap",
-    "weights.relay",
 )
 
 

@@ -12,7 +12,7 @@ MOST_PASSED_BY = 8
 """Maximum number of weight syncs that skip a generator which failed several in a row."""
 
 
-def refuse_overlap(weights: "WeightsConfig", generator: "GeneratorConfig", *, gpus: bool) -> None:
+def refuse_overlap(weights: "WeightsConfig", *, gpus: bool) -> None:
     """Raise InputError if `expert.weights.overlap` may be unsafe.
 
     gpus: whether the trainer computes on GPUs.
@@ -22,11 +22,6 @@ def refuse_overlap(weights: "WeightsConfig", generator: "GeneratorConfig", *, gp
             "expert.weights.overlap=true with weights.method=reshard needs a trainer without GPUs: "
             "on one, the exchange's kernels and those of the trainer's own groups could wait for "
             "each other for ever; give weights.method=host, or leave overlap at false"
-        )
-    if given := generator.quantization:
-        raise InputError(
-            f"expert.weights.overlap=true with generator.quantization={given}: a quantised "
-            "engine takes full tensors, which all ranks gather; leave one of them out"
         )
 
 
@@ -56,9 +51,9 @@ class GeneratorConfig(Section):
     Generation and training take turns, so that larger models fit. SGLang only; needs colocate
     and weights.kv_cache = "recompute"."""
     quantization: str = ""
-    """Quantization of the engine's weights: "fp8", or "" for none. Training allows "fp8" only
-    for Qwen2 and Qwen3, because SGLang cannot load new weights into other quantized models.
-    Weights then travel by weights.method broadcast or disk."""
+    """Quantization of the engine's weights: "fp8", or "" for none; in training those two alone.
+    Engine ranks take bf16 slices and quantize each layer when it is complete. With
+    weights.method broadcast or disk SGLang can load only Qwen2 and Qwen3 again."""
     overlap_schedule: bool = False
     """Let SGLang prepare the next token while one is computed. Needs weights.kv_cache =
     "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
@@ -163,9 +158,8 @@ class WeightsConfig(Section):
     """Method of the weight sync. reshard: slices from shard to shard. host: the same through host
     memory and TCP; slower, without NCCL between trainer and engine, and may overlap with training
     on GPUs. ipc: the same through shared memory of one node, for a GPU that trainer and engine
-    share. broadcast: full tensors through rank 0, for engines without our loader; quantised engines
-    get it instead of reshard. disk: a folder that every engine reads; quantised engines get it
-    instead of host and ipc."""
+    share. broadcast: full tensors through rank 0, for engines without our loader. disk: a folder
+    that every engine reads."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """State that running requests keep across a weight sync. keep: the KV cache of older weights,
     as in the paper; recompute: only their tokens."""
@@ -176,16 +170,11 @@ class WeightsConfig(Section):
     """Seconds of one weight sync. A generator that has not taken the version by then is dropped
     until it connects again."""
     grace_s: PositiveFloat = 30.0
-    """Seconds that a generator which took earlier versions may lag behind the first generator
-    that took this one; then it is dropped. Over NCCL it has the whole deadline."""
+    """Seconds that all generators wait for one of them: to get ready, and in each round of the
+    transfer. Then it is dropped. The first weight sync has deadline_s instead."""
     overlap: bool = False
     """Send weights while the trainer waits for the next batch and computes its gradients, up to
     the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
-    relay: bool = False
-    """Let generators pass weights on, so that the number of updated ones doubles per transfer.
-    Without it a copy of the model serves its generators in turn (over NCCL) or divides its links
-    among them. Helps from three generators per copy. A generator stays paused while it passes
-    weights on. Needs reshard."""
     join_timeout_s: PositiveFloat = 1200.0
     """Seconds within which generators must connect: all at the start, and one when none
     is left. Must exceed expert.generator.start_timeout_s."""
@@ -196,15 +185,6 @@ class WeightsConfig(Section):
             raise ValueError(
                 f"expert.weights.overlap=true with weights.method={self.method}: full tensors are "
                 "gathered by all ranks, which train meanwhile; give host, ipc or reshard"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_relay(self) -> Self:
-        if self.relay and self.method != "reshard":
-            raise ValueError(
-                f"expert.weights.relay=true with weights.method={self.method}: generators pass on "
-                "slices over a network; give reshard, or leave relay at false"
             )
         return self
 

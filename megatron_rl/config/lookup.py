@@ -8,7 +8,7 @@ import importlib
 import os
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +18,26 @@ Function = TypeVar("Function")
 """A callable of the table's kind, or None where the table has it."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Hint with the known name that is most like a missing one; empty without a like one."""
+    # A user may name the last part alone, or write another case.
+    by_form = {one.casefold(): one for one in known}
+    by_form |= {form.rsplit(".", 1)[-1]: one for form, one in by_form.items() if "." in form}
+    wanted = name.casefold()
+    found = difflib.get_close_matches(wanted, by_form, n=1, cutoff=0.6)
+    found = found or difflib.get_close_matches(wanted.rsplit(".", 1)[-1], by_form, n=1, cutoff=0.6)
+    return f"; did you mean {by_form[found[0]]!r}?" if found else ""
+
+
 def find_function(table: Mapping[str, Function], name: str, *, key: str) -> Function:
     """The function `name`; raises InputError, whose text names the configuration key `key`."""
     if name in table:
         return table[name]
     module_name, separator, function_name = name.partition(":")
     if not separator:
-        matches = difflib.get_close_matches(name, table, n=1)
-        hint = f"; did you mean {matches[0]!r}?" if matches else ""
         raise InputError(
-            f"{key}={name!r} is neither one of {sorted(table)} nor package.module:function{hint}"
+            f"{key}={name!r} is neither one of {sorted(table)} nor package.module:function"
+            f"{nearest(name, table)}"
         )
     try:
         found: Any = getattr(importlib.import_module(module_name), function_name, None)

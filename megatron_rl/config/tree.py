@@ -173,8 +173,8 @@ class NodesConfig(Section):
     they hold; others get the rest. Slurm kills a job 30 s after SIGTERM (KillWait)."""
     wait_s: PositiveFloat = 600.0
     """Seconds in which a lost node of a trainer on several nodes may come back; then the run ends,
-    and can be resumed. Keep it below expert.train.batch_timeout_s, after which the queue ends the
-    run."""
+    and can be resumed. Default: half of expert.train.batch_timeout_s. It must stay below that key,
+    after which the queue ends the run."""
     spare: int = Field(default=0, ge=0)
     """Number of the last nodes of a run on several nodes that start no role. Each waits to take the
     place of a lost trainer node."""

@@ -17,7 +17,6 @@ from megatron_rl.data.tables.columns import ColumnMap
 from megatron_rl.data.tables.files import format_of
 from megatron_rl.data.tables.source import is_in_our_form, read_kept
 from megatron_rl.data.tables.where import value_of
-from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 
@@ -123,27 +122,3 @@ def _our_fields(fields: dict[str, Any], prompt: Prompt, columns: ColumnMap) -> d
 def encode_lines(lines: list[Any]) -> str:
     """The lines as JSONL."""
     return "".join(msgspec.json.encode(line).decode() + "\n" for line in lines)
-
-
-def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]:
-    """(number, line as `kind`) of a JSONL file. Raises InputError with the first bad line.
-
-    expected: example of a line, for the message.
-    """
-    try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    decoder = msgspec.json.Decoder(kind)
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found.append((number, decoder.decode(line)))
-        except msgspec.MsgspecError as error:
-            raise line_error(path, number, error, expected=expected) from error
-    if not found:
-        raise InputError(f"{path} has no lines; expected {expected}")
-    return found

@@ -14,7 +14,8 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
-from megatron_rl.curation.rows import Row, read_jsonl
+from megatron_rl.curation.rows import Row
+from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import Prompt
@@ -154,7 +155,7 @@ def _records(
         raise InputError(
             f"--label {label} needs a run folder, and {path} is a file: leave --label out"
         )
-    for number, raw in read_jsonl(path, dict[str, msgspec.Raw], expected=expected):
+    for number, raw in decode_texts(path, dict[str, msgspec.Raw], expected=expected):
         kind = RolloutRecord if "text" in raw else plain
         try:
             yield f"{path}:{number}", msgspec.json.decode(msgspec.json.encode(raw), type=kind)

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.curation.rows import Row, read_jsonl
+from megatron_rl.curation.rows import Row
 from megatron_rl.curation.tool import Outcome, Tally, check_share, place_of
+from megatron_rl.protocol.line_errors import decode_texts
 from verification.language import LanguageRules, canonical_code, detect
 
 NAMES = {"fr": "French", "es": "Spanish", "it": "Italian", "de": "German", "zh": "Chinese",
@@ -204,7 +205,7 @@ def _ineligible(row: Row, options: TranslateOptions) -> str:
 def read_translations(path: Path) -> dict[tuple[str, str], str]:
     """Translations by id and language of the request. Raises InputError."""
     found: dict[tuple[str, str], str] = {}
-    for number, line in read_jsonl(path, Request, expected=_EXPECTED):
+    for number, line in decode_texts(path, Request, expected=_EXPECTED):
         if (line.id, line.language) in found:
             raise InputError(f"{path}:{number}: {line.id!r} in {line.language!r} is there twice")
         found[line.id, line.language] = line.text

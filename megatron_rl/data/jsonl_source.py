@@ -22,6 +22,7 @@ from megatron_rl.data.answers import (
     read_rate,
 )
 from megatron_rl.data.messages import NotText, plain_turns, refuse_images
+from megatron_rl.protocol.line_errors import text_lines
 from megatron_rl.protocol.types import ChatMessage, Prompt
 
 _SPLITS = ("train", "held_out")
@@ -102,17 +103,9 @@ def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
 
 def read_lines(path: Path, *, task: str) -> list[PromptLine]:
     """Lines of a file; `split` is empty for a line without a split. Raises InputError."""
-    try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
-        raise InputError(f"cannot read the prompts {path}: {error}{hint}") from error
-    return [
-        _parse_line(line, path, number, task)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
+    lines = text_lines(path, holds="the prompts ", hint=hint)
+    return [_parse_line(line, path, number, task) for number, line in lines]
 
 
 def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:

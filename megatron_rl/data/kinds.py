@@ -3,11 +3,11 @@
 "auto" looks at path and name; the name of a known data set is read like "auto", by its columns.
 """
 
-import difflib
 from collections.abc import Collection
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.paths import is_hub_data
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.data.tables.data_sets import DATA_SETS, named_form
@@ -63,9 +63,7 @@ def with_hub_name(source: PromptSource) -> PromptSource:
 
 def _unknown(kind: str, readers: Collection[str], key: str) -> InputError:
     known = list(dict.fromkeys([AUTO, *sorted(readers), *NAMED]))
-    lower = {name.casefold(): name for name in known}
-    found = difflib.get_close_matches(kind.casefold(), lower, n=1)
-    hint = f"; did you mean {lower[found[0]]!r}?" if found else ""
     return InputError(
-        f"{key}={kind!r} is neither one of {', '.join(known)} nor package.module:function{hint}"
+        f"{key}={kind!r} is neither one of {', '.join(known)} nor package.module:function"
+        f"{nearest(kind, known)}"
     )

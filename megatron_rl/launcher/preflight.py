@@ -144,7 +144,7 @@ def check_overlap(config: Config, gpus: Sequence[str]) -> None:
     """`expert.weights.overlap` fits the trainer's device; gpus: of this host."""
     if config.train.steps and config.weights.overlap:
         has_gpus = uses_gpus(device_of_host(gpus))
-        refuse_overlap(config.weights, config.generator, gpus=has_gpus)
+        refuse_overlap(config.weights, gpus=has_gpus)
 
 
 def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 Used by `megatron-rl replay`, in its one thread.
 """
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +24,15 @@ from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    PARTIAL,
+    complete_checkpoints,
+    discard,
+    folder_name,
+)
 from megatron_rl.protocol.metrics import stream_rows
-from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
+from megatron_rl.protocol.stored_batches import BATCHES, state_name, stored_steps
 
 _HOST = "127.0.0.1"
 _OF_THE_MACHINE = ("_s", "per_gpu", "train/mfu")
@@ -48,15 +55,17 @@ class Replay:
     """Folder for metrics, logs, records of tokens and an export."""
     overrides: tuple[str, ...] = ()
     exports: bool = False
+    rebuilds: bool = False
+    """Write the checkpoint of the last step too."""
 
 
 def find_replay(
     run_dir: Path, first: int, last: int, out: Path | None, overrides: Sequence[str], *,
-    exports: bool = False,
+    exports: bool = False, rebuilds: bool = False,
 ) -> Replay:  # fmt: skip
     """The replay of these steps, from the newest checkpoint before them.
 
-    Raises InputError when a checkpoint or a batch is missing, ConfigError for an override.
+    Raises InputError when a checkpoint or a batch is missing, or the state to rebuild one with.
     """
     stored = set(stored_steps(run_dir / BATCHES))
     checkpoints = complete_checkpoints(run_dir / CHECKPOINTS)
@@ -78,7 +87,38 @@ def find_replay(
     where = out if out is not None else run_dir / f"replay_{first:06d}"
     if where.exists():
         raise InputError(f"{where} exists: remove it, or choose another folder by --out")
-    return Replay(run_dir, begins[begin], first, last, where, tuple(overrides), exports)
+    if rebuilds:
+        _check_rebuilt(run_dir, last)
+    return Replay(run_dir, begins[begin], first, last, where, tuple(overrides), exports, rebuilds)
+
+
+def _check_rebuilt(run_dir: Path, step: int) -> None:
+    """Raise InputError if the checkpoint of the step is there, or cannot be rebuilt."""
+    if step in complete_checkpoints(run_dir / CHECKPOINTS):
+        raise InputError(
+            f"{run_dir} has a checkpoint of step {step}: omit --rebuild, or remove "
+            f"{CHECKPOINTS}/{folder_name(step)} if it is damaged"
+        )
+    if not (run_dir / BATCHES / state_name(step)).exists():
+        raise InputError(
+            f"the checkpoint of step {step} cannot be rebuilt: {run_dir / BATCHES} has no state of "
+            "the queue for it. Give a step of which the run began a checkpoint"
+        )
+
+
+def place_rebuilt(replay: Replay, *, is_equal: bool) -> Path:
+    """Where the rebuilt checkpoint is: in the run folder, from which the run resumes, if it is
+    equal to the lost one."""
+    place = CHECKPOINTS, folder_name(replay.last)
+    made, lost = replay.out.joinpath(*place), replay.run_dir.joinpath(*place)
+    if not is_equal:
+        return made
+    partial = lost.with_name(lost.name + PARTIAL)
+    discard(partial)
+    # OUT may be on another file system.
+    shutil.move(made, partial)
+    discard(lost)
+    return partial.rename(lost)
 
 
 def run_replay(replay: Replay) -> list[Row]:
@@ -123,6 +163,8 @@ def _command(replay: Replay, config: Config, overrides: Sequence[str]) -> list[s
         arguments += ["--checkpoint", str(replay.checkpoint.resolve())]
     if replay.exports:
         arguments.append("--export")
+    if replay.rebuilds:
+        arguments.append("--save")
     return [
         sys.executable, "-m", "megatron_rl.trainer.torchrun", *torchrun,
         "-m", "megatron_rl.trainer.replay", *arguments, "--last", str(replay.last), *overrides,

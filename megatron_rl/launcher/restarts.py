@@ -91,7 +91,7 @@ class Death:
     restarts: int
     """Restarts of the replica within the rule's window."""
     is_run_ending: bool
-    """The role that ends this one has ended with exit code 0."""
+    """The role that ends this one has ended with exit code 0, or all its work is on the disk."""
     is_too_late: bool
     """`RestartRule.until` has ended with exit code 0."""
     others: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.observe.deaths import Ending, RoleDied
+from megatron_rl.protocol.process import DONE
 
 
 @dataclass
@@ -61,6 +62,12 @@ class Role:
         """Whether it runs and has written its ready file."""
         rule = self.restarts
         return self.ended is None and rule is not None and rule.ready_path.exists()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its work is on the disk."""
+        rule = self.restarts
+        return rule is not None and rule.ready_path.exists() and rule.ready_path.read_text() == DONE
 
     @property
     def generations(self) -> int | None:

@@ -226,7 +226,7 @@ class Supervisor:
             exit_code=role.ending.code,
             can_start=self.replicas.can_start(rule, len(starting), len(same)),
             restarts=self.replicas.restarts(rule, now),
-            is_run_ending=self._has_ended_well(role.outlives),
+            is_run_ending=self._has_ended_well(role.outlives) or role.is_done,
             is_too_late=self._has_ended_well(rule.until),
             others=self.replicas.others(rule),
         )

@@ -41,7 +41,6 @@ from megatron_rl.plan.trainer_memory import (
     setting_of,
 )
 from megatron_rl.plan.weight_sync import WeightSyncCost, sync_cost
-from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 MAX_BUBBLE = 0.25
@@ -64,9 +63,8 @@ class Hardware:
     """Share of the GPUs' peak FLOPs that the model uses."""
     bytes_per_s: float | None = None
     """Rate of one rank in a weight sync; None: `sync_rate`."""
-    turn_s: float = 0.4
-    """Seconds of a weight sync per generator of a copy in addition to its bytes: pause, readiness,
-    digests. An estimate."""
+    fixed_s: float = 0.4
+    """Seconds of a weight sync in addition to its bytes: pause, roll call, digests. An estimate."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,10 @@ def _sync(shape: ModelShape, config: Config, hardware: Hardware) -> WeightSyncCo
         shape,
         config.generator,
         config.weights,
-        copies=copies_of(places_of(config.parallel)),
+        trainer_ranks=config.parallel.world_size,
         item_bytes=ITEM_BYTES[config.model.dtype],
         bytes_per_s=hardware.bytes_per_s,
-        turn_s=hardware.turn_s,
+        fixed_s=hardware.fixed_s,
     )
 
 
@@ -298,13 +296,11 @@ def _advice(
         )
     if max(config.parallel.tensor, generator.tensor_parallel) > HOST_GPUS:
         found.append(f"more than {HOST_GPUS} tensor ranks span hosts: their traffic is slow there")
-    if sync.seconds / sync.turns > config.weights.deadline_s:
+    if sync.seconds > config.weights.deadline_s:
         found.append(
-            f"a transfer takes {sync.seconds / sync.turns:.0f} s, longer than "
+            f"a weight sync takes {sync.seconds:.0f} s, longer than "
             f"expert.weights.deadline_s={config.weights.deadline_s:.0f}"
         )
     found += padding_advice(step.padding, step.flops, step.seconds)
     found += turn_advice(config, step.seconds)
-    if config.weights.method == "reshard" and not generator.quantization:
-        found += sync.relay_advice(step.seconds)
     return found

@@ -142,10 +142,8 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     yield "weight sync", f"{sync.total_bytes / 1e9:.2f} GB, {waited}"
     if sync.is_overlapped:
         yield "  of which the trainer waits", f"{sync.waited_seconds(step.seconds):.2f} s"
-    relayed = " (engines pass weights on)" if sync.is_relayed else ""
-    shared = f"{sync.copies} copies at once, {sync.turns} turns{relayed}"
-    yield "  transfers", f"{sync.seconds:.2f} s: {shared}, groups of {sync.group_ranks} ranks"
-    yield "  by the senders' bandwidth alone", f"{sync.least_seconds:.2f} s"
+    yield "  its transfer", f"{sync.seconds:.2f} s in {sync.rounds} rounds, {sync.lanes} lanes"
+    yield "  to a single engine", f"{sync.one_s:.2f} s"
     yield "  most that an engine rank takes", f"{sync.rank_bytes / 1e9:.2f} GB"
 
 

@@ -1,11 +1,9 @@
 """What a weight sync moves, and how long it takes. Pure; used by plans and simulations."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.plan.generator import engine_rank_bytes
-from megatron_rl.weights.layout.copies import turns_before
 from megatron_rl.weights.layout.shape import ModelShape
 
 NCCL_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 2e9
@@ -20,8 +18,6 @@ def sync_rate(weights: WeightsConfig, given: float | None = None) -> float:
     return HOST_BYTES_PER_S if weights.method == "host" else NCCL_BYTES_PER_S
 
 
-RELAY_WORTH = 0.05
-"""Share of a step that expert.weights.relay must save to be advised."""
 PAPER_WEIGHT_SYNC_S = 5.0
 """In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
 
@@ -31,50 +27,31 @@ class WeightSyncCost:
     """What one weight sync to all generators moves, over NCCL or by way of host memory."""
 
     total_bytes: int
+    """Received by all engines."""
     rank_bytes: int
-    """Most that a rank of an engine takes."""
-    copies: int
-    """Of the model in the trainer; they serve generators at the same time."""
-    group_ranks: int
-    """Of a copy and an engine."""
-    turns: int
-    """Transfers, one after the other, until all generators are served: by the busiest copy, or with
-    `is_relayed` also by those that hold the version."""
-    is_relayed: bool
-    """Generators pass weights on (expert.weights.relay)."""
+    """Most that a rank of an engine receives."""
+    lanes: int
+    """Process groups: one for each rank of an engine."""
+    rounds: int
+    """Of the fullest lane."""
     seconds: float
-    """Of the transfers of all turns; digests and pauses are not counted."""
-    turn_s: float
-    """Assumed for a turn beside its transfer."""
-    least_seconds: float
-    """Of the transfers, if the trainer's ranks alone sent, all of the time: their bandwidth."""
+    """Of the transfer to all generators; digests and pauses are not counted."""
+    one_s: float
+    """Of a transfer to a single generator."""
+    fixed_s: float
+    """Assumed for the pause, the roll call and the digests."""
     is_overlapped: bool = False
     """The trainer computes meanwhile (expert.weights.overlap)."""
 
     @property
     def whole_seconds(self) -> float:
         """From its beginning until all generators have the version."""
-        return self.seconds + self.turns * self.turn_s
+        return self.seconds + self.fixed_s
 
     def waited_seconds(self, step_seconds: float) -> float:
         """That the trainer waits. step_seconds: that it computes in a step."""
-        beside = step_seconds if self.is_overlapped else 0.0
-        return max(0.0, self.whole_seconds - beside)
-
-    def relay_advice(self, step_s: float) -> list[str]:
-        """What expert.weights.relay would save, where that is worth longer pauses of the engines.
-
-        step_s: seconds of a step.
-        """
-        turns = turns_before(self.turns)
-        saved_s = self.whole_seconds * (1 - turns / self.turns)
-        if self.is_relayed or saved_s < RELAY_WORTH * step_s:
-            return []
-        return [
-            f"a weight sync takes {self.whole_seconds:.1f} s: with expert.weights.relay=true "
-            f"engines pass weights on, in {turns} turns instead of {self.turns}, "
-            f"{turns * self.whole_seconds / self.turns:.1f} s"
-        ]
+        meanwhile = step_seconds if self.is_overlapped else 0.0
+        return max(0.0, self.whole_seconds - meanwhile)
 
 
 def sync_cost(
@@ -82,38 +59,29 @@ def sync_cost(
     generator: GeneratorConfig,
     weights: WeightsConfig,
     *,
-    copies: Sequence[Sequence[int]],
+    trainer_ranks: int,
     item_bytes: int,
     bytes_per_s: float | None = None,
-    turn_s: float = 0.0,
+    fixed_s: float = 0.0,
 ) -> WeightSyncCost:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
-    copies: the trainer's ranks of each. Those of a copy share its work evenly (`make_plan`), so
-    that the slower end of a transfer is the fullest receiver, or the senders where they are fewer.
+    Trainer ranks share the sending evenly (`make_plan`), so that the slower end is the fullest
+    receiver, or the senders where they are fewer. Each engine hands what it receives on to the
+    next one, so n engines take n - 1 rounds longer than one (`exchange/transport.py`).
     bytes_per_s: default: `sync_rate`.
     """
     rate = sync_rate(weights, bytes_per_s)
     ranks = engine_rank_bytes(shape, generator, item_bytes)
-    senders = len(copies[0])
-    served = -(-generator.replicas // len(copies))
-    # Over NCCL a copy serves its engines one after the other: see weights/sync/members.py.
-    at_once = served if weights.method == "host" else 1
-    turns = turns_before(served) if weights.relay else -(-served // at_once)
-
-    def seconds(engines: int) -> float:
-        """Of the transfers to so many engines of a copy at once."""
-        return max(max(ranks), engines * sum(ranks) / senders) / rate
-
+    rounds = max(1, -(-max(ranks) // weights.bucket_bytes))
+    one_s = max(max(ranks), sum(ranks) / trainer_ranks) / rate
     return WeightSyncCost(
         total_bytes=generator.replicas * sum(ranks),
         rank_bytes=max(ranks),
-        copies=len(copies),
-        group_ranks=senders + len(ranks),
-        turns=turns,
-        is_relayed=weights.relay,
-        seconds=turns * seconds(at_once),
-        turn_s=turn_s,
-        least_seconds=seconds(served),
+        lanes=len(ranks),
+        rounds=rounds,
+        seconds=one_s * (rounds + generator.replicas - 1) / rounds,
+        one_s=one_s,
+        fixed_s=fixed_s,
         is_overlapped=weights.overlap,
     )

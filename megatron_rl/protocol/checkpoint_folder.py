@@ -171,12 +171,12 @@ def find_resume(
     return folder
 
 
-def read_queue_state(folder: Path) -> QueueState:
-    """The queue's part of a complete checkpoint. Raises InputError."""
+def read_queue_state(folder: Path, name: str = QUEUE_STATE) -> QueueState:
+    """The queue's part of a complete checkpoint, or of a file of its. Raises InputError."""
     try:
-        return msgspec.json.decode((folder / QUEUE_STATE).read_bytes(), type=QueueState)
+        return msgspec.json.decode((folder / name).read_bytes(), type=QueueState)
     except (OSError, msgspec.DecodeError) as error:
-        raise InputError(f"cannot read {folder / QUEUE_STATE}: {error}") from error
+        raise InputError(f"cannot read {folder / name}: {error}") from error
 
 
 def find_damage(folder: Path, names: Iterable[str]) -> str:

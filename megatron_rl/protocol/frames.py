@@ -140,11 +140,16 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
 
 def join_frames(frames: Sequence[Frame]) -> bytearray:
     """All frames in one buffer, for a broadcast."""
+    return bytearray().join(joined_parts(frames))
+
+
+def joined_parts(frames: Sequence[Frame]) -> list[Frame]:
+    """The parts of the buffer of `join_frames`, without a copy."""
     sizes = np.array([len(frames), *map(len, frames)], np.int64)
     parts: list[Frame] = [sizes.tobytes()]
     for frame in frames:
         parts += [frame, bytes(-len(frame) % _ALIGN)]
-    return bytearray().join(parts)
+    return parts
 
 
 def split_frames(joined: bytearray) -> list[Frame]:

@@ -3,7 +3,8 @@
 Written by the queue (`rollout_queue/ledger.py`), which a new process continues after a kill
 (`rollout_queue/recovery.py`). A segment is two files:
 
-- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment;
+- NNNNNN.state: a `Began` record, then the state of the queue at the beginning of the segment. It
+  names the rollouts that are in earlier logs;
 - NNNNNN.log: a record for each input of the coordinator, and for each time that it sent messages.
 
 A record on the disk: its size and CRC-32 (two little-endian uint32), then its frames: their number
@@ -55,6 +56,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """Digest of the program that wrote the state; earlier releases wrote none."""
     now: float = 0.0
     """Time of the queue's clock."""
+    built: int = 0
+    """Batches that the queue had built."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
@@ -116,6 +119,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     messages: int
     check: int
     """Checksum of what the messages were, to notice a replay that differs."""
+    built: int = 0
+    """As in `Began`."""
 
 
 AnyRecord = (
@@ -137,11 +142,14 @@ class Entry(NamedTuple):
 
 
 def encode_record(record: AnyRecord, frames: Sequence[Frame] = ()) -> list[Frame]:
-    """The buffers of a record on the disk. Frames are not copied."""
+    """The buffers of a record on the disk. Long frames are not copied."""
     body: list[Frame] = [_encoder.encode(record), *frames]
-    sizes = struct.pack(f"<{1 + len(body)}I", len(body), *map(len, body))
-    size = len(sizes) + sum(map(len, body))
-    return [_HEAD.pack(size, _check(sizes, body)), sizes, *body]
+    lengths = [*map(len, body)]
+    sizes = struct.pack(f"<{1 + len(body)}I", len(body), *lengths)
+    if max(lengths) < APART_BYTES:
+        content = b"".join([sizes, *body])
+        return [_HEAD.pack(len(content), zlib.crc32(content)) + content]
+    return [_HEAD.pack(len(sizes) + sum(lengths), _check(sizes, body)), sizes, *body]
 
 
 def _check(sizes: Frame, body: Sequence[Frame]) -> int:
@@ -162,6 +170,13 @@ def read_entries(path: Path) -> Iterator[Entry]:
         begin = entry.end
     if begin < len(content):
         log.warning("%s: what follows byte %d was cut short, and is left out", path, begin)
+
+
+def read_entry(path: Path, begin: int, end: int) -> Entry | None:
+    """The record at a place of a file; None if it is damaged."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return _read_entry(memoryview(file.read(end - begin)), 0)
 
 
 def _read_entry(content: memoryview, begin: int) -> Entry | None:
@@ -197,17 +212,21 @@ class LogFile(Closing):
         self._path, self._limit_s = path, limit_s
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE)
         self._waiting: list[Frame] = []
-        self.bytes = end
-        """Bytes of all written records."""
+        self.bytes = self.end = end
+        """Bytes of all written records, and of the waiting ones too."""
         self._cut()
 
     def _cut(self) -> None:
-        os.ftruncate(self._file, self.bytes)
+        # Once an empty file was truncated, ext4 starts to write it out while it is closed.
+        if os.fstat(self._file).st_size != self.bytes:
+            os.ftruncate(self._file, self.bytes)
         os.lseek(self._file, self.bytes, os.SEEK_SET)
 
     def append(self, record: AnyRecord, frames: Sequence[Frame] = ()) -> None:
         """Add a record to those that `flush` writes."""
-        self._waiting += encode_record(record, frames)
+        buffers = encode_record(record, frames)
+        self._waiting += buffers
+        self.end += sum(map(len, buffers))
 
     def flush(self) -> None:
         """Write all waiting records. Raises InputError when the disk fails or stays full."""
@@ -222,8 +241,7 @@ class LogFile(Closing):
             done = os.writev(self._file, some)
             if done < sum(map(len, some)):
                 parts = [b"".join(some)[done:], *parts]
-        self.bytes += sum(map(len, self._waiting))
-        self._waiting = []
+        self.bytes, self._waiting = self.end, []
 
     def close(self) -> None:
         """Close the file without writing the waiting records."""
@@ -277,6 +295,16 @@ def read_began(folder: Path, number: int) -> Began | None:
     return entry.record if entry is not None and isinstance(entry.record, Began) else None
 
 
+def read_built(folder: Path, number: int) -> int:
+    """The batches that a segment whose `read_began` is not None knows to be built."""
+    began = read_began(folder, number)
+    assert began is not None
+    path = segment_path(folder, number, LOG)
+    entries = read_entries(path) if path.exists() else ()
+    sent = [entry.record.built for entry in entries if isinstance(entry.record, Sent)]
+    return max(sent, default=began.built)
+
+
 def read_state(folder: Path, number: int) -> memoryview:
     """The state at the beginning of a segment whose `read_began` is not None."""
     content = memoryview(segment_path(folder, number, STATE).read_bytes())
@@ -285,11 +313,19 @@ def read_state(folder: Path, number: int) -> memoryview:
     return content[entry.end :]
 
 
-def remove_segments(folder: Path, *, before: int | None = None) -> None:
+def remove_segments(
+    folder: Path, *, before: int | None = None, logs_before: int | None = None
+) -> None:
     """Remove all segments, or those before a number, with what a kill has left. Raises OSError.
 
-    States go first: without its state nobody reads a log.
+    logs_before: keep the logs from this number on, because a state names records of them.
     """
-    doomed = [path for number, path in _files(folder) if before is None or number < before]
+    limit = {LOG: before if logs_before is None else logs_before}
+    doomed = [
+        path
+        for number, path in _files(folder)
+        if (end := limit.get(path.suffix, before)) is None or number < end
+    ]
+    # States go first: without its state nobody reads a log.
     for path in sorted(doomed, key=lambda path: path.suffix != STATE):
         path.unlink(missing_ok=True)

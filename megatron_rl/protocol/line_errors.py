@@ -1,11 +1,11 @@
-"""Reads JSONL files that may not fit into memory, with one wording for errors.
+"""Reads JSONL files, also those that may not fit into memory, with one wording for errors.
 
 Imported by every process.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,37 @@ Kind = TypeVar("Kind")
 def line_error(path: Path, number: int, error: Exception, *, expected: str) -> InputError:
     """The error for line `number`, from 1, of a JSONL file. expected: what a line holds."""
     return InputError(f"{path}:{number}: {error}; expected {expected}")
+
+
+def text_lines(path: Path, *, holds: str = "", hint: str = "") -> list[tuple[int, str]]:
+    """Number, from 1, and text of each line of a file that is not blank.
+
+    Raises InputError for a file that cannot be read. holds: what the file holds, as "the prompts ",
+    and hint: what may help, for its message.
+    """
+    try:
+        # Not splitlines(), which also splits at U+2028 inside JSON strings.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {holds}{path}: {error}{hint}") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def decode_texts(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]:
+    """(number, line as `kind`) of a small file. Raises InputError with the first bad line.
+
+    expected: example of a line, for the message.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    found = []
+    for number, line in text_lines(path):
+        try:
+            found.append((number, decoder.decode(line)))
+        except msgspec.MsgspecError as error:
+            raise line_error(path, number, error, expected=expected) from error
+    if not found:
+        raise InputError(f"{path} has no lines; expected {expected}")
+    return found
 
 
 def complete_lines(path: Path, *, end: int | None = None) -> Iterator[tuple[int, bytes]]:

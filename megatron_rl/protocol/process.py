@@ -29,6 +29,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: a file that a restartable role creates when it is ready."""
+DONE = "done"
+"""Content of the ready file of a role whose work is on the disk."""
 RESTARTED_VARIABLE = "MEGATRON_RL_RESTARTED"
 """Environment variable that the launcher sets to 1 for a role that it starts again."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -81,6 +83,12 @@ def note_ready() -> None:
     path = os.environ.get(READY_FILE_VARIABLE)
     if path:
         Path(path).touch()
+
+
+def note_done() -> None:
+    """Tell the launcher, if any, that all work is on the disk: a death ends nothing any more."""
+    if path := os.environ.get(READY_FILE_VARIABLE):
+        Path(path).write_text(DONE)
 
 
 def raise_file_limit(needed: int, what: str) -> None:

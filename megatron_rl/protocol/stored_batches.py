@@ -5,6 +5,9 @@ the batches since its checkpoint, so that it repeats the same steps.
 
 NNNNNN.batch: int64 numbers (data-parallel size; bytes and CRC-32 of each rank's share), then the
 share of each rank: the frames of its RankBatch, joined.
+
+NNNNNN.queue.json: the queue's state after NNNNNN batches, written before the checkpoint of that
+step. A checkpoint that was lost is rebuilt with it (`megatron-rl replay --rebuild`).
 """
 
 import re
@@ -16,26 +19,39 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.frames import decode_frames, encode_frames, join_frames, split_frames
+from megatron_rl.protocol.frames import (
+    Frame,
+    decode_frames,
+    encode_frames,
+    joined_parts,
+    split_frames,
+)
 from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.sequence_cost import SequenceCost
 from megatron_rl.protocol.types import MinibatchShare, RankBatch
 from megatron_rl.protocol.whole_file import write_whole
 
 BATCHES = "batches"
 """Folder in the run folder."""
-_NAME = re.compile(r"(\d{6,})\.batch")
+_NAME = re.compile(r"(\d{6,})(\.batch|\.queue\.json)")
+_BATCH, _STATE = ".batch", ".queue.json"
 
 
 def _path(folder: Path, step: int) -> Path:
-    return folder / f"{step:06d}.batch"
+    return folder / f"{step:06d}{_BATCH}"
 
 
 def write_batch(folder: Path, shares: Sequence[RankBatch]) -> None:
     """Write a batch, whole or not at all; shares: of all ranks, in order. Raises OSError."""
-    joined = [join_frames(encode_frames(share)) for share in shares]
-    numbers = [len(joined), *(n for one in joined for n in (len(one), zlib.crc32(one)))]
-    content = b"".join([np.array(numbers, np.int64).tobytes(), *joined])
+    numbers, content = [len(shares)], list[Frame]()
+    for share in shares:
+        parts, check = joined_parts(encode_frames(share)), 0
+        for part in parts:
+            check = zlib.crc32(part, check)
+        numbers += [sum(map(len, parts)), check]
+        content += parts
+    content.insert(0, np.array(numbers, np.int64).tobytes())
     write_whole(_path(folder, shares[0].step), content, is_private=True)
 
 
@@ -104,14 +120,30 @@ def _deal_minibatch(
     ]
 
 
+def state_name(step: int) -> str:
+    """Name of the file with the queue's state after so many batches."""
+    return f"{step:06d}{_STATE}"
+
+
+def write_state(folder: Path, state: QueueState) -> None:
+    """Write the queue's state of a checkpoint, whole or not at all. Raises OSError."""
+    write_whole(folder / state_name(state.step), msgspec.json.encode(state), is_private=True)
+
+
 def stored_steps(folder: Path) -> list[int]:
     """Steps of the stored batches, ascending."""
-    names = (_NAME.fullmatch(path.name) for path in folder.glob("*.batch"))
+    names = (_NAME.fullmatch(path.name) for path in folder.glob(f"*{_BATCH}"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def remove_batches(folder: Path, *, before: int = 0, since: int | None = None) -> None:
-    """Remove batches of steps below `before`, and of `since` and later steps. Raises OSError."""
-    for step in stored_steps(folder):
-        if step < before or (since is not None and step >= since):
-            _path(folder, step).unlink(missing_ok=True)
+    """Remove batches of steps below `before`, and of `since` and later steps. Raises OSError.
+
+    States of the queue before `before` and after `since` are removed too.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := _NAME.fullmatch(path.name)) is None:
+            continue
+        step, is_state = int(match[1]), match[2] == _STATE
+        if step < before or (since is not None and step >= since + is_state):
+            path.unlink(missing_ok=True)

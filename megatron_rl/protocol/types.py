@@ -45,7 +45,6 @@ from megatron_rl.protocol.weight_messages import (
     LeaveGroup,
     Load,
     MayStart,
-    PassOn,
     Pause,
     Ping,
     Receive,
@@ -101,7 +100,7 @@ class GoldAnswer(msgspec.Struct, frozen=True):
     """Reason to count, if the completion has no place for it."""
 
 
-class Rollout(msgspec.Struct, frozen=True):
+class Rollout(msgspec.Struct, frozen=True, weakref=True):
     """One finished completion of a leased group."""
 
     lease_id: Id
@@ -389,8 +388,8 @@ FromLeader = NextBatch | WeightsSynced | SaveState
 ToLeader = RankBatch | QueueState | Stop
 FromMember = Hello | StartRequest | Ack | Failed
 ToMember = (
-    Receive | PassOn | Load | Fence | Ping | JoinGroup | MayStart | Pause | Release | Reclaim
-    | Bucket | Resume | LeaveGroup
+    Receive | Load | Fence | Ping | JoinGroup | MayStart | Pause | Release | Reclaim | Bucket
+    | Resume | LeaveGroup
 )  # fmt: skip
 FromScored = LogprobRequest | Stop
 ToScored = LogprobsDone | LogprobsFailed

@@ -42,41 +42,22 @@ class MayStart(msgspec.Struct, frozen=True, tag="MayStart"):
 
 
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):
-    """Take parcels from the trainer ranks 0..rank_offset-1; see `exchange/engine_rank.py`."""
+    """Take part in a transfer of slices; see `weights/exchange/engine_rank.py`."""
 
     address: str
     port: Port
-    """Port of the exchange's store, which has the plan."""
-    group_name: str
+    """Port of the syncer's store."""
+    syncer: str
+    """Name of the syncer: versions begin anew with another one."""
+    replica: Name
+    """Name of the generator."""
+    layouts: Count
+    """Number of the layouts in the store, from which the rank computes its plan."""
     backend: str
-    rank_offset: Count
-    world_size: Size
     attempt: Count
-    """Number of the transfer in its group."""
+    """Number of the transfer."""
     version: Count
     deadline_s: Seconds
-
-
-class PassOn(msgspec.Struct, frozen=True, tag="PassOn"):
-    """Send the version just received to another engine; see `weights/relay.py`.
-
-    Answered when rank 0 has reported the end in the exchange's store.
-    """
-
-    address: str
-    port: Port
-    """Port of the exchange's store with the other engine, which has the plan."""
-    group_name: str
-    version: Count
-    deadline_s: Seconds
-    """Deadline of a transfer."""
-    kept: list[str] = []
-    """Groups with other engines to keep; the engine leaves all others."""
-
-    @property
-    def limit_s(self) -> float:
-        """Limit of the order: the other engine prepares, and takes at most two transfers."""
-        return 3 * self.deadline_s + 10.0
 
 
 class Load(msgspec.Struct, frozen=True, tag="Load"):

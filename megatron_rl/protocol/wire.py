@@ -11,6 +11,7 @@ cannot take the place of a peer with the same name.
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -43,6 +44,8 @@ which does not learn the label. msgpack never uses this byte, so no message begi
 _TURNED_AWAY_NAMES = 1_000
 """Maximum number of peers that are counted by name; others count as OTHERS."""
 OTHERS = "(others)"
+# Arithmetic with pyzmq's own flags, and its `send_multipart`, take longer than a send.
+_DONTWAIT, _SEND_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 _HEARTBEAT_MS = 15_000
 _SILENCE_MS = 120_000
 """After this long without any byte or heartbeat of the other end, ZeroMQ reconnects. A process that
@@ -107,9 +110,25 @@ def _decode(frames: list[Frame], endpoint: Endpoint, kinds: Any) -> Any:
         ) from error
 
 
-def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """Frames of the next message, as views of the receive buffers."""
-    return [frame.buffer for frame in socket.recv_multipart(copy=False)]
+def receive_now(socket: zmq.Socket[bytes]) -> list[Frame] | None:
+    """Frames of the next message, as views of the receive buffers; None: nothing waits."""
+    try:
+        frame = socket.recv(_DONTWAIT, copy=False)
+    except zmq.Again:
+        return None
+    frames: list[Frame] = [frame.buffer]
+    while frame.more:
+        frame = socket.recv(_DONTWAIT, copy=False)
+        frames.append(frame.buffer)
+    return frames
+
+
+def send_now(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    """Send without waiting. Raises zmq.ZMQError."""
+    *firsts, last = frames
+    for frame in firsts:
+        socket.send(frame, _SEND_MORE, copy=False)
+    socket.send(last, _DONTWAIT, copy=False)
 
 
 def check_welcome(frames: list[Frame], address: str, label: str) -> None:
@@ -167,6 +186,8 @@ class Router(Closing):
         """Number of rejected messages by sender."""
         self.refused: Counter[str] = Counter()
         """Number of messages by sender that make no sense."""
+        self.frames: list[Frame] = []
+        """Frames of the latest received message."""
         self._context = _Context()
         self.socket = self._context.open(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -187,45 +208,37 @@ class Router(Closing):
     def send(self, peer: str, message: AnyMessage) -> bool:
         """Queue a message for a peer; False if the peer is gone or its queue is full."""
         try:
-            self._send_now([labelled(peer, self._label), *encode_frames(message)])
+            send_now(self.socket, [labelled(peer, self._label), *encode_frames(message)])
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
 
-    def _send_now(self, frames: list[Frame]) -> None:
-        """Send without waiting. Raises zmq.ZMQError."""
-        self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
-
     def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Next (peer, message), or None when nothing came in time."""
         until = time.monotonic() + timeout_s
         while True:
-            if not self.socket.poll(max(0, int(timeout_s * 1000))):
-                return None
-            if (heard := self._hear(receive_frames(self.socket))) is not None:
+            arrived = receive_now(self.socket)
+            if arrived is not None and (heard := self._hear(arrived)) is not None:
                 return heard
             # Strangers that send all the time must not keep the caller here.
-            if (timeout_s := until - time.monotonic()) <= 0:
+            if (left_s := until - time.monotonic()) <= 0:
                 return None
+            if arrived is None:
+                self.socket.poll(int(left_s * 1000))
 
     def _hear(self, arrived: list[Frame]) -> tuple[str, AnyMessage] | None:
         """(peer, message) of a received message; None if it is turned away."""
-        identity, *frames = arrived
+        identity, *self.frames = arrived
         name = bytes(identity).decode(errors="replace")
         peer, _, label = name.partition(_LABEL_MARK)
         # Names come into logs and metrics, so they must not hold control characters.
-        if label == self._label and name.isprintable():
-            return self._decode(peer, frames)
-        self._turn_away(bytes(identity))
-        return None
-
-    def _decode(self, peer: str, frames: list[Frame]) -> tuple[str, AnyMessage]:
+        if label != self._label or not name.isprintable():
+            self._turn_away(bytes(identity))
+            return None
         try:
-            if not frames:
-                raise WireError(f"received no frame from {peer}, expected 1 or more")
-            return peer, _decode(frames, self._endpoint, self._endpoint.router_hears)
+            return peer, _decode(self.frames, self._endpoint, self._endpoint.router_hears)
         except WireError as error:
             error.peer = peer
             raise
@@ -259,7 +272,7 @@ class Router(Closing):
 
     def _dismiss(self, identity: bytes, why: str) -> None:
         try:
-            self._send_now([identity, _TURNED_AWAY, why.encode(errors="replace")])
+            send_now(self.socket, [identity, _TURNED_AWAY, why.encode(errors="replace")])
         except zmq.ZMQError as error:
             # The peer is gone, or its queue is full: its next message gets the answer.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -296,8 +309,7 @@ class Dealer(Closing):
     def send(self, message: AnyMessage) -> None:
         """Queue a message. Raises DeadlineExceeded if the queue to the peer is full."""
         try:
-            frames = encode_frames(message)
-            self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+            send_now(self.socket, encode_frames(message))
         except zmq.Again as error:
             raise DeadlineExceeded(
                 f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
@@ -315,9 +327,10 @@ class Dealer(Closing):
 
     def receive_frames(self, timeout_s: float) -> list[Frame] | None:
         """Frames of the next message, or None if none came in time. Raises TurnedAway."""
-        if not self.socket.poll(max(0, int(timeout_s * 1000))):
+        if timeout_s > 0:
+            self.socket.poll(int(timeout_s * 1000))
+        if (frames := receive_now(self.socket)) is None:
             return None
-        frames = receive_frames(self.socket)
         check_welcome(frames, self.address, self.label)
         return frames
 

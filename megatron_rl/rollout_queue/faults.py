@@ -9,7 +9,7 @@ import json
 import numpy as np
 
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.limits import INT32_MAX, find_bad_floats, find_bad_ids
+from megatron_rl.protocol.limits import INT32_MAX, find_bad_ids
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 from megatron_rl.protocol.wire import WireError
 
@@ -94,11 +94,13 @@ def _find_bad_spans(rollout: Rollout, newest_version: int) -> str:
 
 
 def _find_bad_logprob(logprobs: np.ndarray) -> str:
-    is_sound = np.isfinite(logprobs) & (logprobs <= ROUNDING_NATS)
-    if not is_sound.all():
-        position = int(np.argmin(is_sound))
-        return f"logprob {logprobs[position]} of token {position}"
-    return find_bad_floats("logprobs", logprobs)
+    if logprobs.dtype != np.float32:
+        return f"logprobs are {logprobs.dtype}, expected float32"
+    # A NaN is minimum and maximum, and fails both comparisons.
+    if logprobs.min() > -np.inf and logprobs.max() <= ROUNDING_NATS:
+        return ""
+    position = int(np.argmin(np.isfinite(logprobs) & (logprobs <= ROUNDING_NATS)))
+    return f"logprob {logprobs[position]} of token {position}"
 
 
 def _find_bad_gold(rollout: Rollout, limits: RolloutLimits) -> str:

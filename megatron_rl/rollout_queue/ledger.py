@@ -7,7 +7,8 @@ again: by generators (completions that were not confirmed), by the trainer (requ
 heartbeat that does not name a lease or request.
 
 A segment begins with the whole state. When its log has grown so that a replay would take long, the
-next one begins, and replaces it. While the disk has no room for a state, the old segment continues.
+next one begins. Earlier logs stay while the state names rollouts of them. While the disk has no
+room for a state, the old segment continues.
 """
 
 import hashlib
@@ -15,13 +16,12 @@ import logging
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.disk_room import Shortage, write_when_room
-from megatron_rl.protocol.frames import encode_frames
+from megatron_rl.protocol.frames import Frame, encode_frames
 from megatron_rl.protocol.ledger import (
     LOG,
     STATE,
@@ -40,17 +40,17 @@ from megatron_rl.protocol.ledger import (
     segment_path,
     write_state,
 )
-from megatron_rl.protocol.types import AnyMessage
+from megatron_rl.protocol.types import AnyMessage, RolloutDone
 from megatron_rl.rollout_queue.coordinator import Coordinator, Outgoing
 from megatron_rl.rollout_queue.effects import LedgerMaker, LedgerMetrics, LedgerWriter
 from megatron_rl.rollout_queue.stall import UnixTime
-from megatron_rl.rollout_queue.states import References, dump, program_digest
+from megatron_rl.rollout_queue.states import Place, References, program_digest
 
 log = logging.getLogger(__name__)
 
 LEAST_LOG_BYTES = 64 << 20
 LOG_PER_STATE = 4
-"""A log may have this many times the bytes of the state before it, so that states cost little."""
+"""A log may have this many times the bytes that the state before it holds: states stay rare."""
 MOST_RECORDS = 50_000
 """Records of a log: their replay takes about two seconds."""
 CUT_AGAIN_S = 30.0
@@ -97,21 +97,34 @@ class Ledger(Closing):
         self._number = number
         self._now = 0.0
         """Time of the latest pass."""
-        self._state_bytes = self._records = 0
+        self._held_bytes = self._records = 0
+        """Bytes of the latest state and of the rollouts that it names; records of the log."""
+        self._oldest_log = number
+        """The first log that the latest state needs."""
         if log_file is None:
             first = segment_path(folder, number + 1, STATE)
             log_file = write_when_room(first, self._begin_segment, limit_s=limit_s)
         self._file = log_file
 
-    def _add(self, record: AnyRecord, message: AnyMessage | None = None) -> None:
+    def _add(self, record: AnyRecord, frames: Sequence[Frame] = ()) -> None:
         self._records += 1
-        self._file.append(record, [] if message is None else encode_frames(message))
+        self._file.append(record, frames)
 
     # --- what reaches the coordinator -----------------------------------------------------------
 
-    def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
-        """As `Coordinator.handle`."""
-        self._add(Received(endpoint, peer, now), message)
+    def handle(
+        self,
+        endpoint: str,
+        peer: str,
+        message: AnyMessage,
+        now: float,
+        frames: Sequence[Frame] = (),
+    ) -> None:
+        """As `Coordinator.handle`. frames: those in which the message came."""
+        begin = self._file.end
+        self._add(Received(endpoint, peer, now), frames or encode_frames(message))
+        if isinstance(message, RolloutDone):
+            self._references.note(message.rollout, Place(self._number, begin, self._file.end))
         self._coordinator.handle(endpoint, peer, message, now)
 
     def lose(self, endpoint: str, peer: str) -> None:
@@ -155,9 +168,14 @@ class Ledger(Closing):
         self._now = now
         writer.look()
         messages = list(self._coordinator.outgoing(now))
-        self._add(Sent(now, writer.written, maker.has_dealt, len(messages), check_of(messages)))
+        self._add(
+            Sent(
+                now, writer.written, maker.has_dealt, len(messages), check_of(messages),
+                self._coordinator.requests.built_steps,
+            )
+        )  # fmt: skip
         self._flush()
-        most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._state_bytes)
+        most_bytes = max(LEAST_LOG_BYTES, LOG_PER_STATE * self._held_bytes)
         if self._records > MOST_RECORDS or self._file.bytes > most_bytes:
             self._cut_if_room()
         return messages
@@ -186,11 +204,6 @@ class Ledger(Closing):
         return self._coordinator.is_dealing
 
     @property
-    def built_steps(self) -> int:
-        """Number of batches that the ledger knows to be built."""
-        return self._coordinator.requests.built_steps
-
-    @property
     def peers(self) -> set[tuple[str, str]]:
         """As `Coordinator.peers`."""
         return self._coordinator.peers
@@ -213,7 +226,7 @@ class Ledger(Closing):
         self._shortage.end()
         self._file.close()
         self._file = file
-        remove_segments(self._folder, before=self._number)
+        remove_segments(self._folder, before=self._number, logs_before=self._oldest_log)
 
     def _begin_segment(self) -> LogFile:
         """Write the state of the next segment; returns its log. Raises OSError."""
@@ -222,16 +235,25 @@ class Ledger(Closing):
         file = LogFile(segment_path(self._folder, number, LOG), limit_s=self._limit_s)
         began = Began(
             self._start, self._metrics_begin, self._unix_s.present_offset_s, program_digest(),
-            self._now,
+            self._now, self._coordinator.requests.built_steps,
         )  # fmt: skip
-        write = partial(dump, self._parts, self._references)
+        named: list[Place] = []
+
+        def write(state: BinaryIO) -> None:
+            named.extend(self._references.dump(self._parts, state))
+
         try:
-            self._state_bytes = write_state(self._folder, number, began, write)
+            size = write_state(self._folder, number, began, write)
         except OSError:
             file.close()
             raise
         self._number, self._records = number, 0
-        log.info("segment %d of the ledger begins with %d bytes", number, self._state_bytes)
+        self._held_bytes = size + sum(place.end - place.begin for place in named)
+        self._oldest_log = min((place.segment for place in named), default=number)
+        log.info(
+            "segment %d of the ledger begins: a state of %d bytes names %d rollouts",
+            number, size, len(named),
+        )  # fmt: skip
         return file
 
     def remove(self) -> None:

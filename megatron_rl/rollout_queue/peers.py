@@ -340,12 +340,14 @@ class Verifiers:
         tables = (peers for peers in self._pools.values() if name in peers)
         return _unique(peers.find_lost(name, reported, now) for peers in tables)
 
-    def find_room(self, pools: Iterable[str], failed: frozenset[str] = frozenset()) -> str | None:
+    def find_room(self, pools: Collection[str], failed: frozenset[str] = frozenset()) -> str | None:
         """The verifier with most room for a request that needs these pools; None when all are full.
 
         failed: verifiers that failed the request before. They are skipped, if another verifier has
         all these worker pools.
         """
+        if len(pools) == 1 and not failed:
+            return self._pools[next(iter(pools))].select().find_roomiest()
         # Sorted: the order of a set differs between processes, and decides among equals.
         rooms = [self._pools[pool].rooms for pool in sorted(pools)]
         everywhere = set.intersection(*map(set, rooms))

@@ -38,12 +38,13 @@ from megatron_rl.protocol.ledger import (
     segments,
 )
 from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.types import RolloutDone
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.ledger import Ledger, Parts, check_of, start_of
 from megatron_rl.rollout_queue.record_files import RecordFiles, RecordThread
 from megatron_rl.rollout_queue.stall import LoopClock, UnixTime
-from megatron_rl.rollout_queue.states import References, load
+from megatron_rl.rollout_queue.states import Place, References
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class _Replay:
     """As in `Began`, of the latest start that wrote to the log."""
     now: float
     """Latest time in the state and in the log."""
+    references: References
+    number: int
+    """Of the segment."""
     records: int = 0
 
     def run(self) -> int:
@@ -81,13 +85,13 @@ class _Replay:
         room.setLevel(logging.ERROR)
         try:
             for entry in read_entries(self.path):
-                self.apply(entry.record, [*entry.frames])
+                self.apply(entry.record, [*entry.frames], Place(self.number, end, entry.end))
                 end = entry.end
         finally:
             room.setLevel(logging.NOTSET)
         return end
 
-    def apply(self, record: AnyRecord, frames: list[Frame]) -> None:
+    def apply(self, record: AnyRecord, frames: list[Frame], place: Place) -> None:
         """Do again what a record says. Raises InputError if the outcome differs."""
         self.records += 1
         coordinator = self.parts.coordinator
@@ -96,6 +100,8 @@ class _Replay:
                 self.now = now
                 try:
                     message = decode_frames(frames, _HEARS[endpoint])
+                    if isinstance(message, RolloutDone):
+                        self.references.note(message.rollout, place)
                     coordinator.handle(endpoint, peer, message, now)
                 except WireError as error:
                     # It was refused then, too; the next record says so.
@@ -164,13 +170,13 @@ def recover(
         raise _damaged(folder, number)
     began_at = time.monotonic()
     try:
-        parts = Parts(*load(read_state(folder, number), references))
-    except (pickle.UnpicklingError, EOFError, KeyError) as error:
+        parts = Parts(*references.load(read_state(folder, number)))
+    except (pickle.UnpicklingError, EOFError, KeyError, FileNotFoundError) as error:
         raise _damaged(folder, number) from error
     parts.metrics.begin_replay(live.metrics, live.metrics_path, began.metrics_begin)
     path = segment_path(folder, number, LOG)
     unix_s.offset_s = began.offset_s
-    replay = _Replay(parts, unix_s, path, began.start, began.now)
+    replay = _Replay(parts, unix_s, path, began.start, began.now, references, number)
     end = replay.run() if path.exists() else 0
     parts.writer.end_replay(live.writer, live.records)
     parts.maker.end_replay(live.maker)

@@ -9,6 +9,7 @@ that finds the ledger of a killed one continues it.
 """
 
 import argparse
+import gc
 import logging
 import sys
 import time
@@ -56,6 +57,7 @@ RECONNECT_S = 5.0
 """Limit for the peers of a killed queue to connect again, which they try every 2 s."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
+_SWITCH_S, _GARBAGE_OBJECTS = 0.0005, 50_000
 FILES = 512
 """Files and sockets of the queue, without the two sockets to each peer."""
 REFUSED = "queue/messages_refused"
@@ -179,8 +181,12 @@ class _Inbox:
         if isinstance(message, RolloutDone):
             lease_id, index = message.rollout.lease_id, message.rollout.index
             self._taken[peer].append((lease_id, index))
+        now, served = self._clock.read(), self._coordinator
         try:
-            self._coordinator.handle(endpoint, peer, message, self._clock.read())
+            if isinstance(served, Ledger):
+                served.handle(endpoint, peer, message, now, self._routers[endpoint].frames)
+            else:
+                served.handle(endpoint, peer, message, now)
         except WireError as error:
             # When trainer and queue contradict each other, neither can continue.
             if endpoint == BATCHES.name:
@@ -314,6 +320,10 @@ def start() -> int:
 def _load_and_run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     set_up_logging("queue", config.run.dir / "logs", in_background=True)
+    # Each call to a socket releases Python's lock, and waits this long for a thread that computes.
+    sys.setswitchinterval(_SWITCH_S)
+    # Messages have no cycles, and a search for some after every 700 objects slows the loop.
+    gc.set_threshold(_GARBAGE_OBJECTS)
     peers = config.generator.replicas + config.parallel.data
     raise_file_limit(FILES + 2 * peers, f"a queue of {peers} generators and trainer leaders")
     main(

@@ -5,14 +5,12 @@ Used by the rollout queue's server.
 
 from dataclasses import dataclass
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.ledger import FOLDER, remove_segments
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.rollout_files import FOLDER as RECORDS
-from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
 from megatron_rl.protocol.whole_file import PRIVATE_FOLDER
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import Coordinator
@@ -64,7 +62,7 @@ class Start:
         folder = self.config.run.dir / FOLDER
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         unix_s = UnixTime()
-        references = References(self.config, self.prompts, unix_s=unix_s)
+        references = References(self.config, self.prompts, folder=folder, unix_s=unix_s)
         limit_s = self.config.checkpoint.write_timeout_s
         label = self.config.ports.label
         live = Live(
@@ -75,7 +73,6 @@ class Start:
         if label:
             found = recover(folder, references, unix_s, live, label=label, limit_s=limit_s)
             if found is not None:
-                self._check_newest(found.ledger)
                 return found
         unix_s.clock = clock = LoopClock()
         remove_segments(folder)
@@ -85,17 +82,6 @@ class Start:
             label=label, metrics_begin=live.metrics_path.stat().st_size, limit_s=limit_s,
         )  # fmt: skip
         return ledger, clock
-
-    def _check_newest(self, ledger: Ledger) -> None:
-        """Raise InputError if batches or a checkpoint are newer than the ledger."""
-        stored = max(stored_steps(self.config.run.dir / BATCHES), default=-1)
-        newest = max(stored + 1, self.state.step if self.state is not None else 0)
-        if newest > ledger.built_steps:
-            raise InputError(
-                f"the ledger knows {ledger.built_steps} batches, but {newest} were built: its node "
-                "ended before its records reached the disk. Start the run again: it resumes from "
-                "its newest checkpoint"
-            )
 
     def _parts(self, unix_s: UnixTime, now: float) -> Parts:
         maker, metrics = LedgerMaker(self.maker), LedgerMetrics(self.metrics)

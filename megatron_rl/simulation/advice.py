@@ -52,7 +52,7 @@ def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = Fal
     if outcome.stall_s > _NOTABLE * outcome.step_s:
         found.append(
             f"the weight sync takes {outcome.stall_s / outcome.step_s:.0%} of the trainer's time: "
-            "more lanes, or an overlapped one"
+            "more trainer ranks, or expert.weights.overlap"
         )
     if outcome.retractions:
         found.append(

@@ -91,8 +91,6 @@ class Calibration:
         )
         sync = dataclasses.replace(
             fitted.sync,
-            # Over gloo each copy serves all its engines at once.
-            lanes=assumed.lanes if isinstance(assumed.lanes, int) else config.generator.replicas,
             is_overlapped=assumed.is_overlapped or config.weights.overlap,
         )
         verifier = fitted.verifier
@@ -174,10 +172,8 @@ def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
 
 def _sync(run: RunRecords, measured: Measured) -> WeightSyncModel:
     pauses = [row["weight_sync/pause_s"] for row in run.steps if "weight_sync/pause_s" in row]
-    replicas = run.config.generator.replicas
-    alone = measured.sync_s / replicas
-    replica_s = min(alone, float(np.mean(pauses))) if pauses else alone
-    return WeightSyncModel(replica_s, fixed_s=measured.sync_s - replicas * replica_s)
+    pause_s = min(measured.sync_s, float(np.mean(pauses))) if pauses else measured.sync_s
+    return WeightSyncModel(pause_s, fixed_s=measured.sync_s - pause_s)
 
 
 def _verifier(run: RunRecords) -> VerifierModel:

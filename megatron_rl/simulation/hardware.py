@@ -5,7 +5,6 @@ assumed figure is a field of `Assumptions`; docs/simulator.md gives their source
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import find_gpu
@@ -23,7 +22,7 @@ from megatron_rl.plan.generator import (
 )
 from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.plan.trainer_memory import ITEM_BYTES
-from megatron_rl.plan.weight_sync import sync_rate
+from megatron_rl.plan.weight_sync import sync_cost
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
     ClusterModel,
@@ -33,7 +32,6 @@ from megatron_rl.simulation.machines import (
     VerifierModel,
     WeightSyncModel,
 )
-from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 MEMORY_BYTES_PER_S = {
@@ -48,9 +46,6 @@ MEMORY_BYTES_PER_S = {
 DENSE_MFU, EXPERTS_MFU = 0.35, 0.2
 _NODE_WORKERS = 8
 """Workers of `workers = "auto"` on a node of 8 GPUs, with 32 cores or more."""
-
-
-Lanes = int | Literal["copies", "all"]
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,6 @@ class Assumptions:
     """Time for colocated engines to release their memory, and again to reclaim it."""
     pause_s: float = 0.1
     """Time of an engine's weight sync outside the transfer: pause, digests, resuming."""
-    lanes: Lanes = "copies"
-    """Engines that a weight sync serves at once. copies: the ranks of each model copy serve one
-    engine (through host memory: all engines of the copy). A number or all: all ranks together."""
     is_overlapped: bool = False
     """Overlap weight syncs with the next step, even without expert.weights.overlap."""
     verify_s: float = 0.1
@@ -185,39 +177,18 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
     )
 
 
-def read_lanes(text: str) -> Lanes:
-    """Parse --lanes. Raises InputError."""
-    if text == "all" or text == "copies":
-        return text
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(
-            f"--lanes {text} is not allowed: give a whole number above 0, all, or copies"
-        )
-    return int(text)
-
-
-def lanes_of(lanes: Lanes, *, copies: int, replicas: int) -> int:
-    """Number of engines served at once."""
-    if lanes == "all":
-        return replicas
-    return copies if lanes == "copies" else lanes
-
-
 def _sync(shape: ModelShape, config: Config, assumed: Assumptions) -> WeightSyncModel:
-    ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
-    copies = len(copies_of(places_of(config.parallel)))
-    rate, world = sync_rate(config.weights, assumed.bytes_per_s), config.parallel.world_size
-    by_copies = assumed.lanes == "copies"
-    has_turns = by_copies and config.weights.method != "host"
-    # Ranks that send to one engine.
-    senders = world // (copies if by_copies else 1)
-    replica_s = max(max(ranks), sum(ranks) / senders) / rate + assumed.pause_s
-    lanes: Lanes = "all" if by_copies and not has_turns else assumed.lanes
+    cost = sync_cost(
+        shape,
+        config.generator,
+        config.weights,
+        trainer_ranks=config.parallel.world_size,
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        bytes_per_s=assumed.bytes_per_s,
+        fixed_s=assumed.pause_s,
+    )
     return WeightSyncModel(
-        replica_s=replica_s,
-        lanes=lanes_of(lanes, copies=copies, replicas=config.generator.replicas),
-        # Copies that serve one engine each share no bandwidth.
-        sender_share=0.0 if has_turns else sum(ranks) / (world * rate) / replica_s,
-        is_overlapped=assumed.is_overlapped or config.weights.overlap,
-        is_relayed=config.weights.relay and has_turns,
+        cost.whole_seconds,
+        late_s=cost.one_s + assumed.pause_s,
+        is_overlapped=assumed.is_overlapped or cost.is_overlapped,
     )

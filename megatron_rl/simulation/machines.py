@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from megatron_rl.plan.flops import bubble_share, causal_pairs
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.engine import EngineModel
-from megatron_rl.weights.layout.copies import turns_before, turns_busy
 
 
 @dataclass(frozen=True)
@@ -72,43 +71,19 @@ class TrainerModel:
 class WeightSyncModel:
     """Costs of weight syncs."""
 
-    replica_s: float
-    """Pause of an engine that is served alone."""
-    lanes: int = 1
-    """Engines served at once."""
-    sender_share: float = 0.0
-    """Share of all senders' bandwidth that one engine's transfer takes alone."""
+    pause_s: float
+    """Pause of all engines, which are served together."""
+    late_s: float = 0.0
+    """Pause of an engine that is served alone; 0: as long."""
     fixed_s: float = 0.0
-    """Time outside the transfers; engines generate meanwhile."""
+    """Time outside the transfer; engines generate meanwhile."""
     is_overlapped: bool = False
     """Sent during the next step's passes, ended before its optimizer step."""
-    is_relayed: bool = False
-    """Engines relay weights; each lane is the root of a tree (`weights/layout/copies.py`)."""
 
-    def times(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
-        """([(pause, resume) of each engine], seconds until the trainer is done)."""
-        if self.is_relayed:
-            return self._relayed(replicas)
-        found: list[tuple[float, float]] = []
-        at = self.fixed_s
-        for first in range(0, replicas, self.lanes):
-            count = min(self.lanes, replicas - first)
-            seconds = self.replica_s * max(1.0, count * self.sender_share)
-            found += [(at, at + seconds)] * count
-            at += seconds
-        return found, at
-
-    def _relayed(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
-        found = []
-        for engine in range(replicas):
-            # Dealt to the lanes in turn, as `Bindings` does.
-            place, lane = engine // self.lanes + 1, engine % self.lanes
-            places = -(-(replicas - lane) // self.lanes)
-            begins, ends = turns_before(place) - 1, turns_busy(place, places)
-            found.append(
-                (self.fixed_s + begins * self.replica_s, self.fixed_s + ends * self.replica_s)
-            )
-        return found, max(resume for _, resume in found)
+    @property
+    def total_s(self) -> float:
+        """Seconds until the trainer is done."""
+        return self.fixed_s + self.pause_s
 
 
 @dataclass(frozen=True)

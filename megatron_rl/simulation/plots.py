@@ -1,20 +1,9 @@
 """PNG plots that compare settings, for `megatron-rl simulate --plots DIR`."""
 
-import importlib.util
 import io
 from collections.abc import Sequence
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.simulation.outcome import Outcome
-
-
-def check_library() -> None:
-    """Raise InputError without matplotlib; does not load it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "--plots needs matplotlib, which is not installed: install the version in "
-            "requirements/cpu.txt, or leave --plots out"
-        )
 
 
 def draw_all(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, bytes]:

@@ -149,16 +149,17 @@ class Trainer:
             # Like the syncer, wait for a generator.
             self._run.later(1.0, partial(self._begin_sync, version, then))
             return
-        times, total = self._sync_model.times(len(members))
+        sync = self._sync_model
         # Before version 0 the engines have released no memory.
         reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
-        self._is_syncing, self._sync_s = True, reclaim_s + total
+        self._is_syncing, self._sync_s = True, reclaim_s + sync.total_s
         begins = self._run.now + reclaim_s
-        for member, (pause, resume) in zip(members, times, strict=True):
+        ends = begins + sync.total_s
+        for member in members:
             session = member.session
-            self._run.at(begins + pause, partial(self._fleet.pause, member, session))
-            self._run.at(begins + resume, partial(self._fleet.resume, member, session, version))
-        self._run.at(begins + total, partial(self._synced_to_all, version, then))
+            self._run.at(begins + sync.fixed_s, partial(self._fleet.pause, member, session))
+            self._run.at(ends, partial(self._fleet.resume, member, session, version))
+        self._run.at(ends, partial(self._synced_to_all, version, then))
 
     def _synced_to_all(self, version: int, then: Callable[[], None]) -> None:
         self._synced, self._is_syncing = version, False
@@ -170,7 +171,7 @@ class Trainer:
         if not self._is_waiting or self._synced < 0 or self._is_syncing:
             return
         begins = max(self._run.now, self._admits_until)
-        self._admits_until = begins + self._sync_model.replica_s
+        self._admits_until = begins + (self._sync_model.late_s or self._sync_model.pause_s)
         resume = partial(self._fleet.resume, generator, generator.session, self._synced)
         self._run.at(self._admits_until, resume)
 

@@ -8,7 +8,7 @@ Used by `megatron-rl simulate`. A key with a dot is a configuration key; the oth
 |                    | splits that the layout allows, at most MOST_SPLITS                         |
 | `tp`               | tensor ranks of an engine on the same GPUs: replicas, max_running and the  |
 |                    | KV cache follow                                                            |
-| `lanes`, `overlap`, `verifier_servers`, `verify_s`, `dead`, `mfu` | as options of these names |
+| `overlap`, `verifier_servers`, `verify_s`, `dead`, `mfu` | as options of these names |
 
 With `sampling.max_new_tokens`, generator.context_tokens follows, and train.microbatch_tokens if it
 would be less.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.simulation.hardware import Assumptions, kv_tokens_of, read_lanes
+from megatron_rl.simulation.hardware import Assumptions, kv_tokens_of
 
 MOST_SPLITS = 12
 KV_SHARE = 0.9
@@ -196,7 +196,6 @@ def _is_true(value: str) -> bool:
 _MAKERS: dict[str, Callable[[str], dict[str, object]]] = {
     "split": lambda value: {},
     "tp": lambda value: {},
-    "lanes": lambda value: {"lanes": read_lanes(value)},
     "overlap": lambda value: {"is_overlapped": _is_true(value)},
     "verifier_servers": lambda value: {"verifier_servers": _whole("verifier_servers", value)},
     "verify_s": lambda value: {"verify_s": _positive("verify_s", value)},

@@ -3,7 +3,6 @@
 Used by `megatron-rl sweep`.
 """
 
-import difflib
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.renamed import RENAMED_METRICS
 from megatron_rl.observe.facts import read_summary
 from megatron_rl.observe.summary import RunFacts, summarize
@@ -35,11 +35,9 @@ def check_metric(name: str) -> None:
     known = [*summarize([], RunFacts()), STEP_S, *_AT]
     if "/" in name or name.partition(".")[0] in known:
         return
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {matches[0]!r}?" if matches else ""
     raise ValueError(
-        f"metrics: {name!r} is not a key of summary.json{hint}. Metrics of metrics.jsonl have a "
-        "slash"
+        f"metrics: {name!r} is not a key of summary.json{nearest(name, known)}. Metrics of "
+        "metrics.jsonl have a slash"
     )
 
 

@@ -1,6 +1,5 @@
 """The sweep file: variants, seeds and metrics. Used by `megatron-rl sweep`."""
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Self
@@ -10,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import from_folder
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.section import Section
 from megatron_rl.sweep.measures import check_metric
 
@@ -167,8 +167,7 @@ def _explain(error: pydantic.ValidationError) -> list[str]:
 def _nearest(location: tuple[int | str, ...]) -> str:
     sections = {"variants": Variant, "slurm": SlurmConfig}
     section = sections.get(str(location[0]), SweepFile) if len(location) > 1 else SweepFile
-    matches = difflib.get_close_matches(str(location[-1]), section.model_fields, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return nearest(str(location[-1]), section.model_fields)
 
 
 def _check_unique(what: str, values: list) -> None:

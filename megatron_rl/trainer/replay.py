@@ -21,16 +21,20 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.checkpoint_folder import read_queue_state
 from megatron_rl.protocol.exports import step_name
 from megatron_rl.protocol.process import failures_noted, note_started, run_rank, set_up_logging
+from megatron_rl.protocol.stored_batches import BATCHES, state_name
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.trainer.batch_client import Stored
+from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.checkpoint.trainer_state import restore
 from megatron_rl.trainer.leader import Leader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.train import open_control, open_record, take_step
+from megatron_rl.weights.sync.control import Control
 
 
 def main(cfg: Config, options: argparse.Namespace) -> None:
@@ -39,7 +43,8 @@ def main(cfg: Config, options: argparse.Namespace) -> None:
         policy = stack.enter_context(open_policy(cfg))
         timeout_s = cfg.train.collective_timeout_s
         group = policy.backend.replica_group(cfg.parallel, timeout_s)
-        leader = Leader(group, open_control(cfg, policy), timeout_s)
+        control = open_control(cfg, policy)
+        leader = Leader(group, control, timeout_s)
         trainer = Trainer(
             policy,
             find_objective(cfg.algorithm),
@@ -55,6 +60,24 @@ def main(cfg: Config, options: argparse.Namespace) -> None:
             repeat(trainer, leader, Stored.of(cfg, options.source, range(first, options.last)), cfg)
             if options.export:
                 policy.export(cfg, step_name(options.last))
+            if options.save:
+                save(trainer, control, cfg, options)
+
+
+def save(trainer: Trainer, control: Control, cfg: Config, options: argparse.Namespace) -> None:
+    """Write the checkpoint after the last step, with the queue's recorded state. Collective.
+
+    Raises InputError.
+    """
+    batches, last = options.source / BATCHES, options.last
+    with Checkpoints(
+        cfg.checkpoint,
+        cfg.run.dir,
+        control,
+        companion=lambda step: read_queue_state(batches, state_name(step)),
+        last_step=last,
+    ) as checkpoints:
+        checkpoints.save_at_stop(last, trainer)
 
 
 def repeat(trainer: Trainer, leader: Leader, stored: Stored, cfg: Config) -> None:
@@ -81,6 +104,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="default: the start of training")
     parser.add_argument("--last", type=int, required=True, help="the last step, counted from 1")
     parser.add_argument("--export", action="store_true", help="write hf/step_NNNNNN at the end")
+    parser.add_argument("--save", action="store_true", help="write a checkpoint at the end")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args(arguments)
 

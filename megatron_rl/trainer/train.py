@@ -31,6 +31,7 @@ from megatron_rl.protocol.metrics import FIRST_STEP
 from megatron_rl.protocol.process import (
     RESTARTED_VARIABLE,
     failures_noted,
+    note_done,
     note_started,
     run_rank,
     set_up_logging,
@@ -47,12 +48,10 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
-from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.finite import faulty_tensors
 from megatron_rl.weights.folders.hf_folder import bucketed
-from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
@@ -143,7 +142,7 @@ def main(cfg: Config, scorer_address: str) -> None:
         scorer = stack.enter_context(open_scorer(cfg, leader, scorer_address))
         if cfg.weights.overlap:
             # The launcher checks this too; ranks may be started without it.
-            refuse_overlap(cfg.weights, cfg.generator, gpus=policy.device.type != "cpu")
+            refuse_overlap(cfg.weights, gpus=policy.device.type != "cpu")
         trainer = Trainer(
             policy,
             objective,
@@ -178,6 +177,8 @@ def main(cfg: Config, scorer_address: str) -> None:
                 partial(answer_stop, cfg.run.dir, done),
                 limit_s=cfg.checkpoint.write_timeout_s,
             )
+        control.all(True)
+        note_done()
 
 
 def make_room(cfg: Config) -> None:
@@ -247,11 +248,9 @@ def open_method(
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
-        is_concurrent=not is_of_devices(backend),
-        relays=cfg.weights.relay,
         name=control.share(f"weights-{time.time_ns()}", str),
     )
-    match chosen_method(cfg.weights.method, cfg.generator.quantization):
+    match cfg.weights.method:
         case "broadcast":
             buckets = partial(buckets_of, policy, cfg)
             return Broadcast(buckets, control=control, link=link, settings=settings)
@@ -265,9 +264,9 @@ def open_method(
             )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    copies = model_copies(policy.shape, all_places(policy.chunks[0].config))
+    place = all_places(policy.chunks[0].config)[control.rank]
     parameters = named_parameters(policy.chunks)
-    return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
+    return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
 
 
 def open_turns(
@@ -283,18 +282,6 @@ def open_turns(
         start_timeout_s=cfg.generator.start_timeout_s,
         free_cache=policy.backend.free_cache,
     )
-
-
-def chosen_method(method: str, quantization: str) -> str:
-    """The method that this run can use: no slice fits the parameters of a quantised engine."""
-    full = {"reshard": "broadcast", "host": "disk", "ipc": "disk"}
-    if method not in full or not quantization:
-        return method
-    chosen = full[method]
-    log.info(
-        "generator.quantization=%s: weights.method is %s, not %s", quantization, chosen, method
-    )
-    return chosen
 
 
 def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:

@@ -1,4 +1,4 @@
-"""Ranks that may not compile do not load torch's compiler; others keep it."""
+"""Ranks that may not compile do not load torch's compiler, nor wandb; others keep both."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ PROGRAM = """
 import sys
 import megatron_rl.trainer.train
 import torch
-print("torch._inductor.compile_fx" in sys.modules)
+print("torch._inductor.compile_fx" in sys.modules or "wandb.sdk" in sys.modules)
 double = torch.compile(lambda x: 2 * x)
 named = torch.compile(dynamic=True)(abs)
 print(double(3), named is abs)
 """
 
 
-def test_a_rank_that_may_not_compile_leaves_the_compiler_out() -> None:
+def test_a_rank_that_may_not_compile_leaves_compiler_and_wandb_out() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "TORCHELASTIC_RUN_ID": "one"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.stdout.split() == ["False", "6", "True"], done.stderr

@@ -10,7 +10,7 @@ from rich.console import Console
 from megatron_rl.cli.init import InitOptions, configuration, init
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.data.sources import load_files
+from megatron_rl.data.tables.source import read_files
 from megatron_rl.launcher.placement import place
 
 CPU = Path("/proc/cpuinfo")
@@ -64,7 +64,7 @@ def test_a_folder_with_splits_is_trained_on_one_and_evaluated_on_the_other(tmp_p
     [held_out] = config.eval.sets
     assert (held_out.name, held_out.prompts.dataset_split) == ("test", "test")
     assert (held_out.problems, config.eval.samples, config.eval.prompts) == (32, 1, "auto")
-    counts = [len(load_files(one, seed=0)) for one in (config.prompts[0], held_out.prompts)]
+    counts = [len(read_files(one).prompts) for one in (config.prompts[0], held_out.prompts)]
     assert counts == [5, 3]
 
 

@@ -145,7 +145,7 @@ SFT_EXAMPLES = 'replay.datasets=["t.jsonl"]'
         ),
         (
             ["replay.buffer_groups=8", "replay.share=0.5", "algorithm.preset=jepo"],
-            "no place for reference answers",
+            "recorded rollouts hold no reference answers",
         ),
         (
             [SFT_EXAMPLES, "replay.share=0.5"],

@@ -83,6 +83,7 @@ def test_patience_scales_every_deadline_that_nobody_gave() -> None:
     assert config.weights.deadline_s == 50.0
     assert (config.generator.request_timeout_s, config.queue.lease_timeout_s) == (600.0, 720.0)
     assert (config.train.batch_timeout_s, config.eval.timeout_s) == (2400.0, 1440.0)
+    assert config.nodes.wait_s == 1200.0
 
 
 def test_deadlines_follow_the_longest_completion() -> None:
@@ -93,3 +94,11 @@ def test_deadlines_follow_the_longest_completion() -> None:
     assert (config.train.batch_timeout_s, config.eval.timeout_s) == (10800.0, 14400.0)
     given = load_config(None, [*lengths, "expert.generator.request_timeout_s=1000"])
     assert given.queue.lease_timeout_s == 1200.0 and given.train.batch_timeout_s == 1800.0
+
+
+def test_a_node_is_waited_for_only_while_the_queue_waits_for_the_trainer() -> None:
+    assert load_config(None, ["expert.train.batch_timeout_s=60"]).nodes.wait_s == 30.0
+    given = ["expert.train.batch_timeout_s=60", "expert.nodes.wait_s=60"]
+    assert load_config(None, given).nodes.wait_s == 60.0
+    with pytest.raises(ConfigError, match=r"wait_s=60 is not below .*batch_timeout_s=60, when the"):
+        load_config(None, [*given, "ports.host=10.0.0.1"])

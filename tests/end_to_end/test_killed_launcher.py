@@ -1,6 +1,7 @@
 """The whole system, on a tiny random model, while its launcher is killed and started again."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -9,7 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    complete_checkpoints,
+    read_complete_mark,
+)
 from megatron_rl.protocol.endpoints import PROMPTS
 from megatron_rl.protocol.frames import decode_frames
 from megatron_rl.protocol.ledger import FOLDER, LOG, Received, read_entries, segment_path
@@ -113,3 +118,39 @@ def test_a_killed_launcher_started_again_generates_nothing_twice(
         found, _ = audit.communicate(timeout=100)
     assert audit.returncode == 0, found
     assert not list((run_dir / FOLDER).iterdir())
+
+
+def test_a_lost_checkpoint_is_rebuilt_and_resumed_from(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run_dir, given = tmp_path / "run", [*GIVEN, "parallel.tensor=2"]
+    step = 2 * EVERY
+    lost = run_dir / CHECKPOINTS / f"step_{step:06d}"
+    with launched(folder, "run", run_dir, *given) as run:
+        wait_until(
+            lambda: lost.exists() and any(row["step"] > step for row in taken(run_dir)), run,
+            within_s=200,
+        )  # fmt: skip
+        kill_launcher(run)
+    begun = [row["step"] for row in taken(run_dir)]
+    mark = read_complete_mark(lost)
+    shutil.rmtree(lost)
+    steps = ["--step", EVERY + 1, "--to", step]
+    with commands.launched("replay", run_dir, *steps, "--rebuild") as replay:
+        found, _ = replay.communicate(timeout=200)
+    assert replay.returncode == 0, found
+    # Weights, optimizer state and the queue's state, bit for bit.
+    rebuilt = read_complete_mark(lost)
+    names = [name for name in mark.files if name.endswith((".distcp", ".json"))]
+    assert len(names) > 2 and "queue.json" in names
+    assert [rebuilt.files[name] for name in names] == [mark.files[name] for name in names]
+    with launched(folder, "run", run_dir, *given) as run:
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    text = output.replace("\n", " ")
+    assert f"Resuming {run_dir} after step {step} of {STEPS}, from" in text
+    assert "The queue continues its ledger" in text
+    assert [row["step"] for row in taken(run_dir)][len(begun) :] == [*range(step + 1, STEPS + 1)]
+    check_repeated(run_dir)
+    check_trained(run_dir, STEPS)

@@ -18,6 +18,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_control, open_syncer
 from megatron_rl.weights.exchange import parcels, sender
+from megatron_rl.weights.exchange.parcels import Ends
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.sync.syncer import WeightSyncer
 
@@ -46,8 +47,8 @@ class Script:
     blows: tuple[Blow, ...] = ()
     parcel_s: float = 0.0
     """Each parcel waits so long before it is sent."""
-    slow_group: int = 0
-    """Only those in groups of so many ranks do; 0: all."""
+    slow_receiver: int = 0
+    """Only parcels of ranks that send to this receiver of the plan do; 0: all."""
     admits_until: int = 0
     """After the last version, admit until so many generators hold it; failing that, fail."""
 
@@ -106,9 +107,8 @@ def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
 
     here = threading.local()
 
-    def send(ends: object, transport: Any, **options: Any) -> int:
-        group = getattr(transport, "_group", None)
-        here.group_ranks = 0 if group is None else group.size()
+    def send(ends: Ends, transport: Any, **options: Any) -> int:
+        here.receivers = {end.peer for parcels in ends for end in parcels} | {0}
         return ORIGINAL_SEND(ends, transport, **options)
 
     sender.send = send
@@ -118,7 +118,7 @@ def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
         for blow in blows:
             if len(packed) == blow.after_parcels:
                 strike(blow)
-        if script.slow_group in (0, here.group_ranks):
+        if script.slow_receiver in here.receivers:
             time.sleep(script.parcel_s)
         return ORIGINAL(*args, **options)
 

@@ -116,16 +116,24 @@ class Fleet:
         self._queue = self._stack.enter_context(
             Router(self.config.ports.host, self.config.ports.prompts)
         )
-        for index in range(self.config.generator.replicas):
-            self.start(index)
-        self.await_ready(set(self._processes))
+        self._stack.callback(self._kill)
+        try:
+            for index in range(self.config.generator.replicas):
+                self.start(index)
+            self.await_ready(set(self._processes))
+        except BaseException:
+            # No `with` block ends what did not begin.
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
             process.wait(10)
-        self._stack.close()
 
     def start(self, index: int) -> None:
         """Start one generator; the one that it replaces has ended."""

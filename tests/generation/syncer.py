@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,17 +16,21 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
 from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
-from megatron_rl.weights.exchange.engine_rank import Report
+from megatron_rl.weights.exchange.engine_rank import Report, layouts_key, ready_key
 from megatron_rl.weights.exchange.group import close_group, join_group, open_store
+from megatron_rl.weights.exchange.lanes import Lanes
+from megatron_rl.weights.exchange.layouts import Layouts, kind_of
 from megatron_rl.weights.exchange.parcels import outgoing, send
-from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
-from megatron_rl.weights.layout.engine_layout import hf_slices
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.sender import go_key
+from megatron_rl.weights.exchange.shared_transport import done_key
+from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.sync.reshard import receiver_slices
-from tests.generation.passed_on import PassedOn, plan_passing, take_passed_on
+from megatron_rl.weights.layout.slices import as_matrix
+from megatron_rl.weights.layout.trainer_layout import Place, trainer_slices
 from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
 from tests.ports import free_port
+from tests.weights.made_up import allocate
 
 TIMEOUT_S = 30.0
 START_S = 120.0
@@ -64,18 +67,15 @@ class Exchange:
     """What to tell both ends: one trainer rank that holds all of a model, and an engine."""
 
     receive: Receive
-    plan: Plan
+    layouts: Layouts
 
 
-def plan_exchange(shape: ModelShape, hello: Hello, group_name: str) -> Exchange:
-    receivers = {1 + rank: receiver_slices(shape, hello, rank) for rank in range(hello.world_size)}
-    held, itemsize = {0: hf_slices(shape)}, DTYPE.itemsize
-    plan = make_plan(held, receivers, itemsize=itemsize, bucket_bytes=BUCKET_ELEMENTS * itemsize)
-    assert len(plan.rounds) > 3
-    receive = Receive(
-        "127.0.0.1", free_port(), group_name, BACKEND, 1, 1 + hello.world_size, 0, 0, TIMEOUT_S
-    )
-    return Exchange(receive, plan)
+def plan_exchange(shape: ModelShape, hello: Hello, name: str) -> Exchange:
+    itemsize = DTYPE.itemsize
+    layouts = Layouts(shape, Place(), 1, kind_of(hello), itemsize, BUCKET_ELEMENTS * itemsize)
+    assert len(layouts.plan().rounds) > 3
+    receive = Receive("127.0.0.1", free_port(), name, "engine", 0, BACKEND, 0, 0, TIMEOUT_S)
+    return Exchange(receive, layouts)
 
 
 def of_attempt(exchange: Exchange, attempt: int, version: int) -> Exchange:
@@ -89,30 +89,41 @@ class SliceSender:
     def __init__(self, exchange: Exchange) -> None:
         order = exchange.receive
         self._store = open_store(order.address, order.port, is_master=True, timeout_s=TIMEOUT_S)
-        for rank in range(1, order.world_size):
-            rounds = exchange.plan.of_receiver(rank)
-            self._store.set(f"plan/{rank}", msgspec.json.encode(rounds))
-        self._channel = Channel(self._store, 0, Buffers())
+        self._store.set(layouts_key(0), msgspec.json.encode(exchange.layouts))
+        self._plan, self._ranks = exchange.layouts.plan(), exchange.layouts.kind.world_size
+        self._lanes = Lanes(self._store, self._plan, 0, Buffers())
 
     def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
         """What the receivers say."""
-        order, ranks = exchange.receive, range(1, exchange.receive.world_size)
-        for rank in ranks:
-            refusal = self._store.get(f"ready/{order.attempt}/{rank}")
+        order = exchange.receive
+        for rank in range(self._ranks):
+            refusal = self._store.get(ready_key(order.attempt, order.replica, rank))
             assert not refusal, refusal
-        self._store.set(f"go/{order.attempt}", "1")
-        ends_at = time.monotonic() + TIMEOUT_S
-        transport = self._channel.open(order, DEVICE, ends_at)
-        held = {name: tensor.to(DEVICE) for name, tensor in parameters.items()}
-        ends = outgoing(
-            exchange.plan.of_sender(0), held, DTYPE, stages_all=stages_all(order.backend)
-        )
-        send(ends, transport, dtype=DTYPE, version=order.version, ends_at=ends_at)
-        found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
-        return [msgspec.json.decode(report, type=Report) for report in found]
+        of_all = (order.replica,)
+        go = Round(order.attempt, order.version, 0, order.syncer, of_all, TIMEOUT_S, TIMEOUT_S)
+        self._store.set(go_key(order.attempt), msgspec.json.encode(go))
+        patience = go.patience()
+        transport = self._lanes.open(go, order.backend, DEVICE, patience)
+        held = of_trainer(exchange.layouts.shape, parameters)
+        rounds = self._plan.of_sender(0)
+        ends = outgoing(rounds, held, DTYPE, stages_all=stages_all(order.backend))
+        send(ends, transport, dtype=DTYPE, version=order.version, patience=patience)
+        keys = [done_key(order.attempt, order.replica, rank) for rank in range(self._ranks)]
+        return [msgspec.json.decode(self._store.get(key), type=Report) for key in keys]
 
     def close(self) -> None:
-        self._channel.close()
+        self._lanes.close()
+
+
+def of_trainer(shape: ModelShape, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a trainer's only rank, from the tensors of a model folder."""
+    slices = trainer_slices(shape, Place())
+    held = {name: value.to(DTYPE) for name, value in allocate(slices).items()}
+    for part in slices:
+        source = as_matrix(named[part.hf])[part.row :, part.column :][: part.rows, : part.columns]
+        target = held[part.local][part.local_row :, part.local_column :]
+        target[: part.rows, : part.columns] = source
+    return {name: value.to(DEVICE) for name, value in held.items()}
 
 
 def check_reports(reports: list[Report], plan: Plan) -> None:
@@ -129,7 +140,7 @@ def serve_trainer(pipe: Connection) -> None:
     """Take rank 0's part in what the pipe asks for.
 
     That is a JoinGroup, bytes to broadcast, an Exchange to prepare, (Exchange, parameters) to send,
-    a PassedOn to take, or None to leave the group that was opened last.
+    or None to leave the group that was opened last.
     """
     torch.set_num_threads(1)
     closings: list[Callable[[], None]] = []
@@ -151,10 +162,8 @@ def serve_trainer(pipe: Connection) -> None:
         elif isinstance(asked, Exchange):
             sender = SliceSender(asked)
             closings.append(sender.close)
-        elif isinstance(asked, PassedOn):
-            take_passed_on(asked)
         elif isinstance(asked, tuple):
-            check_reports(sender.send(*asked), asked[0].plan)
+            check_reports(sender.send(*asked), asked[0].layouts.plan())
         else:
             closings.pop()()
         pipe.send("done")
@@ -196,16 +205,14 @@ class SliceSyncer:
         self, engine: Engine, trainer: TrainerProcess, shape: ModelShape, group_name: str
     ) -> None:
         self._engine, self._trainer = engine, trainer
-        self._shape = shape
-        self._hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
-        self._exchange = plan_exchange(shape, self._hello, group_name)
+        hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
+        self._exchange = plan_exchange(shape, hello, group_name)
         self._attempts = 0
 
     async def open(self) -> None:
         await asyncio.to_thread(self._trainer.ask, self._exchange)
 
-    async def sync(self, model: LlamaForCausalLM, version: int, *, passes_on: bool = False) -> None:
-        """passes_on: also to another engine, before this one goes on."""
+    async def sync(self, model: LlamaForCausalLM, version: int) -> None:
         await self._engine.pause()
         self._attempts += 1
         exchange = of_attempt(self._exchange, self._attempts, version)
@@ -213,13 +220,6 @@ class SliceSyncer:
             self._engine.receive(exchange.receive),
             asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
         )
-        if passes_on:
-            passed_on = plan_passing(self._shape, self._hello, version, parameters_of(model))
-            # Rank 0 makes the store before it asks; here both begin at once, and ranks wait for it.
-            await asyncio.gather(
-                self._engine.pass_on(passed_on.order),
-                asyncio.to_thread(self._trainer.ask, passed_on),
-            )
         await self._engine.resume(version)
 
     async def close(self) -> None:

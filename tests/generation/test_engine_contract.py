@@ -235,17 +235,14 @@ def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
     assert max(late) <= 32 and lengths[-1] - lengths[0] > 64
 
 
-@pytest.mark.parametrize("passes_on", [False, pytest.param(True, marks=on_the_cpu)])
 def test_weight_sync_in_flight_switches_weights_at_the_recorded_boundary(
     driver: Driver,
     old_weights: SliceSyncer,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
-    passes_on: bool,
 ) -> None:
-    """Also where the engine passes them on: whoever takes them compares each parameter."""
     version = driver.engine.version
-    sync = old_weights.sync(new_model, version + 1, passes_on=passes_on)
+    sync = old_weights.sync(new_model, version + 1)
     found = driver.run(driver.collect_amid(sync, PROMPT, Sampling(400, 1.0), 24))
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight during the weight sync"

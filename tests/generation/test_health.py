@@ -125,7 +125,7 @@ def test_an_engine_that_leaves_two_weight_calls_unanswered_ends_its_generator(
 def test_new_weights_are_refused_while_the_engine_runs() -> None:
     sent, engine = Sent(), Stub([])
     client = WeightClient(sent, engine, on_version=lambda: None)
-    asyncio.run(client._answer(Receive("127.0.0.1", 1, "g", "gloo", 1, 2, 1, 5, 1.0)))
+    asyncio.run(client._answer(Receive("127.0.0.1", 1, "s", "generator-0", 0, "gloo", 1, 5, 1.0)))
     assert [(type(one), one.doing) for one in sent] == [(Failed, "Receive")]
     assert engine.version == -1
 

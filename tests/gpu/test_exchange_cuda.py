@@ -5,19 +5,18 @@ it refuses that unless they seem to be on different hosts.
 """
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.packets import word_sums
 from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
-from megatron_rl.weights.exchange.transport import HOST, IPC, Buffers, Channel, stages_all
+from megatron_rl.weights.exchange.transport import HOST, IPC, Buffers, Round, stages_all
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
@@ -53,9 +52,6 @@ def exchange(
     rank = int(os.environ["RANK"])
     device = device_of(rank, backend)
     store = open_store("127.0.0.1", port, is_master=rank == 0, timeout_s=LIMIT_S)
-    ends_at = time.monotonic() + LIMIT_S
-    order = Receive("127.0.0.1", port, "cuda", backend, 1, 2, 0, 1, LIMIT_S)
-    transport = Channel(store, rank, Buffers()).open(order, device, ends_at)
     whole, vector = matrix(ROWS, COLUMNS), matrix(1, 77)[0]
     vector_slice = Slice("v", 0, 0, 77, 1, "v", 0, 0)
     halves = [
@@ -68,7 +64,11 @@ def exchange(
         itemsize=2,
         bucket_bytes=1 << 20,
     )
-    options = {"dtype": torch.bfloat16, "ends_at": ends_at}
+    order = Round(0, 1, 0, "cuda", ("engine",), LIMIT_S, LIMIT_S)
+    patience = order.patience()
+    lanes = Lanes(store, plan, rank, Buffers())
+    transport = lanes.open(order, backend, device, patience, "engine" if rank else "")
+    options = {"dtype": torch.bfloat16, "patience": patience}
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
         ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=stages_all(backend))

@@ -195,9 +195,11 @@ def check_slices(
 
 
 @takes_two
-def test_an_fp8_engine_quantises_the_full_tensors_that_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["reshard", "broadcast"])
+def test_an_fp8_engine_quantises_slices_and_full_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    metrics, found, export = run(tmp_path, monkeypatch, "fp8")
-    assert "weight_sync/transfer_s" not in metrics, "slices were sent to a quantised engine"
+    metrics, found, export = run(tmp_path, monkeypatch, "fp8", method)
+    # The time of a transfer is known of slices alone.
+    assert ("weight_sync/transfer_s" in metrics) == (method == "reshard")
     assert differences(found, export).abs().mean() < FP8_TOLERANCE

@@ -36,8 +36,9 @@ def store(run_dir: Path, *steps: int) -> None:
         (run_dir / BATCHES / f"{step:06d}.batch").touch()
 
 
-def leave_ledger(run_dir: Path, program: str) -> None:
-    write_state(run_dir / FOLDER, 2, Began("start", 0, 0.0, program), lambda file: None)
+def leave_ledger(run_dir: Path, program: str, *, built: int = 20) -> None:
+    began = Began("start", 0, 0.0, program, built=built)
+    write_state(run_dir / FOLDER, 2, began, lambda file: None)
     segment_path(run_dir / FOLDER, 2, LOG).touch()
 
 
@@ -141,6 +142,14 @@ def test_reasons_in_the_run_folder(run_dir: Path) -> None:
     assert reason(run_dir) == "batches after step 6 are missing"
     store(run_dir)
     assert reason(run_dir) == ""
+    leave_ledger(run_dir, program_digest(), built=7)
+    assert reason(run_dir) == ""
+    store(run_dir, 6, 7)
+    lost = "the ledger knows 7 batches and the trainer 8: their node lost power"
+    assert reason(run_dir) == lost
+    leave_ledger(run_dir, program_digest(), built=5)
+    store(run_dir)
+    assert reason(run_dir) == lost.replace("7", "5").replace("8", "6")
     leave_ledger(run_dir, "another")
     assert reason(run_dir) == "another version of this program wrote it"
     segment_path(run_dir / FOLDER, 2, STATE).write_bytes(b"torn")

@@ -197,8 +197,49 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
     # The last node is reached by the loopback device, the first one of `hostname -I` is another.
     prepare = f"{cli} prepare {files} --nodes 2 --gpus-per-node 4 ports.host=127.0.0.1 {given}"
     assert calls[:3] == [plan, f"{prepare} --dry-run", prepare]
-    assert calls[3].endswith(f"{cli[7:]} node {tmp_path}/run --gpus-per-node 4")
-    assert len(calls) == 4
+    assert calls[3].startswith("srun ") and not any(call.startswith(cli) for call in calls[3:])
+    assert calls[-1].endswith(f"{cli[7:]} node {tmp_path}/run --gpus-per-node 4")
+
+
+# As srun: a task on each node, at the same time; the exit code of one that failed.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$CALLS"
+while [[ $1 == --* ]]; do shift; done
+for node in 0 1; do SLURM_NNODES=2 SLURM_NODEID=$node "$@" & tasks+=($!); done
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit $((code))
+"""
+KILLED_ONCE = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+[[ "$*" == *" --node $KILLED "* && ! -e "$CALLS.killed" ]] || exit 0
+touch "$CALLS.killed"
+kill -9 $$
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_launcher_starts_again_unless_it_is_that_of_the_first_node(
+    tmp_path: Path, killed: int
+) -> None:
+    for name, text in {"python": KILLED_ONCE, "srun": SRUN}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "a.toml").touch()
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python",
+        "CALLS": f"{tmp_path}/calls", "SLURM_JOB_NUM_NODES": "2", "HEAD_ADDRESS": "10.0.0.1",
+        "KILLED": str(killed),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "launch.sh"), "a.toml", "--run-dir", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, env=os.environ | job,
+    )  # fmt: skip
+    calls = (tmp_path / "calls").read_text().splitlines()
+    [srun] = [call for call in calls if call.startswith("srun ")]
+    assert "--kill-on-bad-exit=0 --no-kill --wait=0 " in srun
+    started = sorted(call.split()[-3] for call in calls if re.match("-m .* --node ", call))
+    assert started == (["0", "1", "1"] if killed else ["0", "1"])
+    assert done.returncode == (0 if killed else 137), done.stderr
 
 
 # Stands for the launcher alone, which would train for minutes; tools run as they are.

@@ -30,22 +30,41 @@ def reloadable_classes() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8", "awq"])
+@pytest.mark.parametrize("method", ["reshard", "host", "ipc", "broadcast", "disk"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"])
-def test_engines_that_lose_their_weight_loaders_are_refused(
-    tmp_path: Path, family: str, quantization: str
+def test_full_tensors_are_refused_for_engines_that_lose_their_weight_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
-    """By the engine's own classes: a quantised one without its reload takes no new version."""
-    (tmp_path / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
-    config = load_config(None, [f"model.path={tmp_path}", f"generator.quantization={quantization}"])
-    if quantization == "fp8" and f"{family}ForCausalLM" in reloadable_classes():
+    """By the engine's own classes: a quantised one without its reload takes slices alone."""
+    monkeypatch.setattr(model_checks.sglang_cpu, "is_needed", lambda: False)
+    config = of_family(tmp_path, family, "fp8", f"weights.method={method}")
+    takes_all = f"{family}ForCausalLM" in reloadable_classes()
+    if takes_all or method in ("reshard", "host", "ipc"):
         model_checks.check_quantization(config)
         return
-    with pytest.raises(InputError, match=f"{family}ForCausalLM.*Set generator.quantization=''"):
+    with pytest.raises(InputError, match=f"{family}ForCausalLM.*Set weights.method='reshard'"):
         model_checks.check_quantization(config)
+
+
+@pytest.mark.parametrize("quantization", ["w8a8_fp8", "awq"])
+def test_a_training_run_quantises_to_fp8_alone(tmp_path: Path, quantization: str) -> None:
+    with pytest.raises(InputError, match="Set generator.quantization='fp8' or ''"):
+        model_checks.check_quantization(of_family(tmp_path, "Qwen3", quantization))
     # A run that evaluates one folder loads it once.
-    overrides = [f"model.path={tmp_path}", f"generator.quantization={quantization}"]
-    model_checks.check_quantization(load_config(None, [*overrides, "train.steps=0"]))
+    model_checks.check_quantization(of_family(tmp_path, "Qwen3", quantization, "train.steps=0"))
+
+
+def test_quantised_experts_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_checks.sglang_cpu, "is_needed", lambda: True)
+    model_checks.check_quantization(of_family(tmp_path, "Qwen3", "fp8"))
+    with pytest.raises(InputError, match="without a GPU: .* Set generator.quantization=''"):
+        model_checks.check_quantization(of_family(tmp_path, "Mixtral", "fp8"))
+
+
+def of_family(folder: Path, family: str, quantization: str, *overrides: str) -> Config:
+    (folder / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
+    given = [f"model.path={folder}", f"generator.quantization={quantization}", *overrides]
+    return load_config(None, given)
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -138,13 +157,12 @@ RELEASING = [
         ("generator.colocate=false", "without generator.colocate: .* set colocate=true"),
         ("weights.kv_cache=keep", "weights.kv_cache='keep': .* set weights.kv_cache='recompute'"),
         ("expert.weights.overlap=true", "and expert.weights.overlap=true exclude each other"),
-        ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),
+        ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the version"),
         ("generator.quantization=fp8", "quantization='fp8': .* leave one of them out"),
         (
             "expert.generator.start_timeout_s=1300",
             "join_timeout_s=1200 below .*start_timeout_s=1300",
         ),
-        ("expert.weights.relay=true", "relay=true with weights.method=ipc"),
     ],
 )
 def test_what_makes_no_sense_with_engines_that_give_memory_back_is_refused_at_load(

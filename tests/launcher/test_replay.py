@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.replay import differences, find_replay
-from megatron_rl.protocol.stored_batches import BATCHES
+from megatron_rl.launcher.replay import Replay, differences, find_replay, place_rebuilt
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.stored_batches import BATCHES, state_name
 from tests.launcher.test_run_folder import make_checkpoint
 
 
@@ -60,3 +61,29 @@ def test_figures_of_the_machine_are_no_difference() -> None:
     new = {"train/loss": 0.5, "train/update_s": 2.0, "train/mfu": 0.2, "queue/x": 2, "step": 3}
     assert differences(old, new) == {}
     assert differences(old, new | {"train/loss": 0.25}) == {"train/loss": (0.5, 0.25)}
+
+
+def test_only_a_lost_checkpoint_with_a_state_of_the_queue_is_rebuilt(tmp_path: Path) -> None:
+    run_dir = run_with(tmp_path / "run", [*range(4, 10)], [4])
+    for step in (4, 8):
+        (run_dir / BATCHES / state_name(step)).touch()
+    assert find_replay(run_dir, 5, 8, None, (), rebuilds=True).rebuilds
+    with pytest.raises(InputError, match="step 7 cannot be rebuilt"):
+        find_replay(run_dir, 5, 7, None, (), rebuilds=True)
+    make_checkpoint(run_dir, 8)
+    with pytest.raises(InputError, match="remove checkpoints/step_000008 if it is damaged"):
+        find_replay(run_dir, 5, 8, None, (), rebuilds=True)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_checkpoint_whose_figures_differ_stays_outside_the_run(
+    tmp_path: Path, is_equal: bool
+) -> None:
+    run_dir, out = run_with(tmp_path / "run", [], []), tmp_path / "out"
+    torn = run_dir / CHECKPOINTS / "step_000008"
+    torn.mkdir(parents=True)
+    make_checkpoint(out, 8)
+    where = place_rebuilt(Replay(run_dir, None, 5, 8, out, rebuilds=True), is_equal=is_equal)
+    assert where == (torn if is_equal else out / CHECKPOINTS / "step_000008")
+    assert complete_checkpoints(where.parent) == {8: where}
+    assert (8 in complete_checkpoints(run_dir / CHECKPOINTS)) == is_equal

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.supervisor import RoleDied, Supervisor
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
@@ -276,3 +278,28 @@ def test_a_role_that_the_queue_misses_for_long_is_killed_and_restarted(tmp_path:
         "[] not ready yet", "[] [] [] heard in between", "[-9] hangs"
     ]  # fmt: skip
     assert "killing verifier: it hangs: the queue has not heard it" in done.stderr
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_trainer_killed_after_the_queue_ended_ends_the_run_unless_all_is_saved(
+    tmp_path: Path, is_done: bool
+) -> None:
+    work = (
+        f"import os; from megatron_rl.protocol.process import note_done; {is_done} and note_done()"
+    )
+    rule = RestartRule(
+        "trainer", 10, 3600.0, "queue", tmp_path / "ready", "trainer", only_killed=True
+    )
+    with Supervisor(tmp_path / "logs", first_pause_s=0.1) as supervisor:
+        supervisor.start("queue", [sys.executable, "-c", ""])
+        while supervisor.is_running("queue"):
+            supervisor.check()
+        trainer = supervisor.start(
+            "trainer", [sys.executable, "-c", f"{work}; os.kill(os.getpid(), 9)"], restarts=rule
+        )
+        trainer.process.wait()
+        if is_done:
+            assert supervisor.check() == [] and not supervisor.is_running("trainer")
+        else:
+            with pytest.raises(RoleDied, match="too late for a restart"):
+                supervisor.check()

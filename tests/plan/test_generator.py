@@ -65,7 +65,7 @@ def test_weights_of_an_engine_are_what_a_weight_sync_brings(
     assert tuple(found) == planned.received
     cost = sync_cost(
         read_shape(tmp_path), config.generator, config.weights,
-        copies=[(0,)], item_bytes=4, bytes_per_s=1e6,
+        trainer_ranks=1, item_bytes=4, bytes_per_s=1e6,
     )  # fmt: skip
     assert cost.total_bytes == sum(planned.sent)
     # A single sender is the slower end, unless there is a single receiver.

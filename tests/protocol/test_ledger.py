@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.prompts import PromptSets
+from megatron_rl.protocol.frames import encode, encode_frames
 from megatron_rl.protocol.ledger import (
+    LOG,
     Began,
     LogFile,
     Received,
@@ -23,10 +26,12 @@ from megatron_rl.protocol.ledger import (
     read_entries,
     read_state,
     remove_segments,
+    segment_path,
     segments,
     write_state,
 )
-from megatron_rl.rollout_queue.states import References, dump, load
+from megatron_rl.protocol.types import Rollout, RolloutDone, VersionSpan
+from megatron_rl.rollout_queue.states import Place, References
 
 FRAMES = [b"head", b"", bytes(range(256)) * 300]
 
@@ -155,7 +160,7 @@ def write_ten_thousand(byte: bytes, file: BinaryIO) -> None:
 
 def dumped(one: object, references: References) -> bytes:
     file = io.BytesIO()
-    dump(one, references, file)
+    references.dump(one, file)
     return file.getvalue()
 
 
@@ -164,10 +169,41 @@ class Foreign:
         return subprocess.check_output, (["touch", "/tmp/never"],)
 
 
-def test_a_state_calls_nothing_foreign() -> None:
-    references = References(Config(), PromptSets([], [], [], 0))
+def test_a_state_calls_nothing_foreign(tmp_path: Path) -> None:
+    references = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
     for one in (Foreign(), print, subprocess.Popen, getattr):
         with pytest.raises(pickle.UnpicklingError, match="a state of the queue has no"):
-            load(dumped(one, references), references)
+            references.load(dumped(one, references))
     config = references.find("config")
-    assert load(dumped([config, {"a"}], references), references)[0] is config
+    assert references.load(dumped([config, {"a"}], references))[0] is config
+
+
+def test_a_state_names_the_rollouts_of_the_last_eight_logs_and_contains_older_ones(
+    tmp_path: Path,
+) -> None:
+    references = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
+    rollouts, ids = [], np.arange(10_000, dtype=np.int32)
+    for number in range(10):
+        spans = [VersionSpan(number, 0, 10_000)]
+        rollout = Rollout(
+            number, 0, ids[:9], ids + 1, -ids.astype(np.float32), spans, "stop", "text"
+        )
+        with LogFile(segment_path(tmp_path, number, LOG), limit_s=0.0) as file:
+            file.append(Ticked(1.0, True, 0.0))
+            begin = file.end
+            file.append(Received("prompts", "g", 1.0), encode_frames(RolloutDone(rollout)))
+            file.flush()
+        references.note(rollout, Place(number, begin, file.end))
+        rollouts.append(rollout)
+    state = io.BytesIO()
+    named = references.dump(rollouts, state)
+    assert [place.segment for place in named] == list(range(2, 10))
+    # Two rollouts of 20,009 words, and a few bytes for each of the others.
+    assert 2 * 80_036 < len(state.getvalue()) < 2 * 80_036 + 2_000
+    others = References(Config(), PromptSets([], [], [], 0), folder=tmp_path)
+    found = others.load(state.getvalue())
+    assert [encode(one) for one in found] == [encode(one) for one in rollouts]
+    assert [place.segment for place in others.dump(found, io.BytesIO())] == list(range(2, 10))
+    segment_path(tmp_path, 5, LOG).write_bytes(b"torn")
+    with pytest.raises(KeyError):
+        others.load(state.getvalue())

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, read_queue_state
 from megatron_rl.protocol.frames import decode, encode, split_frames
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState
 from megatron_rl.protocol.sequence_cost import TOKENS
 from megatron_rl.protocol.stored_batches import (
     BATCHES,
@@ -14,8 +15,10 @@ from megatron_rl.protocol.stored_batches import (
     read_batch,
     read_share,
     remove_batches,
+    state_name,
     stored_steps,
     write_batch,
+    write_state,
 )
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.batch_thread import BatchStore
@@ -76,7 +79,12 @@ def test_batches_stay_as_long_as_a_kept_checkpoint_needs_them(tmp_path: Path) ->
     for name in ("step_000001", "step_000002", "step_000003.partial"):
         (tmp_path / CHECKPOINTS / name).mkdir()
     assert kept_after(3) == [1, 3]
+    for step in (1, 3, 4, 5):
+        write_state(folder, QueueState(step, PromptCursor(0, [], [], 0), 0, [], []))
     (tmp_path / CHECKPOINTS / "step_000004").mkdir()
     assert kept_after(4) == [3, 4]
     remove_batches(folder, since=4)
     assert stored_steps(folder) == [3]
+    # A state after 4 batches is that of the checkpoint at which the batches were cut.
+    assert sorted(path.name for path in folder.glob("*.json")) == [state_name(3), state_name(4)]
+    assert read_queue_state(folder, state_name(4)).step == 4

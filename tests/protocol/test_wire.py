@@ -321,7 +321,7 @@ def test_turning_strangers_away_does_not_keep_the_receiver() -> None:
 def test_strangers_of_many_names_are_counted_under_a_bounded_number_of_names() -> None:
     router = object.__new__(Router)
     router._label, router.turned_away = "a", Counter()
-    router._send_now = lambda frames: None
+    router._dismiss = lambda identity, why: None
     for number in range(1500):
         router._turn_away(f"stranger-{number}".encode())
     assert len(router.turned_away) == 1001 and router.turned_away.total() == 1500

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.frames import encode_frames
+from megatron_rl.protocol.ledger import STATE, segment_path
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import SaveState, Score
 from megatron_rl.rollout_queue import ledger
@@ -40,7 +41,9 @@ class Mortal:
         made = queue.coordinator
         prompts = made._training._prompts
         self._unix_s = made._recorder._to_unix_s = UnixTime()
-        self._references = References(queue.config, prompts, unix_s=self._unix_s)
+        self._references = References(
+            queue.config, prompts, folder=self._folder, unix_s=self._unix_s
+        )
         records = queue.config.run.dir / "rollouts"
         self._live = lambda: Live(
             BatchMaker(),
@@ -124,7 +127,8 @@ class Cramped(Mortal):
         self.passes += 1
         if self.passes % 5 == 0:
             return super().outgoing(now)
-        left = max(40_000, self.ledger._state_bytes // 2)
+        state = segment_path(self._folder, self.ledger._number, STATE)
+        left = max(24_000, state.stat().st_size // 2)
         filler = fill_disk(self._folder, left_bytes=left)
         try:
             return super().outgoing(now)

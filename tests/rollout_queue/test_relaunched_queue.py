@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
-from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
-from megatron_rl.protocol.stored_batches import BATCHES as STORED
+from megatron_rl.protocol.ledger import read_built
+from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     GeneratorReady,
     NextBatch,
@@ -20,7 +17,6 @@ from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY
 from megatron_rl.rollout_queue.effects import LedgerMaker
 from megatron_rl.rollout_queue.recovery import recover
-from megatron_rl.rollout_queue.start import Start
 from tests.rollout_queue.played_queue import ROOM, PlayedQueue
 from tests.rollout_queue.test_batch_thread import order_of
 from tests.rollout_queue.test_ledger import NEVER, Mortal, judge
@@ -202,20 +198,15 @@ def test_times_of_rollouts_before_the_end_of_a_launcher_stay(tmp_path: Path) -> 
     assert unix_s(queue.now + 1) == queue.now + 1 + 12_000.0
 
 
-def test_a_ledger_that_knows_less_than_the_stored_batches_is_refused(tmp_path: Path) -> None:
-    """As after the end of a node, whose last records may not be on the disk."""
+def test_a_ledger_tells_how_many_batches_it_knows(tmp_path: Path) -> None:
+    """From the state that begins its segment, and from the log after it."""
     queue, mortal = begin(tmp_path / "run")
-    reach(queue, 1)
-    stored = tmp_path / "run" / STORED
-    stored.mkdir()
-    (stored / "000000.batch").touch()
-    prompts = mortal.ledger._coordinator._training._prompts
-    metrics = JsonlWriter(tmp_path / "run/metrics.jsonl", "queue")
-    start = Start(queue.config, prompts, None, metrics, mortal._live().writer, BatchMaker())
-    start._check_newest(mortal.ledger)
-    (stored / "000001.batch").touch()
-    with pytest.raises(InputError, match="the ledger knows 1 batches, but 2 were built: its node"):
-        start._check_newest(mortal.ledger)
+    folder = tmp_path / "run" / "ledger"
+    for built in (0, 1):
+        reach(queue, built)
+        assert read_built(folder, mortal.ledger._number) == built
+    mortal.ledger._cut_if_room()
+    assert mortal.ledger._number == 1 and read_built(folder, 1) == 1
 
 
 def test_a_batch_is_stored_when_the_ledger_has_its_cause() -> None:

@@ -92,7 +92,7 @@ def record(
                 "train/tokens_per_s": step.tokens / step.compute_s,
                 "train/optimizer_s": model.trainer.optimizer_s,
                 "weight_sync/s": step.sync_s,
-                "weight_sync/pause_s": model.sync.replica_s,
+                "weight_sync/pause_s": model.sync.pause_s,
                 "queue/rollouts_trained": step.rollouts,
                 "queue/staleness_versions_mean": step.staleness_sum / step.rollouts,
                 "queue/staleness_versions_max": step.staleness_max,
@@ -114,7 +114,7 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
-    assert found.sync_s == pytest.approx(0.6)
+    assert found.sync_s == pytest.approx(0.3)
     assert found.staleness_max == 1
 
 
@@ -125,7 +125,7 @@ def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
         assert engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.05)
     assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
     assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
-    assert fitted.fitted.sync.replica_s == pytest.approx(0.3)
+    assert fitted.fitted.sync.pause_s == pytest.approx(0.3)
     assert fitted.workload.pass_rates.zero_variance_share(8) == pytest.approx(0.3, abs=0.06)
     assert fitted.workload.prompt_tokens == 20
 

@@ -35,7 +35,7 @@ def test_constant_lengths_take_the_longer_of_generation_and_training(training_s:
 
 @pytest.mark.parametrize("training_s", [2.0, 10.0, 25.0])
 def test_without_staleness_they_take_turns(training_s: float) -> None:
-    sync = WeightSyncModel(0.5)  # four engines, one after the other: 2 s
+    sync = WeightSyncModel(2.0)
     model = model_of(token_s=token_s_for(training_s), sync=sync)
     found = simulated(config_of(staleness=0), model)
     # Engines begin as they get their weights, but strictly only once all have them.
@@ -125,7 +125,7 @@ def test_a_death_costs_the_silence_until_it_is_noticed() -> None:
 
 def test_an_overlapped_sync_leaves_the_critical_path() -> None:
     config = config_of(staleness=3)
-    sequential = WeightSyncModel(2.0, lanes=4, sender_share=0.25)
+    sequential = WeightSyncModel(2.0)
     hidden = dataclasses.replace(sequential, is_overlapped=True)
     slow = simulated(config, model_of(token_s=token_s_for(20.0), sync=sequential))
     fast = simulated(config, model_of(token_s=token_s_for(20.0), sync=hidden))
@@ -133,32 +133,6 @@ def test_an_overlapped_sync_leaves_the_critical_path() -> None:
     assert fast.step_s == pytest.approx(20.0, rel=0.01)
     assert (slow.stall_s, fast.stall_s) == (2.0, 0.0)
     assert fast.sync_s == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("lanes", "share", "times"),
-    [
-        (1, 0.25, [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]),
-        (2, 0.25, [(0, 2), (0, 2), (2, 4), (2, 4), (4, 6)]),
-        # Five at once want 1.25 of what the senders have.
-        (8, 0.25, [(0, 2.5)] * 5),
-        (5, 0.1, [(0, 2)] * 5),
-    ],
-)
-def test_lanes_of_a_weight_sync(lanes: int, share: float, times: list) -> None:
-    found, total = WeightSyncModel(2.0, lanes, share).times(5)
-    assert found == [pytest.approx(pair) for pair in times]
-    assert total == pytest.approx(times[-1][1])
-
-
-def test_engines_that_pass_weights_on_stay_paused_until_they_have() -> None:
-    # Two trees: 0, 2, 4, 6 are places 1 to 4 of the first; 1, 3, 5 places 1 to 3 of the second.
-    found, total = WeightSyncModel(2.0, lanes=2, is_relayed=True, fixed_s=1.0).times(7)
-    # Place 1 serves place 3, as its copy serves place 2, and then its copy serves place 4.
-    assert found == [(1, 5), (1, 5), (3, 5), (3, 5), (3, 5), (3, 5), (5, 7)]
-    assert total == 7
-    # 1,023 of one copy need 10 transfers, one after the other.
-    assert WeightSyncModel(2.0, is_relayed=True).times(1023)[1] == 20
 
 
 def test_slow_verifiers_bound_the_step() -> None:
@@ -197,7 +171,7 @@ def test_advice_names_what_the_trainer_waits_for() -> None:
 
 def test_engines_on_the_trainers_gpus_generate_between_its_turns() -> None:
     # All engines get their weights at once, after those have their memory back.
-    sync, turns = WeightSyncModel(1.5, lanes=4), Turns(release_s=3.0, reclaim_s=2.0)
+    sync, turns = WeightSyncModel(1.5), Turns(release_s=3.0, reclaim_s=2.0)
     model = model_of(token_s=token_s_for(8.0), sync=sync, turns=turns)
     found = simulated(config_of(staleness=2), model)
     assert found.step_s == pytest.approx(GENERATION_S + 3.0 + 8.0 + 2.0 + 1.5, rel=0.01)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.tree import Config
+from megatron_rl.weights.exchange.group import Patience
 from megatron_rl.weights.exchange.parcels import incoming, outgoing
 from megatron_rl.weights.exchange.plan import Move, Parcel
-from megatron_rl.weights.exchange.transport import Buffers, GroupTransport
+from megatron_rl.weights.exchange.transport import Buffers, GroupTransport, Lane
 from tests.distributed import run_ranks
 from tools.bench.measuring import rounded
 from tools.bench.weights import (
@@ -29,12 +30,12 @@ from tools.bench.weights import (
     scaling,
 )
 from tools.bench.weights_exchanges import (
+    FLOOR,
+    GLOO,
     RAW,
+    RECEIVE,
+    SEND,
     limit_connections,
-    receive_floor,
-    receive_raw,
-    send_floor,
-    send_raw,
 )
 from tools.bench.weights_peer import OVERLAP, RESHARD, Sample
 
@@ -120,24 +121,33 @@ def test_scaling_compares_with_raw_beside_it_and_with_the_fewest_replicas() -> N
             msgspec.structs.replace(
                 sample(method, 9.0, seconds), transfers_s=[0.1, seconds], stall_s=0.03
             )
-            for method, seconds in ((RAW, raw_s), (RESHARD, transfer_s), (OVERLAP, 2 * transfer_s))
+            for method, seconds in (
+                (RAW, raw_s),
+                (GLOO, 3 * raw_s),
+                (RESHARD, transfer_s),
+                (OVERLAP, 2 * transfer_s),
+            )  # fmt: skip
         ]
 
     rows = rounded(scaling({4: of(0.9, 0.6), 1: of(0.3, 0.2)}))
     assert list(rows) == ["1", "4"]
     assert rows["4"]["time_over_one"] == 3.0 and rows["4"]["raw_over_one"] == 3.0
     assert rows["1"]["time_over_one"] == 1.0 and rows["4"]["time_over_raw"] == 1.5
+    assert rows["4"]["time_over_gloo"] == 0.5
     assert rows["1"]["stall_over_transfer"] == 0.05 and rows["1"]["stall_ms"] == 30
 
 
-def carried(is_floor: bool) -> tuple[list[list[float]], int]:
-    """What the second rank holds after an exchange of the benchmark's, and the bytes it reports."""
+def carried(method: str) -> tuple[list[list[float]], int]:
+    """What a rank holds after an exchange of the benchmark's, and the bytes it reports.
+
+    Rank 0 sends; the others are two engines, one behind the other.
+    """
     rank = int(os.environ["RANK"])
     address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    group = dist.group.WORLD
-    assert group is not None
-    transport = GroupTransport(group, torch.device("cpu"), Buffers())
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    assert dist.group.WORLD is not None
+    lanes = {1: Lane(dist.group.WORLD, (0,), 2, rank - 1)}
+    transport = GroupTransport(lanes, torch.device("cpu"), Buffers())
     # By itself and in one run; by itself, but in parts of rows at the receiver; with the trailer.
     alone, parts = Move(256, 256, "a", 0, 0, "a", 0, 0), Move(256, 256, "b", 0, 0, "b", 0, 8)
     rounds = [[Parcel(0, 1, (alone,))], [Parcel(0, 1, (parts, Move(2, 3, "c", 0, 1, "c", 0, 0)))]]
@@ -145,17 +155,15 @@ def carried(is_floor: bool) -> tuple[list[list[float]], int]:
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "version": 1,
-        "ends_at": time.monotonic() + 20,
+        "patience": Patience(time.monotonic() + 20, 20.0),
     }
     if rank == 0:
         held = {"a": numbers(256), "b": numbers(256) + 1, "c": torch.arange(8.0).view(2, 4)}
-        (send_floor if is_floor else send_raw)(
-            outgoing(rounds, held, torch.float32), transport, **options
-        )
+        SEND[method](outgoing(rounds, held, torch.float32), transport, **options)
         got = 0
     else:
-        take = receive_floor if is_floor else receive_raw
-        got = take(incoming(rounds, held, torch.float32), transport, **options).payload_bytes
+        ends = incoming(rounds, held, torch.float32)
+        got = RECEIVE[method](ends, transport, **options).payload_bytes
     dist.barrier()
     dist.destroy_process_group()
     return [each.flatten().tolist() for each in held.values()], got
@@ -165,15 +173,16 @@ def numbers(columns: int) -> torch.Tensor:
     return torch.arange(256.0 * columns).view(256, columns)
 
 
-@pytest.mark.parametrize("is_floor", [False, True])
-def test_the_floor_brings_every_element_to_its_place_and_raw_none(is_floor: bool) -> None:
-    _, (found, nbytes) = run_ranks(carried, 2, is_floor)
-    assert nbytes == 4 * (2 * 256 * 256 + 2 * 3)
+@pytest.mark.parametrize("method", [RAW, FLOOR, GLOO])
+def test_the_floor_brings_every_element_to_its_place_and_the_others_none(method: str) -> None:
+    _, *engines = run_ranks(carried, 3, method)
     b, c = torch.zeros(256, 300), torch.zeros(2, 4)
     b[:, 8:264], c[:, :3] = numbers(256) + 1, torch.tensor([[1.0, 2, 3], [5, 6, 7]])
     expected = [numbers(256), b, c]
-    for values, wanted in zip(found, expected, strict=True):
-        assert values == (wanted if is_floor else 0 * wanted).flatten().tolist()
+    for found, nbytes in engines:
+        assert nbytes == 4 * (2 * 256 * 256 + 2 * 3)
+        for values, wanted in zip(found, expected, strict=True):
+            assert values == (wanted if method == FLOOR else 0 * wanted).flatten().tolist()
 
 
 def test_links_are_compared_with_what_the_senders_carry_without_them() -> None:

@@ -14,38 +14,15 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
-from megatron_rl.config.generator import GeneratorConfig, WeightsConfig, refuse_overlap
+from megatron_rl.config.generator import WeightsConfig, refuse_overlap
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, first_failure
 from megatron_rl.protocol.process import run_rank
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.train import chosen_method
 from megatron_rl.weights.folders.conversion import Request, convert
 from tests.distributed import run_ranks
 from tests.protocol.template_families import FAMILIES, write_family
 from tests.tiny_models import write_model
-
-
-@pytest.mark.parametrize(
-    ("method", "quantization", "expected"),
-    [
-        ("reshard", "", "reshard"),
-        ("ipc", "", "ipc"),
-        ("ipc", "fp8", "disk"),
-        ("host", "", "host"),
-        ("host", "fp8", "disk"),
-        ("reshard", "fp8", "broadcast"),
-        ("broadcast", "fp8", "broadcast"),
-        ("disk", "fp8", "disk"),
-        ("disk", "", "disk"),
-    ],
-)
-def test_a_quantised_engine_gets_full_tensors(
-    method: str, quantization: str, expected: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        assert chosen_method(method, quantization) == expected
-    assert ("generator.quantization=fp8" in caplog.text) == (method != expected)
 
 
 def test_an_engine_that_does_not_quantise_refuses_to() -> None:
@@ -170,23 +147,16 @@ def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -
     assert "RuntimeError: the first error" in first.text
 
 
-def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:
+def test_overlap_is_refused_where_it_is_not_known_to_be_safe() -> None:
     for method in ("reshard", "host", "ipc"):
-        refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=False)
-        with pytest.raises(InputError, match="with generator.quantization=fp8"):
-            refuse_overlap(
-                WeightsConfig(method=method), GeneratorConfig(quantization="fp8"), gpus=False
-            )
+        refuse_overlap(WeightsConfig(method=method), gpus=False)
     with pytest.raises(
         InputError, match="=reshard needs .* without GPUs.*give weights.method=host"
     ):
-        refuse_overlap(WeightsConfig(method="reshard"), GeneratorConfig(quantization=""), gpus=True)
+        refuse_overlap(WeightsConfig(method="reshard"), gpus=True)
     # None of their kernels waits for another process.
     for method in ("host", "ipc"):
-        refuse_overlap(WeightsConfig(method=method), GeneratorConfig(quantization=""), gpus=True)
-    for method in ("host", "ipc", "broadcast", "disk"):
-        with pytest.raises(ValueError, match=f"relay=true with weights.method={method}"):
-            WeightsConfig(method=method, relay=True)
+        refuse_overlap(WeightsConfig(method=method), gpus=True)
     for method in ("broadcast", "disk"):
         with pytest.raises(ValueError, match=f"overlap=true with weights.method={method}"):
             Config.model_validate({"weights": {"overlap": True, "method": method}})

@@ -20,11 +20,10 @@ from torch import Tensor
 from generation import weight_client
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.exchange.transport import HOST, IPC
-from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
-from megatron_rl.weights.sync import generator_sync
+from megatron_rl.weights.sync import leader
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
@@ -67,11 +66,9 @@ class Setup:
     grace_s: float = 3.0
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
-    is_concurrent: bool = True
     takes_turns: bool = False
     """Engines give their memory back while the trainer computes."""
     start_timeout_s: float = 10.0
-    relays: bool = False
     link_bytes_per_s: int = 0
     """What a rank sends to an engine rank at most; 0: no limit."""
 
@@ -92,10 +89,6 @@ class Step:
     held: dict[str, int]
     outcomes: list[Outcome] = field(default_factory=list)
     error: str = ""
-    bound: dict[str, int] = field(default_factory=dict)
-    """Generator -> copy of the trainer."""
-    sources: dict[str, str] = field(default_factory=dict)
-    """Generator -> who serves it."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Generators that were dropped, also where no method failed them, with the reason."""
     announced: tuple[int, ...] = ()
@@ -105,10 +98,6 @@ class Step:
     def failed(self) -> dict[str, str]:
         return {name: why for each in self.outcomes for name, why in each.failed.items()}
 
-    @property
-    def passed_over(self) -> dict[str, str]:
-        return {name: why for each in self.outcomes for name, why in each.passed_over.items()}
-
 
 def play(setup: Setup, folder: Path) -> Any:
     """Steps of a trainer rank, or the notes of a generator."""
@@ -116,7 +105,7 @@ def play(setup: Setup, folder: Path) -> Any:
     rank = int(os.environ["RANK"])
     if setup.losing:
         # This process was forked for the play.
-        generator_sync.ENGINE_MARGIN_S = 0.3
+        leader.REPORT_S = 0.3
         weight_client.HELLO_S, weight_client.HELLO_KNOWN_S, weight_client.ASK_S = 0.2, 1.0, 0.2
     with limited_links(setup.link_bytes_per_s):
         if rank < setup.trainers:
@@ -154,13 +143,8 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
         error = act(action, syncer, link, version, update, announced)
         metrics = {metric.name: metric.value for metric in syncer.metrics}
         seconds = time.monotonic() - started
-        bound = dict(method._bindings.of) if isinstance(method, Reshard) else {}
-        held = dict(syncer._held)
-        sources = dict(method._opened) if isinstance(method, Reshard) else {}
-        told = tuple(announced)
-        steps.append(
-            Step(seconds, metrics, held, list(outcomes), error, bound, sources, dict(dropped), told)
-        )
+        held, told = dict(syncer._held), tuple(announced)
+        steps.append(Step(seconds, metrics, held, list(outcomes), error, dict(dropped), told))
         if rank == 0:
             (folder / f"step-{number}").touch()
         if error:
@@ -264,12 +248,11 @@ def open_method(
     device = own_device("cuda" if backend == "nccl" else setup.device, f"trainer-{control.rank}")
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
-        setup.grace_s, setup.is_concurrent, setup.relays,
+        setup.grace_s,
     )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
     places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]
     mine = trainer_slices(setup.shape, places[control.rank])
-    copies = model_copies(setup.shape, places)
     parameters = allocate(mine, device)
 
     def full() -> dict[str, Tensor]:
@@ -295,7 +278,12 @@ def open_method(
             method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
         case _:
             method = Reshard(
-                parameters, copies, setup.shape, control=control, link=link, settings=settings
+                parameters,
+                places[control.rank],
+                setup.shape,
+                control=control,
+                link=link,
+                settings=settings,
             )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
 

@@ -25,8 +25,8 @@ from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError
 from generation.weight_client import WeightClient, await_room
 from megatron_rl.protocol.process import die_with_parent
-from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
-from megatron_rl.weights.exchange import parcels, sender, transport
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
+from megatron_rl.weights.exchange import lanes, parcels
 from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.exchange.packets import Packet
@@ -190,10 +190,6 @@ class PipedEngine:
         self.suffer("receive")
         await self._work("take", order)
 
-    async def pass_on(self, order: PassOn) -> None:
-        self.suffer("passing")
-        await self._work("pass_on", order)
-
     async def join_group(self, message: JoinGroup) -> None:
         await self._work("join", message)
 
@@ -257,19 +253,11 @@ class ScriptedRank:
             pipe.send(answer)
 
     def take(self, order: Receive, fault: str) -> bool:
-        real_unpack, real_join = parcels.unpack, transport.join_group
+        real_unpack, real_join = parcels.unpack, lanes.join_group
         if self._rank == 0:
             bring(fault, order.deadline_s)
-        self._exchange.obey(order)
-        parcels.unpack, transport.join_group = real_unpack, real_join
-        return True
-
-    def pass_on(self, order: PassOn, fault: str) -> bool:
-        real_send = sender.send
-        if self._rank == 0:
-            bring_to_passing(fault, order.deadline_s)
-        self._exchange.obey(order)
-        sender.send = real_send
+        self._exchange.take(order)
+        parcels.unpack, lanes.join_group = real_unpack, real_join
         return True
 
     def is_right(self, version: int, fault: str) -> bool:
@@ -327,24 +315,6 @@ def bring(fault: str, deadline_s: float) -> None:
         os.killpg(0, signal.SIGKILL)
 
     if fault == "die join":
-        transport.join_group = join
+        lanes.join_group = join
     elif fault in ("die transfer", "stop reading", "damage"):
         parcels.unpack = unpack
-
-
-def bring_to_passing(fault: str, deadline_s: float) -> None:
-    """Let a fault happen when this engine rank begins to send: others receive already."""
-    real = sender.send
-
-    def send(*args: Any, **options: Any) -> int:
-        match fault:
-            case "die sending":
-                os.killpg(0, signal.SIGKILL)
-            case "stop sending":
-                time.sleep(deadline_s + 1)
-            case "refuse to send":
-                raise RuntimeError("scripted failure of sending")
-        return real(*args, **options)
-
-    if fault in ("die sending", "stop sending", "refuse to send"):
-        sender.send = send

@@ -25,7 +25,8 @@ in the same run, is bare ZeroMQ sockets that carry the same bytes (queue_peer.py
 | cpu_ms_per_rollout         | user and system time per rollout                               |
 | loop_ms_per_rollout        | the same for the main thread                                   |
 | rollouts_per_s_of_one_core | capacity of the main thread on a dedicated core                |
-| floor_*                    | figures of the floor                                           |
+| floor_*                    | figures of the floor; over_floor: rollouts_per_s over its      |
+| over_without_ledger        | rollouts_per_s over those of a queue without a ledger          |
 | bookkeeping_share          | share of the time per rollout beyond the floor's               |
 | lease_p50_ms, ..._p99_ms   | from the announcement of a free slot to its next lease, at     |
 |                            | lease_rate: 4 times the need, or half of rollouts_per_s        |
@@ -33,7 +34,7 @@ in the same run, is bare ZeroMQ sockets that carry the same bytes (queue_peer.py
 | held_bound_mb              | rollouts that admission lets the queue hold                    |
 
 With few cores the peers compete with the queue: a rate is a lower bound, so compare the times per
-rollout. The last line is one JSON object.
+rollout. The last line is one JSON object. A queue with router replay has no ledger.
 """
 
 import contextlib
@@ -121,9 +122,9 @@ EXPERTS_PRODUCED = Produced(553_200, 132.2)
 """Maximum over the splits of GPUS H100s. DIR holds the model's config.json, N is 512 and 1,024:
 
     megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.prompts_per_batch=N \\
-        --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
+        --gpus 512 --sweep split=96,128,160,192 --steps 4 --warm-up 4 --json
     megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.prompts_per_batch=N \\
-        --gpus 512 --sweep split=64,72,80,96,128 --lanes all --steps 4 --warm-up 4 --json
+        --gpus 512 --sweep split=64,72,80,96,128 --steps 4 --warm-up 4 --json
 
 The number of prompts in a batch grows with the GPUs. The best splits are 128 and 96.
 completions_per_s: train.prompts_per_batch * train.group_size / (1 - zero_variance_share) / step_s.
@@ -146,6 +147,7 @@ class Variant(NamedTuple):
     needed: float
     learnt: float
     is_encrypted: bool = False
+    has_ledger: bool = True
 
 
 class Window(NamedTuple):
@@ -220,9 +222,8 @@ def variants(*, is_quick: bool) -> dict[str, Variant]:
 
 
 def _variant(load: Load, shape: ModelShape, produced: Produced) -> Variant:
-    return Variant(
-        load, produced.tokens_per_s / load.tokens, learnt_rollouts_per_s(shape, load.tokens)
-    )
+    rates = produced.tokens_per_s / load.tokens, learnt_rollouts_per_s(shape, load.tokens)
+    return Variant(load, *rates, has_ledger=not load.choices_per_token)
 
 
 def write_config(folder: Path, variant: Variant) -> Config:
@@ -243,7 +244,7 @@ def write_config(folder: Path, variant: Variant) -> Config:
             "steps": 1_000_000, "prompts_per_batch": load.prompts_per_batch,
             "group_size": load.group_size, "microbatch_tokens": 40_960,
         },
-        "queue": {"max_staleness": load.max_staleness},
+        "queue": {"max_staleness": load.max_staleness, "ledger": variant.has_ledger},
         "sampling": {"max_new_tokens": load.tokens},
         "generator": {"context_tokens": 40_960, "kv_tokens": 500_000},
         "eval": {"prompts": 0},
@@ -360,6 +361,7 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
         "loop_ms_per_rollout": loop_ms,
         "rollouts_per_s_of_one_core": 1e3 / loop_ms,
         "floor_rollouts_per_s": floor.full.rollouts_per_s,
+        "over_floor": full.rollouts_per_s / floor.full.rollouts_per_s,
         "floor_cpu_ms_per_rollout": floor_ms,
         "bookkeeping_share": 1 - floor_ms / cpu_ms,
         "lease_rate": paced.rollouts_per_s,
@@ -384,8 +386,11 @@ def main() -> None:
     found: dict[str, object] = {}
     for name, variant in variants(is_quick=options.quick).items():
         if name in options.only:
-            floor = measure(FLOOR, variant, seconds)
-            found[name] = figures(variant, measure(QUEUE, variant, seconds), floor)
+            floor, queue = (measure(module, variant, seconds) for module in (FLOOR, QUEUE))
+            found[name] = mine = figures(variant, queue, floor)
+            if variant.has_ledger:
+                plain = measure(QUEUE, variant._replace(has_ledger=False), seconds).full
+                mine["over_without_ledger"] = queue.full.rollouts_per_s / plain.rollouts_per_s
             say(f"{name} {found[name]}")
     report(found | {"busy_share": busy_share(sorted(os.sched_getaffinity(0)))})
 

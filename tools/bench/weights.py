@@ -27,11 +27,11 @@ Runs the product's trainer ranks and generators on this machine, over gloo, with
 
 `--methods raw floor reshard` skips the other methods and their figures.
 
-`--replicas 1 2 4 8` syncs from two copies of the model in the trainer to N receivers instead. They
-run the product's weight client and receiver without an engine, or with `--servers` an SGLang
-server. `--link-mb-s N` gives each receiver a link of N MB/s, as if on its own node
-(`limited_links` in weights_exchanges.py). An unlimited sync to the most receivers measures the
-capacity of the senders (`senders_limit_mb_s`). Figures: `scaling`.
+`--replicas 1 2 4 8` syncs from a trainer rank to N receivers instead, also by gloo's own broadcast
+of the same bytes (`time_over_gloo`). Receivers run the product's weight client without an engine,
+or with `--servers` an SGLang server. `--link-mb-s N` gives each connection N MB/s, as if every rank
+were on its own node (`limited_links` in weights_exchanges.py). An unlimited sync to the most
+receivers measures the capacity of the senders (`senders_limit_mb_s`). Figures: `scaling`.
 
 busy_share is other processes' share of the cores before each layout: unless it is near 0, the times
 say little. A table comes first; the last line is one JSON object.
@@ -61,7 +61,7 @@ from tools.bench.children import (
     write_model,
 )
 from tools.bench.measuring import busy_share, over, parser, run, show
-from tools.bench.weights_exchanges import FLOOR, RAW
+from tools.bench.weights_exchanges import FLOOR, GLOO, RAW
 from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample
 
 HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
@@ -123,12 +123,12 @@ def measure_replicas(
     options: argparse.Namespace, work_dir: Path, cores: list[int]
 ) -> dict[str, Any]:
     """Figures of weight syncs to each number of replicas."""
-    model, job = set_up(options, work_dir, (RAW, RESHARD, OVERLAP))
+    model, job = set_up(options, work_dir, (RAW, GLOO, RESHARD, OVERLAP))
     busy = busy_share(cores)
 
     def sync(replicas: int, link_mb_s: int) -> list[Sample]:
         folder = work_dir / f"replicas-{replicas}-link-{link_mb_s}"
-        layout = Layout(1, 1, replicas, 1, data=2)
+        layout = Layout(1, 1, replicas, 1)
         cfg = configure(layout, model, folder, options.bucket_mb << 20)
         return run_layout(cfg, replace(job, link_bytes_per_s=link_mb_s * 10**6))
 
@@ -279,12 +279,13 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
     """Medians by number of replicas."""
     rows: dict[str, dict[str, float]] = {}
     for replicas, samples in sorted(found.items()):
-        raw, reshard, overlap = (_of(samples, name) for name in (RAW, RESHARD, OVERLAP))
+        raw, gloo, reshard, overlap = (_of(samples, name) for name in (RAW, GLOO, RESHARD, OVERLAP))
         row = {
             "sync_s": _median(reshard, _sync),
             "transfer_s": _median(reshard, _transfer),
             "raw_transfer_s": _median(raw, _transfer),
             "time_over_raw": over([*map(_transfer, reshard)], [*map(_transfer, raw)]),
+            "time_over_gloo": over([*map(_transfer, reshard)], [*map(_transfer, gloo)]),
             "overlapped_transfer_s": _median(overlap, _transfer),
             "stall_ms": 1e3 * _median(overlap, lambda sample: sample.stall_s),
             "stall_over_transfer": _median(overlap, lambda s: s.stall_s / _transfer(s)),

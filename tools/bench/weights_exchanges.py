@@ -1,50 +1,54 @@
-"""raw and floor: the exchanges that tools.bench.weights compares with the product's.
+"""raw, floor and gloo: the exchanges that tools.bench.weights compares with the product's.
 
 They replace `parcels.send` and `receive` in trainer ranks and engine ranks. `raw` sends equally
-many plain bytes in the fewest packets. `floor` sends the product's packets with a digest at each
-end and copies of scattered slices: the least work of an exchange that sends slices in place and
-detects damage. Neither checks, agrees on or reports anything.
+many plain bytes in the fewest packets, from engine to engine as the product does. `floor` sends the
+product's packets with a digest at each end and copies of scattered slices: the least work of an
+exchange that sends slices in place and detects damage. `gloo` broadcasts the bytes of each parcel
+by gloo's own collective; it needs a single trainer rank. None checks, agrees on or reports
+anything.
 """
 
 import functools
-import itertools
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weights.exchange import transport as transports
+from megatron_rl.weights.exchange import lanes
+from megatron_rl.weights.exchange.group import Patience, Work, wait_until
 from megatron_rl.weights.exchange.packets import Packet, digest
 from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes
 from megatron_rl.weights.exchange.transport import GroupTransport
 
-RAW, FLOOR = "raw", "floor"
+RAW, FLOOR, GLOO = "raw", "floor", "gloo"
 SO_MAX_PACING_RATE = 47
 """Bytes per second, socket(7); not in the module `socket`. TCP paces itself since Linux 4.13."""
+Rounds = Sequence[Sequence[list[Packet]]]
 
 
-def send_raw(ends: Ends, transport: GroupTransport, *, ends_at: float, **_: object) -> int:
+def send_raw(ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object) -> int:
     """`parcels.send` with plain bytes."""
-    return _exchange(ends, transport._group, dist.isend, ends_at)
+    rounds = _plain(ends)
+    _send(ends, rounds, transport, patience)
+    return _most(rounds)
 
 
 def receive_raw(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
 ) -> Received:
     """`parcels.receive` of plain bytes, which are discarded."""
-    started = time.monotonic()
-    peak = _exchange(ends, transport._group, dist.irecv, ends_at)
-    return Received(payload_bytes(ends, dtype), peak, time.monotonic() - started)
+    started, rounds = time.monotonic(), _plain(ends)
+    _receive(ends, rounds, transport, patience)
+    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
 
 
 def send_floor(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
 ) -> int:
     """`parcels.send` without checks: its packets, and digests of the copied packets."""
 
@@ -54,12 +58,12 @@ def send_floor(
         if packet.is_staged:
             digest(packet.payload)
 
-    _exchange_packets(ends, transport, dist.isend, ends_at, before=fill)
+    _send(ends, [[end.packets for end in each] for each in ends], transport, patience, fill)
     return transport.peak_bytes
 
 
 def receive_floor(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, ends_at: float, **_: object
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
 ) -> Received:
     """`parcels.receive` without checks: digests each packet, and copies staged packets."""
     started = time.monotonic()
@@ -69,63 +73,45 @@ def receive_floor(
         for place, held in packet.staged(dtype):
             place.copy_(held)
 
-    _exchange_packets(ends, transport, dist.irecv, ends_at, after=empty)
+    _receive(ends, [[end.packets for end in each] for each in ends], transport, patience, empty)
     seconds = time.monotonic() - started
     return Received(payload_bytes(ends, dtype), transport.peak_bytes, seconds)
 
 
-RECEIVE = {RAW: receive_raw, FLOOR: receive_floor}
+def send_gloo(ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object) -> int:
+    """`parcels.send` by broadcasts of plain bytes."""
+    rounds = _plain(ends)
+    _broadcast(ends, rounds, transport, patience)
+    return _most(rounds)
 
 
-@torch.no_grad()
-def _exchange_packets(
-    ends: Ends,
-    transport: GroupTransport,
-    operation: Callable[..., object],
-    ends_at: float,
-    *,
-    before: Callable[[Packet], None] = lambda packet: None,
-    after: Callable[[Packet], None] = lambda packet: None,
-) -> None:
-    """Exchange packets in place, two rounds in flight."""
-    flying: list[tuple[Packet, dist.Work]] = []
-    for round_ends in (*ends, ()):
-        held = [end.packets for end in round_ends]
-        transport.lend(held, ends_at, is_sender=operation is dist.isend)
-        for packet in itertools.chain(*held):
-            before(packet)
-        each = [(end.peer, packet) for end in round_ends for packet in end.packets]
-        works = _start([(peer, packet.data) for peer, packet in each], operation, transport._group)
-        for packet, work in flying:
-            _wait([work], ends_at)
-            after(packet)
-        flying = [(packet, work) for (_, packet), work in zip(each, works, strict=True)]
+def receive_gloo(
+    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
+) -> Received:
+    """`parcels.receive` by broadcasts of plain bytes, which are discarded."""
+    started, rounds = time.monotonic(), _plain(ends)
+    _broadcast(ends, rounds, transport, patience)
+    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
 
 
-def _exchange(
-    ends: Ends, group: dist.ProcessGroup, operation: Callable[..., object], ends_at: float
-) -> int:
-    """Exchange one packet per parcel, two rounds in flight, in reused memory."""
+SEND = {RAW: send_raw, FLOOR: send_floor, GLOO: send_gloo}
+RECEIVE = {RAW: receive_raw, FLOOR: receive_floor, GLOO: receive_gloo}
+
+
+def _plain(ends: Ends) -> Rounds:
+    """One packet per parcel, in memory that every other round uses again."""
     sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
     largest = max(map(sum, sizes))
-    flying: list[dist.Work] = []
-    for number, (round_ends, lengths) in enumerate(zip(ends, sizes, strict=True)):
+    rounds = []
+    for number, lengths in enumerate(sizes):
         buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
-        peers = [end.peer for end in round_ends]
-        works = _start(list(zip(peers, buffers, strict=True)), operation, group)
-        _wait(flying, ends_at)
-        flying = works
-    _wait(flying, ends_at)
-    return 2 * largest
+        rounds.append([[Packet([], each.nbytes, each)] for each in buffers])
+    return rounds
 
 
-def _start(
-    packets: Sequence[tuple[int, torch.Tensor]],
-    operation: Callable[..., object],
-    group: dist.ProcessGroup,
-) -> list[dist.Work]:
-    ops = [dist.P2POp(operation, data, group=group, group_peer=peer) for peer, data in packets]
-    return dist.batch_isend_irecv(ops) if ops else []
+def _most(rounds: Rounds) -> int:
+    sizes = [sum(packet.nbytes for packets in each for packet in packets) for each in rounds]
+    return 2 * max(sizes)
 
 
 @functools.cache
@@ -133,9 +119,68 @@ def _memory(half: int, size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8)
 
 
-def _wait(works: Sequence[dist.Work], ends_at: float) -> None:
+@torch.no_grad()
+def _send(
+    ends: Ends,
+    rounds: Rounds,
+    transport: GroupTransport,
+    patience: Patience,
+    fill: Callable[[Packet], None] | None = None,
+) -> None:
+    """As `parcels.send`. fill: makes a packet ready; None: it is."""
+    flying: list[Work] = []
+    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+        if fill is not None:
+            transport.lend(held, patience, is_sender=True)
+            _apply(fill, held)
+        works = transport.send([end.peer for end in each], held)
+        _wait(flying, patience)
+        flying = [work for parcel in works for work in parcel]
+
+
+@torch.no_grad()
+def _receive(
+    ends: Ends,
+    rounds: Rounds,
+    transport: GroupTransport,
+    patience: Patience,
+    empty: Callable[[Packet], None] | None = None,
+) -> None:
+    """As `parcels.receive`. empty: takes a packet that has arrived; None: it is discarded."""
+    arrived: Sequence[list[Packet]] = ()
+    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+        if empty is not None:
+            transport.lend(held, patience, is_sender=False)
+        works, onward = transport.receive([end.peer for end in each], held, arrived)
+        if empty is not None:
+            _apply(empty, arrived)
+        _wait([*onward, *(work for parcel in works for work in parcel)], patience)
+        arrived = held
+
+
+def _broadcast(ends: Ends, rounds: Rounds, transport: GroupTransport, patience: Patience) -> None:
+    """All parcels of a lane by its root's broadcasts, two rounds in flight."""
+    flying: list[Work] = []
+    for each, held in zip((*ends, ()), (*rounds, ()), strict=True):
+        works = []
+        for end, packets in zip(each, held, strict=True):
+            # At the root the peer is the receiver, whose lane it is.
+            lane = transport._lanes.get(end.peer) or next(iter(transport._lanes.values()))
+            for packet in packets:
+                work = dist.broadcast(packet.data, group_src=0, group=lane.group, async_op=True)
+                works.append(work)
+        _wait(flying, patience)
+        flying = works
+
+
+def _apply(function: Callable[[Packet], None], parcels: Sequence[list[Packet]]) -> None:
+    for packet in (packet for packets in parcels for packet in packets):
+        function(packet)
+
+
+def _wait(works: Sequence[Work], patience: Patience) -> None:
     for work in works:
-        work.wait(timedelta(seconds=max(0.001, ends_at - time.monotonic())))
+        wait_until(work, patience.ends_at())
 
 
 @contextmanager
@@ -145,13 +190,13 @@ def limited_links(bytes_per_s: int) -> Iterator[None]:
     In a sender this limits an engine rank served by one rank, as if it had its own link. The kernel
     delays the packets of a full link; the sender's other connections continue.
     """
-    connect = transports.connect_group
+    connect = lanes.connect_group
 
     def connect_limited(*arguments: object) -> None:
         connect(*arguments)
         limit_connections(bytes_per_s)
 
-    with patch.object(transports, "connect_group", connect_limited if bytes_per_s else connect):
+    with patch.object(lanes, "connect_group", connect_limited if bytes_per_s else connect):
         yield
 
 

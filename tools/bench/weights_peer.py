@@ -40,11 +40,11 @@ from tools.bench.children import read_job
 from tools.bench.measuring import rotations, start_peak, status_bytes
 from tools.bench.weights_exchanges import (
     FLOOR,
+    GLOO,
     RAW,
     RECEIVE,
+    SEND,
     limited_links,
-    send_floor,
-    send_raw,
 )
 
 RESHARD, OVERLAP = "reshard", "overlap"
@@ -85,7 +85,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Exchange:
-    """A reshard that sends by raw or floor, or overlaps with the caller's work (overlap)."""
+    """A reshard that sends by raw, floor or gloo, or overlaps with the caller's work (overlap)."""
 
     def __init__(self, method: Any, name: str) -> None:
         self._method, self._name = method, name
@@ -100,7 +100,7 @@ class Exchange:
         is_floor = self._name == FLOOR
         find_digests = parcels.digest_in_place if is_floor else lambda packets: None
         with (
-            patch.object(sender, "send", send_floor if is_floor else send_raw),
+            patch.object(sender, "send", SEND[self._name]),
             patch.object(parcels, "digest_in_place", find_digests),
         ):
             return self._method.sync(members, version)
@@ -159,25 +159,27 @@ def open_named(name: str, cfg: Config, policy: Any, **given: Any) -> Any:
     from megatron_rl.trainer.train import open_method
     from megatron_rl.weights.sync.reshard import Reshard
 
-    known = RESHARD if name in (RAW, FLOOR, OVERLAP) else name
+    known = RESHARD if name in (RAW, FLOOR, GLOO, OVERLAP) else name
     weights = cfg.weights.model_copy(update={"method": known})
     method = open_method(cfg.model_copy(update={"weights": weights}), policy, **given)
     if isinstance(method, Reshard):
         # The engine's loader takes the exchange from the name (`received_as`).
         named = f"{name}-{method._settings.name}"
         method._settings = dataclasses.replace(method._settings, name=named)
+        if method._leader is not None:
+            method._leader._settings = method._settings
     return method if name == known else Exchange(method, name)
 
 
 def minimum_bytes(policy: Any, members: list[Member]) -> int:
     """Parameter bytes of all engine ranks."""
-    from megatron_rl.weights.sync.reshard import receiver_slices
+    from megatron_rl.weights.exchange.layouts import kind_of
 
     slices = [
         part
         for member in members
         for rank in range(member.hello.world_size)
-        for part in receiver_slices(policy.shape, member.hello, rank)
+        for part in kind_of(member.hello).slices(policy.shape, rank)
     ]
     itemsize = next(policy.chunks[0].parameters()).dtype.itemsize
     return itemsize * sum(part.size for part in slices)
@@ -225,7 +227,7 @@ class BareEngine:
     def __init__(self, config: Config) -> None:
         self.version = -1
         self._parameters = allocate(config)
-        self._by_method: dict[str, engine_rank.Receiver] = {}
+        self._by_method: dict[str, engine_rank.EngineRank] = {}
 
     async def pause(self) -> None:
         """Nothing runs."""
@@ -239,7 +241,7 @@ class BareEngine:
         with received_as(order) as method:
             if method not in self._by_method:
                 dtype = next(iter(self._parameters.values())).dtype
-                self._by_method[method] = engine_rank.Receiver(
+                self._by_method[method] = engine_rank.EngineRank(
                     lambda: self._parameters, 0, dtype, may_pad_ffn=False
                 )
             self._by_method[method].take(order)
@@ -273,8 +275,8 @@ def allocate(config: Config) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def received_as(order: Receive) -> Iterator[str]:
-    """Receive by the exchange in the order's group name; yields its name."""
-    method = order.group_name.partition("-")[0]
+    """Receive by the exchange in the syncer's name; yields its name."""
+    method = order.syncer.partition("-")[0]
     with patch.object(engine_rank, "receive", RECEIVE.get(method, parcels.receive)):
         yield method
 
@@ -329,8 +331,8 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     start_peak()
     before = status_bytes("VmRSS")
     with received_as(order) as method:
-        _rank(model, method).obey(order)
-    row = {"name": order.group_name, "bytes": status_bytes("VmHWM") - before}
+        _rank(model, method).take(order)
+    row = {"name": order.syncer, "bytes": status_bytes("VmHWM") - before}
     path = Path(os.environ[ORDERS_VARIABLE]).with_suffix(f".growth-{os.getpid()}.jsonl")
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

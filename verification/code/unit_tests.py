@@ -141,7 +141,7 @@ def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
-            name = _name_of(node.func)
+            name = used_names.name_of(node.func)
             if name in ("raises", "fail", "exit", "_exit", "quit") or "assert" in name.lower():
                 return True
         if isinstance(node, _FUNCTIONS) and node.name in functions:
@@ -221,7 +221,7 @@ class _Reader:
         if node.name.startswith("Test"):
             return True
         for base in node.bases:
-            name = _name_of(base)
+            name = used_names.name_of(base)
             parent = self._definitions.get(name)
             is_class = isinstance(parent, ast.ClassDef) and parent is not node
             if name.endswith("TestCase") or (is_class and self._is_test_class(parent)):
@@ -303,11 +303,6 @@ class _Reader:
         return ""
 
 
-def _name_of(node: ast.AST) -> str:
-    """Last part of a dotted name."""
-    return getattr(node, "id", "") or getattr(node, "attr", "")
-
-
 def _names(node: ast.AST) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
@@ -338,7 +333,7 @@ def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
             if (
                 call is outer
                 or not isinstance(call, ast.Call)
-                or _name_of(call.func) not in callees
+                or used_names.name_of(call.func) not in callees
             ):
                 continue
             inside = set(ast.walk(call))

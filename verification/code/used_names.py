@@ -150,7 +150,7 @@ def _unsafe_use(tree: ast.AST) -> str:
 
 def _patches_output_alone(tree: ast.AST) -> bool:
     """Whether every use of `patch` replaces standard output or error by its name."""
-    uses = [node for node in ast.walk(tree) if _name_of(node) == "patch"]
+    uses = [node for node in ast.walk(tree) if name_of(node) == "patch"]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
     targets = [call.args[0] if call.args else None for call in calls]
     return len(calls) == len(uses) and all(
@@ -163,7 +163,8 @@ def captures_output(source: str) -> bool:
     return any(word in source for word in ("stdout", "stderr", "capsys", "capfd"))
 
 
-def _name_of(node: ast.AST) -> str:
+def name_of(node: ast.AST) -> str:
+    """Last part of a dotted name."""
     return getattr(node, "id", "") or getattr(node, "attr", "")
 
 

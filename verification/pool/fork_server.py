@@ -23,9 +23,10 @@ from typing import NoReturn
 
 from megatron_rl.config.reward import CODE, CUSTOM, VerifierConfig
 from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Died, Fork, encode, fork_decoder
-from verification.pool.grader import Grader, die_with, limit_resources
+from verification.pool.grader import Grader, limit_resources
 from verification.rules import RewardRules
 from verification.sandbox.cgroup import remove_stale_groups
+from verification.sandbox.confinement import die_with
 from verification.score import prepare
 from verification.verdict import GradingError
 

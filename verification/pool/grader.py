@@ -5,13 +5,9 @@ dies with the fork server and has limits on memory, CPU time, file size and open
 unexpected exception it ends, and the pool gives the item to another process.
 """
 
-import ctypes
 import math
-import os
 import resource
-import signal
 import socket
-import sys
 
 from megatron_rl.config.reward import CODE, StepKind, WorkerPoolConfig
 from verification.pool.faults import HOST
@@ -40,14 +36,6 @@ MAX_FILE_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
 RECEIVE_BYTES = 1 << 18
 CPU_GRACE_S = 2
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit if it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(0)
 
 
 def limit_resources(pool: str, memory_bytes: int) -> None:

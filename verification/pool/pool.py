@@ -9,10 +9,10 @@ import itertools
 import logging
 import select
 import time
-from types import TracebackType
 from typing import Self
 
 from megatron_rl.config.reward import WORKER_POOLS, VerifierConfig
+from megatron_rl.protocol.closing import Closing
 from verification.draft import Draft
 from verification.pool.fork_client import ForkClient
 from verification.pool.frames import FrameError
@@ -23,7 +23,7 @@ from verification.rules import RewardRules
 log = logging.getLogger(__name__)
 
 
-class Pool:
+class Pool(Closing):
     """Grades requests in processes that start on first use.
 
     Call `collect` when `fileno()` is readable and at `next_deadline_s`; nothing runs otherwise.
@@ -54,12 +54,8 @@ class Pool:
         self._epoll = select.epoll()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End all grading processes, and close the loop's descriptors."""
         # The server and all processes first, so that no process writes to a closed socket.
         self._fork_client.close()
         for _, process in self._owners.values():

@@ -6,6 +6,7 @@ reports `(done, total)`.
 
 import contextlib
 import errno
+import importlib.util
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from megatron_rl.config.errors import InputError
 
 Item = TypeVar("Item")
 PLAIN_S = 10.0
@@ -101,6 +104,15 @@ def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterato
     for done, item in enumerate(items, 1):
         yield item
         report(done, total)
+
+
+def check_plots(otherwise: str) -> None:
+    """Raise InputError without matplotlib, which is not loaded. otherwise: how to have no plots."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "plots need matplotlib, which is not installed: install the version in "
+            f"requirements/cpu.txt, or {otherwise}"
+        )
 
 
 class _Lines:

@@ -64,6 +64,53 @@ def only(value: Any, why: str) -> Convert:
     return rule
 
 
+def needs(key: str, rule: Convert, why: str = "") -> Convert:
+    """The rule of a key that has no effect without another one."""
+
+    def checked(value: Any, values: Values) -> dict[str, Any]:
+        if not values.get(key):
+            raise NoCounterpart(f"no effect without {key}{why}")
+        return rule(value, values)
+
+    return checked
+
+
+def kl_penalty(placement: str, coefficient: Any) -> dict[str, Any]:
+    """The KL in the loss or in the reward, as other systems estimate it; "none": not measured."""
+    if placement == "none":
+        return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
+    estimator = "forward_kl" if placement == "loss" else "k1"
+    return {"algorithm.kl.placement": placement, "algorithm.kl.estimator": estimator,
+            "algorithm.kl.coefficient": coefficient}  # fmt: skip
+
+
+def check_kl_in_loss(kind: Any) -> None:
+    """Raise NoCounterpart for an estimate that is not k3."""
+    if kind not in ("low_var_kl", "k3"):
+        raise NoCounterpart("in the loss choose algorithm.kl.estimator k2, forward_kl or exact")
+
+
+def clip(low: float, high: float | None) -> dict[str, Any]:
+    """The clip range of the ratio; high: None for the same as low."""
+    return {"algorithm.policy_loss.eps_low": low,
+            "algorithm.policy_loss.eps_high": low if high is None else high}  # fmt: skip
+
+
+def lengths(new: int, prompt: int | None, context: int | None = None) -> dict[str, Any]:
+    """Tokens of a completion, and of prompt and completion if both, or their sum, are given."""
+    context = context or (prompt + new if prompt else None)
+    longest = {"generator.context_tokens": context} if context else {}
+    return {"sampling.max_new_tokens": new, **longest}
+
+
+def truncated(high: float) -> dict[str, Any]:
+    """Weights of the trainer's logprobs over the engine's, cut at `high`."""
+    return {
+        "algorithm.correction.name": "truncated", "algorithm.correction.high": high,
+        "algorithm.policy_loss.old_logprobs": "recompute",
+    }  # fmt: skip
+
+
 def offload(value: Any, _: Values) -> dict[str, Any]:
     """Optimizer state in host memory, which the distributed optimizer alone can hold there."""
     return {"optimizer.offload": True, "parallel.distributed_optimizer": True} if value else NOTHING

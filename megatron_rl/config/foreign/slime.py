@@ -14,14 +14,20 @@ from megatron_rl.config.foreign.rules import (
     NoCounterpart,
     Rule,
     Values,
+    check_kl_in_loss,
     choice,
+    clip,
     each,
+    kl_penalty,
+    lengths,
+    needs,
     offload,
     only,
     positive,
     product,
     ratio,
     to,
+    truncated,
 )
 
 _PARALLEL = "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"
@@ -37,16 +43,12 @@ def _minibatches(_: Any, values: Values) -> dict[str, Any]:
 
 def _tokens(value: int, values: Values) -> dict[str, Any]:
     """A microbatch is shared by the context ranks."""
-    if not values.get("use-dynamic-batch-size"):
-        raise NoCounterpart("no effect without use-dynamic-batch-size")
     return {"train.microbatch_tokens": product(value, values.get("context-parallel-size", 1))}
 
 
 def _length(_: Any, values: Values) -> dict[str, Any]:
-    new, prompt = values["rollout-max-response-len"], values.get("rollout-max-prompt-len")
-    context = values.get("rollout-max-context-len") or (prompt + new if prompt else None)
-    longest = {"generator.context_tokens": context} if context else {}
-    return {"sampling.max_new_tokens": new, **longest}
+    prompt, context = (values.get(f"rollout-max-{name}-len") for name in ("prompt", "context"))
+    return lengths(values["rollout-max-response-len"], prompt, context)
 
 
 def _estimator(value: Any, values: Values) -> dict[str, Any]:
@@ -69,32 +71,10 @@ def _kl(_: Any, values: Values) -> dict[str, Any]:
     """A coefficient of 0 measures the KL without using it."""
     in_loss = values["kl-loss-coef"] if values.get("use-kl-loss") else 0
     coefficient = in_loss or values["kl-coef"]
-    if not coefficient:
-        return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
-    if in_loss and values.get("kl-loss-type") not in ("low_var_kl", "k3"):
-        raise NoCounterpart("in the loss choose algorithm.kl.estimator k2, forward_kl or exact")
-    return {
-        "algorithm.kl.placement": "loss" if in_loss else "reward",
-        "algorithm.kl.estimator": "forward_kl" if in_loss else "k1",
-        "algorithm.kl.coefficient": coefficient,
-    }
-
-
-def _clip(_: Any, values: Values) -> dict[str, Any]:
-    low = values["eps-clip"]
-    high = values.get("eps-clip-high")
-    return {"algorithm.policy_loss.eps_low": low,
-            "algorithm.policy_loss.eps_high": low if high is None else high}  # fmt: skip
-
-
-def _correction(_: Any, values: Values) -> dict[str, Any]:
-    if not values.get("use-tis"):
-        raise NoCounterpart("no effect without use-tis")
-    return {
-        "algorithm.correction.name": "truncated",
-        "algorithm.correction.high": values.get("tis-clip", 2.0),
-        "algorithm.policy_loss.old_logprobs": "recompute",
-    }
+    if in_loss:
+        check_kl_in_loss(values.get("kl-loss-type"))
+    placement = "loss" if in_loss else "reward"
+    return kl_penalty(placement if coefficient else "none", coefficient)
 
 
 def _gpus(_: Any, values: Values) -> dict[str, Any]:
@@ -138,12 +118,10 @@ def _schedule(value: str, values: Values) -> dict[str, Any]:
 
 def _wandb(key: str) -> Rule:
     def rule(value: Any, values: Values) -> dict[str, Any]:
-        if not values.get("use-wandb"):
-            raise NoCounterpart("no effect without use-wandb")
         mode = str(values.get("wandb-mode", "online")).replace("disabled", "off")
         return {"metrics.wandb": mode, **({key: value} if key else {})}
 
-    return rule
+    return needs("use-wandb", rule)
 
 
 _REWARD = "a reward there; here [reward.tasks] and [[reward.extra]], see docs/extending.md"
@@ -178,7 +156,7 @@ RULES: dict[str, Rule] = {
     "global-batch-size": _minibatches,
     "num-steps-per-rollout": _minibatches,
     "use-dynamic-batch-size": only(True, "microbatches are always packed by tokens here"),
-    "max-tokens-per-gpu": _tokens,
+    "max-tokens-per-gpu": needs("use-dynamic-batch-size", _tokens),
     "balance-by-flops": choice("train.packing", {True: "flops"}, "train.packing is flops"),
     **dict.fromkeys(
         (f"rollout-max-{name}-len" for name in ("response", "prompt", "context")), _length
@@ -212,9 +190,15 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("use-kl-loss", "kl-loss-coef", "kl-loss-type", "kl-coef"), _kl),
     "entropy-coef": to("algorithm.entropy.coefficient"),
-    **dict.fromkeys(("eps-clip", "eps-clip-high"), _clip),
+    **dict.fromkeys(
+        ("eps-clip", "eps-clip-high"),
+        lambda _, values: clip(values["eps-clip"], values.get("eps-clip-high")),
+    ),
     "eps-clip-c": to("algorithm.policy_loss.dual_clip"),
-    **dict.fromkeys(("use-tis", "tis-clip"), _correction),
+    **dict.fromkeys(
+        ("use-tis", "tis-clip"),
+        needs("use-tis", lambda _, values: truncated(values.get("tis-clip", 2.0))),
+    ),
     "tis-clip-low": only(0, "algorithm.correction has an upper bound"),
     "use-rollout-logprobs": choice("algorithm.policy_loss.old_logprobs", {True: "generator"}, ""),
     "use-rollout-routing-replay": to("train.router_replay"),

@@ -16,7 +16,10 @@ from megatron_rl.config.foreign.rules import (
     Rule,
     Values,
     choice,
+    clip,
     each,
+    kl_penalty,
+    lengths,
     loggers,
     only,
     positive,
@@ -128,26 +131,8 @@ def _epochs(value: float, values: Values) -> dict[str, Any]:
 
 
 def _context(_: Any, values: Values) -> dict[str, Any]:
-    new = values["max_completion_length"]
-    prompt = values.get("max_prompt_length")
-    longest = values.get("vllm_max_model_length") or (prompt + new if prompt else None)
-    context = {"generator.context_tokens": longest} if longest else {}
-    return {"sampling.max_new_tokens": new, **context}
-
-
-def _beta(value: float, _: Values) -> dict[str, Any]:
-    if not value:
-        return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
-    return {"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "forward_kl",
-            "algorithm.kl.coefficient": value}  # fmt: skip
-
-
-def _epsilon(value: float, values: Values) -> dict[str, Any]:
-    high = values.get("epsilon_high")
-    return {
-        "algorithm.policy_loss.eps_low": value,
-        "algorithm.policy_loss.eps_high": value if high is None else high,
-    }
+    prompt, context = values.get("max_prompt_length"), values.get("vllm_max_model_length")
+    return lengths(values["max_completion_length"], prompt, context)
 
 
 def _loss(value: Any, _: Values) -> dict[str, Any]:
@@ -196,8 +181,8 @@ RULES: dict[str, Rule] = {
     "vllm_max_model_length": _context,
     **{name: _sampled(name) for name in ("temperature", "top_p", "top_k", "min_p")},
     "repetition_penalty": only(1.0, "it would change the logprobs of completions"),
-    "beta": _beta,
-    "epsilon": _epsilon,
+    "beta": lambda value, _: kl_penalty("loss" if value else "none", value),
+    "epsilon": lambda value, values: clip(value, values.get("epsilon_high")),
     "epsilon_high": to("algorithm.policy_loss.eps_high"),
     "delta": to("algorithm.policy_loss.dual_clip"),
     "loss_type": _loss,

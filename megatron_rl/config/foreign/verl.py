@@ -10,16 +10,19 @@ from megatron_rl.config.foreign.rules import (
     SCHEDULE,
     SCHEDULES,
     SPEED,
+    Convert,
     NoCounterpart,
     Rule,
     Values,
     choice,
     each,
     loggers,
+    needs,
     offload,
     only,
     positive,
     to,
+    truncated,
 )
 
 _A, _R, _M, _CORRECTION = ours.ACTOR, ours.ROLLOUT, ours.MEGATRON, ours.CORRECTION
@@ -40,6 +43,11 @@ _LONG = "prompts that do not fit generator.context_tokens are counted and left o
 _FULL = to("model.recompute", lambda value: "full" if value else "none")
 
 
+def _sampled(rule: Convert) -> Convert:
+    """A key of evaluations, which are greedy unless they sample."""
+    return needs(f"{_R}.val_kwargs.do_sample", rule, ": evaluation is greedy")
+
+
 def _of_yaml(value: str, values: Values) -> dict[str, Any]:
     """A file of verl itself, whose folder is called config, or one that has to be named."""
     name = values.get("--config-name", values.get("-cn", ""))
@@ -54,7 +62,7 @@ RULES: dict[str, Rule] = {
         values["algorithm.adv_estimator"], values
     ),
     "algorithm.use_kl_in_reward": ours.reward_kl,
-    "algorithm.kl_ctrl.kl_coef": ours.used_kl("algorithm.use_kl_in_reward"),
+    "algorithm.kl_ctrl.kl_coef": needs("algorithm.use_kl_in_reward", ours.reward_kl),
     "algorithm.kl_ctrl.type": only("fixed", "the coefficient is fixed here"),
     "algorithm.kl_ctrl.*": "the coefficient is fixed here",
     "algorithm.kl_penalty": only("kl", "algorithm.kl.estimator names ours"),
@@ -110,8 +118,8 @@ RULES: dict[str, Rule] = {
     ),
     f"{_A}.optim.*": "a setting of their optimizer; [optimizer] is AdamW",
     f"{_A}.use_kl_loss": ours.kl,
-    f"{_A}.kl_loss_coef": ours.used_kl(f"{_A}.use_kl_loss"),
-    f"{_A}.kl_loss_type": ours.used_kl(f"{_A}.use_kl_loss"),
+    f"{_A}.kl_loss_coef": needs(f"{_A}.use_kl_loss", ours.kl),
+    f"{_A}.kl_loss_type": needs(f"{_A}.use_kl_loss", ours.kl),
     f"{_A}.clip_ratio": ours.clip,
     f"{_A}.clip_ratio_low": to("algorithm.policy_loss.eps_low"),
     f"{_A}.clip_ratio_high": to("algorithm.policy_loss.eps_high"),
@@ -133,7 +141,7 @@ RULES: dict[str, Rule] = {
     f"{_A}.ppo_mini_batch_size": ours.minibatches,
     f"{_A}.ppo_epochs": only(1, "each group is trained on once; replay.buffer_groups repeats them"),
     f"{_A}.use_dynamic_bsz": only(True, "microbatches are always packed by tokens here"),
-    f"{_A}.ppo_max_token_len_per_gpu": ours.tokens,
+    f"{_A}.ppo_max_token_len_per_gpu": needs(f"{_A}.use_dynamic_bsz", ours.tokens),
     f"{_A}.ppo_micro_batch_size_per_gpu": ours.micro,
     f"{_M}.tensor_model_parallel_size": to("parallel.tensor"),
     f"{_M}.pipeline_model_parallel_size": to("parallel.pipeline"),
@@ -148,7 +156,7 @@ RULES: dict[str, Rule] = {
     ),
     f"{_A}.strategy": "Megatron trains here: [parallel] divides the model, not FSDP",
     f"{_A}.ulysses_sequence_parallel_size": to("parallel.context"),
-    f"{_A}.tis_imp_ratio_cap": lambda value, _: ours.truncated(value) if value > 0 else NOTHING,
+    f"{_A}.tis_imp_ratio_cap": lambda value, _: truncated(value) if value > 0 else NOTHING,
     **each(f"{_A}.", "ppo_micro_batch_size fsdp_config.* megatron.* checkpoint.* use_torch_compile "
         "shuffle data_loader_seed profiler.* use_fused_kernels entropy_checkpointing load_weight "
         "entropy_from_logits_with_chunking use_remove_padding freeze_vision_tower", SPEED),
@@ -163,9 +171,9 @@ RULES: dict[str, Rule] = {
     f"{_R}.gpu_memory_utilization": MEMORY,
     f"{_R}.val_kwargs.n": to("eval.samples"),
     f"{_R}.val_kwargs.do_sample": ours.greedy,
-    f"{_R}.val_kwargs.temperature": ours.evaluated("eval.temperature"),
-    f"{_R}.val_kwargs.top_p": ours.evaluated("eval.top_p"),
-    f"{_R}.val_kwargs.top_k": ours.evaluated("eval.top_k", positive),
+    f"{_R}.val_kwargs.temperature": _sampled(to("eval.temperature")),
+    f"{_R}.val_kwargs.top_p": _sampled(to("eval.top_p")),
+    f"{_R}.val_kwargs.top_k": _sampled(to("eval.top_k", positive)),
     **each(f"{_R}.", "dtype enforce_eager free_cache_engine load_format max_model_len mode "
         "max_num_batched_tokens enable_chunked_prefill log_prob_* disable_log_stats do_sample "
         "engine_kwargs.* "

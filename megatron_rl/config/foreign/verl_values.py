@@ -1,6 +1,5 @@
 """Converts values of verl to ours. Used by the table in `verl.py`."""
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.foreign.rules import (
@@ -9,9 +8,15 @@ from megatron_rl.config.foreign.rules import (
     NoCounterpart,
     Rule,
     Values,
+    check_kl_in_loss,
+    kl_penalty,
+    lengths,
+    needs,
     product,
     ratio,
     set_name,
+    to,
+    truncated,
 )
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -21,11 +26,7 @@ _TEMPLATE = "data.apply_chat_template_kwargs."
 
 
 def context(_: Any, values: Values) -> dict[str, Any]:
-    return {
-        "sampling.max_new_tokens": values["data.max_response_length"],
-        "generator.context_tokens": values["data.max_prompt_length"]
-        + values["data.max_response_length"],
-    }
+    return lengths(values["data.max_response_length"], values["data.max_prompt_length"])
 
 
 def prompt(value: Any, values: Values) -> dict[str, Any]:
@@ -75,29 +76,16 @@ def estimator(value: Any, values: Values) -> dict[str, Any]:
 
 def kl(_: Any, values: Values) -> dict[str, Any]:
     if values[f"{ACTOR}.use_kl_loss"]:
-        if values[f"{ACTOR}.kl_loss_type"] not in ("low_var_kl", "k3"):
-            raise NoCounterpart("in the loss choose algorithm.kl.estimator k2, forward_kl or exact")
-        return {"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "forward_kl",
-                "algorithm.kl.coefficient": values[f"{ACTOR}.kl_loss_coef"]}  # fmt: skip
-    if values["algorithm.use_kl_in_reward"]:
-        return {"algorithm.kl.placement": "reward", "algorithm.kl.estimator": "k1",
-                "algorithm.kl.coefficient": values["algorithm.kl_ctrl.kl_coef"]}  # fmt: skip
-    return {"algorithm.kl.placement": "none", "algorithm.reference.policy": "none"}
+        check_kl_in_loss(values[f"{ACTOR}.kl_loss_type"])
+        return kl_penalty("loss", values[f"{ACTOR}.kl_loss_coef"])
+    placement = "reward" if values["algorithm.use_kl_in_reward"] else "none"
+    return kl_penalty(placement, values["algorithm.kl_ctrl.kl_coef"])
 
 
 def reward_kl(value: Any, values: Values) -> dict[str, Any]:
     if values["algorithm.use_kl_in_reward"] and values[f"{ACTOR}.use_kl_loss"]:
         raise NoCounterpart("the loss has a KL too: algorithm.kl has one placement")
     return kl(value, values)
-
-
-def used_kl(key: str) -> Rule:
-    def rule(value: Any, values: Values) -> dict[str, Any]:
-        if not values[key]:
-            raise NoCounterpart(f"no effect without {key}")
-        return (kl if key.startswith(ACTOR) else reward_kl)(value, values)
-
-    return rule
 
 
 def clip(value: Any, values: Values) -> dict[str, Any]:
@@ -122,8 +110,6 @@ def micro(value: int, values: Values) -> dict[str, Any]:
 
 
 def tokens(value: int, values: Values) -> dict[str, Any]:
-    if not values.get(f"{ACTOR}.use_dynamic_bsz"):
-        raise NoCounterpart("no effect without use_dynamic_bsz")
     # A microbatch is shared by the context ranks.
     keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{MEGATRON}.context_parallel_size")
     return {"train.microbatch_tokens": product(value, *(values.get(key) or 1 for key in keys))}
@@ -153,14 +139,6 @@ def least_lr(value: float, values: Values) -> dict[str, Any]:
     return {"optimizer.min_lr_ratio": value / values[f"{ACTOR}.optim.lr"]}
 
 
-def truncated(high: float) -> dict[str, Any]:
-    """Weights of the trainer's logprobs over the engine's, cut at `high`."""
-    return {
-        "algorithm.correction.name": "truncated", "algorithm.correction.high": high,
-        "algorithm.policy_loss.old_logprobs": "recompute",
-    }  # fmt: skip
-
-
 def correction(_: Any, values: Values) -> dict[str, Any]:
     level = values.get(f"{CORRECTION}.rollout_is")
     if level is None:
@@ -175,21 +153,11 @@ def correction(_: Any, values: Values) -> dict[str, Any]:
 def overlong(prefix: str) -> dict[str, Rule]:
     """The penalty of long completions, whose keys have moved from release to release."""
     enable, length = f"{prefix}.enable", f"{prefix}.len"
-
-    def rule(_: Any, values: Values) -> dict[str, Any]:
-        if not values.get(enable):
-            raise NoCounterpart(f"no effect without {enable}")
-        return {"reward.length_margin_tokens": values[length]}
-
-    def largest(value: float, values: Values) -> dict[str, Any]:
-        if not values.get(enable):
-            raise NoCounterpart(f"no effect without {enable}")
-        return {"reward.length": value}
-
+    margin = needs(enable, lambda _, values: {"reward.length_margin_tokens": values[length]})
     return {
-        length: rule,
-        enable: lambda value, values: rule(value, values) if value else NOTHING,
-        f"{prefix}.penalty_factor": largest,
+        length: margin,
+        enable: lambda value, values: margin(value, values) if value else NOTHING,
+        f"{prefix}.penalty_factor": needs(enable, to("reward.length")),
         f"{prefix}.*": "RUN/metrics.jsonl has the penalty",
     }
 
@@ -219,12 +187,3 @@ def epochs(value: int, values: Values) -> dict[str, Any]:
 
 def greedy(value: Any, values: Values) -> dict[str, Any]:
     return {"eval.temperature": values[f"{ROLLOUT}.val_kwargs.temperature"] if value else 0.0}
-
-
-def evaluated(key: str, convert: Callable[[Any], Any] | None = None) -> Rule:
-    def rule(value: Any, values: Values) -> dict[str, Any]:
-        if not values[f"{ROLLOUT}.val_kwargs.do_sample"]:
-            raise NoCounterpart("no effect without do_sample: evaluation is greedy")
-        return {key: convert(value) if convert else value}
-
-    return rule

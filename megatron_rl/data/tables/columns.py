@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import nearest
 from megatron_rl.config.prompts import PromptColumns, PromptSource
 from megatron_rl.data.jsonl_source import QUESTIONS
 from megatron_rl.data.messages import NotText, plain_turns
@@ -23,7 +24,7 @@ from megatron_rl.data.tables.data_sets import (
     named_form,
 )
 from megatron_rl.data.tables.values import OPTIONAL, are_lists
-from megatron_rl.data.tables.where import decoded, nearest, value_of
+from megatron_rl.data.tables.where import decoded, value_of
 
 NOTHING = "-"
 """Value of prompts.columns.*: read no such column."""

@@ -3,7 +3,6 @@
 Pure. A condition is a column, an operator and a TOML value; no code is evaluated.
 """
 
-import difflib
 import operator
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import nearest
 from megatron_rl.data.tables.plain_values import BadTests, read_literal
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(.+?)\s*", re.S)
@@ -78,17 +78,6 @@ def value_of(fields: Mapping[str, Any], column: str) -> Any:
         inner = decoded(value)
         value = inner.get(part) if isinstance(inner, Mapping) else None
     return value
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Hint with the known name that is most like a missing one; empty without a like one."""
-    # A user may name the last part alone, or write another case.
-    by_form = {one.casefold(): one for one in known}
-    by_form |= {form.rsplit(".", 1)[-1]: one for form, one in by_form.items() if "." in form}
-    wanted = name.casefold()
-    found = difflib.get_close_matches(wanted, by_form, n=1, cutoff=0.6)
-    found = found or difflib.get_close_matches(wanted.rsplit(".", 1)[-1], by_form, n=1, cutoff=0.6)
-    return f"; did you mean {by_form[found[0]]!r}?" if found else ""
 
 
 def decoded(value: Any) -> Any:

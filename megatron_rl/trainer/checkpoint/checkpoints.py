@@ -25,8 +25,9 @@ from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.disk_room import WriteFailed, await_room, write_when_room
 from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.stop_request import is_stop_requested
-from megatron_rl.protocol.stored_batches import BATCHES, stored_steps
+from megatron_rl.protocol.stored_batches import BATCHES, stored_steps, write_state
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import (
     BackgroundSave,
@@ -214,7 +215,7 @@ class Checkpoints:
         state = self._companion(step)
         folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
         deadline = time.monotonic() + self._cfg.write_timeout_s
-        self._on_rank_0(step, lambda: _make_empty(folder))
+        self._on_rank_0(step, lambda: self._make_empty(folder, state))
         # Megatron writes common.pt now and the metadata in the end, without another try.
         self._await_room(step, folder)
         content = sharded_state(trainer, step)
@@ -228,6 +229,14 @@ class Checkpoints:
             raise self._failure(step, str(error)) from error
         self._saving = _Save(step, state, folder, save, deadline)
         self._newest_step = step
+
+    def _make_empty(self, folder: Path, companion: msgspec.Struct | None) -> None:
+        """Make a new folder; keep the queue's state with the batches, which may rebuild it."""
+        checkpoint_folder.discard(folder)
+        folder.mkdir(parents=True)
+        batches = self._run_dir / BATCHES
+        if isinstance(companion, QueueState) and batches.is_dir():
+            write_state(batches, companion)
 
     def _await_save(self) -> None:
         saving = self._saving
@@ -309,8 +318,3 @@ class Checkpoints:
         # After an error other ranks may be gone: the checkpoint stays incomplete.
         if kind is None:
             self._await_save()
-
-
-def _make_empty(folder: Path) -> None:
-    checkpoint_folder.discard(folder)
-    folder.mkdir(parents=True)

@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -217,6 +218,20 @@ def connect_group(group: dist.ProcessGroup, device: torch.device, ends_at: float
     # Asynchronous: a synchronous one over NCCL would run, or hang, in the stream of the training.
     work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
     wait_until(work, ends_at)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Limits of the waits of one transfer."""
+
+    deadline: float
+    """Of the whole transfer, as monotonic time."""
+    wait_s: float
+    """Of each single wait."""
+
+    def ends_at(self) -> float:
+        """By when a wait that begins now must be over, as monotonic time."""
+        return min(self.deadline, time.monotonic() + self.wait_s)
 
 
 def wait_until(work: Work, ends_at: float) -> None:

@@ -19,13 +19,12 @@ of words, which need no copy to the host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor
 
-from megatron_rl.weights.exchange.memory import synchronize
 from megatron_rl.weights.exchange.plan import Move, Parcel
 from megatron_rl.weights.layout.slices import as_matrix
 
@@ -89,10 +88,6 @@ class Packet:
     """Then a trailer follows the payload."""
     digest: Tensor | None = None
     """Of the payload, at a sender that knows it already."""
-    packed_digest: Tensor | None = None
-    """Of the payload that was packed last, for its twins."""
-    twin_of: "Packet | None" = None
-    """The one that knows the digest, where several receivers get the same bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -168,11 +163,6 @@ def digest_in_place(packets: Iterable[Packet]) -> None:
             packet.digest = digest(packet.payload)
 
 
-def twins(packets: Iterable[Packet]) -> list[Packet]:
-    """The same packets for another receiver: with separate buffers and the same digests."""
-    return [replace(packet, twin_of=packet) for packet in packets]
-
-
 def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None:
     """Copy what is staged into the buffers, and write the trailer.
 
@@ -184,23 +174,10 @@ def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None
     for packet in packets:
         for place, held in packet.staged(dtype):
             held.copy_(place)
-    last.trailer[:WORDS] = fold([_known_digest(packet) for packet in packets])
+    last.trailer[:WORDS] = fold(
+        [digest(packet.payload) if packet.digest is None else packet.digest for packet in packets]
+    )
     last.trailer[WORDS] = version
-
-
-def _known_digest(packet: Packet) -> Tensor:
-    """Of the payload, computed once for all twins."""
-    if packet.digest is not None:
-        return packet.digest
-    owner = packet.twin_of or packet
-    # Two threads may both compute it: they find the same. What has twins packs anew for a second
-    # attempt, and then computes it anew.
-    if owner is packet or owner.packed_digest is None:
-        found = digest(packet.payload)
-        # Threads that pack the twins may use another stream.
-        synchronize(found.device)
-        owner.packed_digest = found
-    return owner.packed_digest
 
 
 def unpack(packets: Iterable[Packet], dtype: torch.dtype, version: int) -> Tensor:

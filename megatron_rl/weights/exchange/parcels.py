@@ -7,21 +7,21 @@ generator is paused, receivers `incoming` before the senders start: neither dela
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.exchange.group import Work, wait_until
+from megatron_rl.weights.exchange.group import Patience, Work, wait_until
 from megatron_rl.weights.exchange.packets import (
     Packet,
     digest_in_place,
     give_back,
     pack,
     packets_of,
-    twins,
     unpack,
 )
 from megatron_rl.weights.exchange.plan import Parcel
@@ -98,14 +98,6 @@ def outgoing(
     return ends
 
 
-def for_another(ends: Ends) -> Ends:
-    """What `outgoing` found, for another receiver of the same parcels; digests are taken once.
-
-    Two transfers may then run at the same time: each has its own buffers.
-    """
-    return [[ParcelEnd(end.peer, twins(end.packets)) for end in parcels] for parcels in ends]
-
-
 @torch.no_grad()
 def incoming(
     rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
@@ -137,53 +129,65 @@ def payload_bytes(ends: Ends, dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def send(
-    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
+    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, patience: Patience
 ) -> int:
     """Send a rank's parcels; returns the most bytes of buffers at once.
 
     Returns when everything has been handed over: the parameters may change from then on. Raises
-    RuntimeError (torch's own) when a receiver is gone or at `ends_at` (monotonic time).
+    RuntimeError (torch's own) when a receiver is gone or does not take a round in time.
     """
     flying: list[Flight] = []
     # A round starts before the previous one is waited for. The empty one at the end waits for the
     # last. When a round takes its buffers, the last but one, which had them, has been waited for.
     for parcels in (*ends, ()):
         held = [end.packets for end in parcels]
-        transport.lend(held, ends_at, is_sender=True)
+        transport.lend(held, patience, is_sender=True)
         for packets in held:
             pack(packets, dtype, version=version)
         works = transport.send([end.peer for end in parcels], held)
         for packets, each in flying:
-            _wait(each, ends_at)
+            _wait(each, patience)
             give_back(packets)
         flying = list(zip(held, works, strict=True))
     # In shared memory receivers may still read the last rounds.
-    transport.finish(ends_at)
+    transport.finish(patience)
     return transport.peak_bytes
 
 
 @torch.no_grad()
 def receive(
-    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
+    ends: Iterable[Sequence[ParcelEnd]],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    version: int,
+    patience: Patience,
 ) -> Received:
-    """Receive a rank's parcels into its parameters. Raises RuntimeError as `send` does."""
-    result = Received(payload_bytes(ends, dtype))
+    """Receive a rank's parcels into its parameters, and hand them on to the next engine.
+
+    ends: a round is asked for when those before the last one have been copied and handed on. Raises
+    RuntimeError as `send` does.
+    """
+    result = Received()
     started = time.monotonic()
     damaged: list[Tensor] = []
-    arriving: list[Flight] = []
-    arriving_from: list[int] = []
-    # As in `send`: while one round is copied into the parameters, the next one is arriving.
-    for parcels in (*ends, ()):
-        held = [end.packets for end in parcels]
-        transport.lend(held, ends_at, is_sender=False)
-        senders = [end.peer for end in parcels]
-        works = transport.receive(senders, held)
-        for packets, each in arriving:
-            damaged.append(unpack(_arrived(packets, each, ends_at), dtype, version))
-            give_back(packets)
+    arrived: list[list[Packet]] = []
+    arrived_from: list[int] = []
+    # While one round is copied into the parameters and handed on, the next one is arriving. The
+    # empty one at the end does so for the last.
+    for parcels in chain(ends, [()]):
+        result.payload_bytes += payload_bytes([parcels], dtype)
+        held, senders = [end.packets for end in parcels], [end.peer for end in parcels]
+        transport.lend(held, patience, is_sender=False)
+        works, onward = transport.receive(senders, held, arrived)
+        damaged += [unpack(packets, dtype, version) for packets in arrived]
         # Only after the copies into the parameters: the sender may overwrite its buffers now.
-        transport.release(arriving_from)
-        arriving, arriving_from = list(zip(held, works, strict=True)), senders
+        transport.release(arrived_from)
+        for each in (*works, onward):
+            _wait(each, patience)
+        for packets in arrived:
+            give_back(packets)
+        arrived, arrived_from = held, senders
     # Only now: on a device each of these reads waits until all copies before it have ended.
     result.damaged = sum(int(each) for each in damaged)
     result.peak_bytes = transport.peak_bytes
@@ -191,12 +195,6 @@ def receive(
     return result
 
 
-def _arrived(packets: Sequence[Packet], works: Sequence[Work], ends_at: float) -> Iterator[Packet]:
-    for packet, work in zip(packets, works, strict=True):
-        _wait([work], ends_at)
-        yield packet
-
-
-def _wait(flying: Sequence[Work], ends_at: float) -> None:
+def _wait(flying: Sequence[Work], patience: Patience) -> None:
     for work in flying:
-        wait_until(work, ends_at)
+        wait_until(work, patience.ends_at())

@@ -1,13 +1,14 @@
 """The plan of an exchange: which slice goes from which trainer rank to which engine rank, and when.
 
-A pure function of slices: every trainer rank computes the same plan, rank 0 tells engine ranks
-their part, and `megatron-rl plan-weights` prints it. Every element of every receiver comes from
-exactly one sender. Where several senders hold the same element, the one with least to send gives
-it, so that no network card is the limit. The exchange goes in rounds: in each, no rank sends and
+A pure function of slices: trainer ranks and engine ranks compute the same plan (`layouts.py`), and
+`megatron-rl plan-weights` prints it. It serves all engines of a kind: what rank r of one engine
+receives, rank r of each one receives. Every element comes from exactly one sender. Where several
+senders hold it, as data-parallel ranks do, the one with least to send gives it, so that no network
+card is the limit. The exchange goes in rounds: in each, no rank sends and
 none receives more than `bucket_bytes`.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,13 +59,18 @@ Rounds = list[list[Parcel]]
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of an exchange with one engine."""
+    """All rounds of an exchange with the engines of one kind."""
 
     rounds: tuple[tuple[Parcel, ...], ...]
     itemsize: int
     """Bytes of an element on the wire."""
     senders: int
     """Ranks that may send; the receivers' numbers come after theirs."""
+
+    @property
+    def receivers(self) -> list[int]:
+        """All receivers, in ascending order."""
+        return sorted({parcel.receiver for each in self.rounds for parcel in each})
 
     def sent_bytes(self) -> dict[int, int]:
         """Payload by sender."""
@@ -81,6 +87,11 @@ class Plan:
     def of_receiver(self, rank: int) -> Rounds:
         """What an engine rank receives, round by round."""
         return [[parcel for parcel in each if parcel.receiver == rank] for each in self.rounds]
+
+    def roots(self, receiver: int) -> list[int]:
+        """The senders of a receiver, in ascending order."""
+        parcels = (parcel for each in self.rounds for parcel in each)
+        return sorted({parcel.sender for parcel in parcels if parcel.receiver == receiver})
 
     def peak_bytes(self) -> int:
         """Upper bound of a rank's memory without its parameters: two rounds are in flight."""
@@ -116,15 +127,13 @@ def make_plan(
     *,
     itemsize: int,
     bucket_bytes: int,
-    loads: dict[int, int] | None = None,
 ) -> Plan:
     """The exchange that fills every slice of the receivers from those of the senders.
 
-    loads: bytes that the senders send to other engines, added to by what they send here; the least
-    loaded holder sends. Raises ValueError when an element is held by nobody, or one row of a
-    tensor exceeds a bucket.
+    The least loaded holder sends. Raises ValueError when an element is held by nobody, or one row
+    of a tensor exceeds a bucket.
     """
-    loads = defaultdict(int) if loads is None else loads
+    loads: dict[int, int] = defaultdict(int)
     # In a round a rank has at most one parcel with each rank of the other side.
     overhead_bytes = PARCEL_OVERHEAD_BYTES * max(len(senders), len(receivers))
     limit = (bucket_bytes - overhead_bytes) // itemsize
@@ -133,11 +142,11 @@ def make_plan(
     # What few ranks hold is assigned first: what many hold can then even out the loads.
     for number in sorted(range(len(offers)), key=lambda n: len(offers[n].holders)):
         offer = offers[number]
-        rank, source = min(offer.holders, key=lambda holder: loads.get(holder[0], 0))
-        loads[rank] = loads.get(rank, 0) + offer.move.size * itemsize
+        rank, source = min(offer.holders, key=lambda holder: loads[holder[0]])
+        loads[rank] += offer.move.size
         chosen[number] = rank, _from(offer, source)
     moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
-    return Plan(_rounds(moves, limit), itemsize, len(senders))
+    return Plan(_rounds(moves, _places(offers), limit), itemsize, len(senders))
 
 
 def _offers(
@@ -219,19 +228,47 @@ def _from(offer: Offer, source: Slice) -> Move:
     )
 
 
-def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Moves in the earliest round in which sender and receiver have room."""
+class _Place(NamedTuple):
+    """When a target's turn is."""
+
+    stage: frozenset[int]
+    """Ranks that hold any of its elements: those of a pipeline stage."""
+    turn: int
+    """Among the targets of these ranks."""
+
+
+def _places(offers: Sequence[Offer]) -> dict[str, _Place]:
+    """By target; the targets of a stage in the order in which the receivers need them."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for offer in offers:
+        holders[offer.move.target].update(rank for rank, _ in offer.holders)
+    turns: Counter[frozenset[int]] = Counter()
+    places = {}
+    for target, ranks in holders.items():
+        stage = frozenset(ranks)
+        places[target] = _Place(stage, turns[stage])
+        turns[stage] += 1
+    return places
+
+
+def _rounds(
+    moves: Sequence[tuple[int, int, Move]], places: Mapping[str, _Place], limit: int
+) -> tuple[tuple[Parcel, ...], ...]:
+    """Moves in rounds in which sender and receiver have room, target after target.
+
+    A receiver gets the targets of one stage in order: where an engine quantises what has arrived
+    whole, few layers are in flight. Stages send at the same time.
+    """
     filled: dict[tuple[str, int, int], int] = defaultdict(int)
-    last: dict[tuple[int, int, int], int] = {}
+    last: dict[tuple[int, frozenset[int]], int] = defaultdict(int)
     found: dict[int, dict[tuple[int, int], list[Move]]] = defaultdict(lambda: defaultdict(list))
-    for sender, receiver, move in _in_turn(moves):
+    for sender, receiver, move in sorted(moves, key=lambda each: places[each[2].target].turn):
         ends = (("sender", sender), ("receiver", receiver))
-        # Rounds only fill up: where the pair's last move of this size did not fit, none will fit.
-        # Looking from round 0 on each time would be quadratic in the rounds.
-        number = last.get((sender, receiver, move.size), 0)
+        line = receiver, places[move.target].stage
+        number = last[line]
         while any(filled[(*end, number)] + move.size > limit for end in ends):
             number += 1
-        last[sender, receiver, move.size] = number
+        last[line] = number
         found[number][sender, receiver].append(move)
         for end in ends:
             filled[(*end, number)] += move.size
@@ -242,18 +279,3 @@ def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[P
         )
         for number in sorted(found)
     )
-
-
-def _in_turn(moves: Sequence[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
-    """The moves so that at no time many senders serve the same receiver."""
-    receivers = {rank: index for index, rank in enumerate(sorted({move[1] for move in moves}))}
-    # Turn n of a pair is its n-th move: no pair comes twice before every other has come once.
-    turns: dict[tuple[int, int], int] = defaultdict(int)
-    order = []
-    for number, (sender, receiver, _) in enumerate(moves):
-        turn = turns[sender, receiver]
-        turns[sender, receiver] += 1
-        # Each sender goes through the receivers from another one on, as in an all-to-all.
-        place = (receivers[receiver] + sender) % len(receivers)
-        order.append((turn, place, sender, number))
-    return [moves[number] for *_, number in sorted(order)]

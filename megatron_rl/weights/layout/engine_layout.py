@@ -224,8 +224,9 @@ def check_slices(
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices:
         by_name[part.local].append(part)
-    # A tied output matrix is a second name of the embedding's memory.
-    covered = {parameters[name].data_ptr() for name in by_name if name in parameters}
+    # A tied output matrix is a second name of the embedding's memory. A tensor on torch's device
+    # "meta" stands for one that is quantised: it has no memory, and all of them the address 0.
+    covered = {parameters[name].data_ptr() for name in by_name if name in parameters} - {0}
     left = [
         name
         for name, parameter in parameters.items()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megatron_rl.config.parallel import ParallelConfig
+
 
 @dataclass(frozen=True)
 class Place:
@@ -60,6 +62,18 @@ class Place:
         stage, parts = self.pipeline, self.pipeline.size * self.chunks
         firsts = range(stage.rank, parts, stage.size)
         return [layer for part in firsts for layer in Share(part, parts).of(count)]
+
+
+def like_of(parallel: ParallelConfig) -> Place:
+    """Place of rank 0 of a trainer that is not running; its shares have the sizes of all."""
+    return Place(
+        Share(0, parallel.tensor),
+        Share(0, parallel.pipeline),
+        Share(0, parallel.expert),
+        Share(0, parallel.expert_tensor),
+        parallel.virtual_stages,
+        (parallel.first_stage_layers, parallel.last_stage_layers),
+    )
 
 
 def place_of(rank: int, world_size: int, like: Place) -> Place:

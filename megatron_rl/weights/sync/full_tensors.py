@@ -1,8 +1,7 @@
 """The methods `broadcast` and `disk`: trainer rank 0 sends full tensors.
 
-Run on every trainer rank. Engines that load weights only in Hugging Face's form need them, such as
-quantised engines, which quantise at loading. They are also the baseline of `reshard`. All
-generators are paused from the first bucket to the last.
+Run on every trainer rank. Engines that load weights only in Hugging Face's form need them. They are
+also the baseline of `reshard`. All generators are paused from the first bucket to the last.
 """
 
 import logging

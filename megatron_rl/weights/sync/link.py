@@ -7,7 +7,7 @@ A failure of one generator is raised as `GeneratorLost` and concerns that genera
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron_rl.config.tree import PortsConfig
 from megatron_rl.protocol.endpoints import WEIGHTS, names_of
@@ -203,46 +203,65 @@ class GeneratorLink:
 
     def await_ack(self, peer: str, message: AnyMessage, ends_at: float) -> None:
         """Wait for the Ack of a message that was sent. Raises GeneratorLost."""
-        for _ in self.awaiting_ack(peer, message, ends_at):
-            self.listen(POLL_S)
+        if lost := self.await_acks([peer], message, lambda: ends_at):
+            raise GeneratorLost(lost[peer])
 
-    def awaiting_ack(self, peer: str, message: AnyMessage, ends_at: float) -> Iterator[None]:
-        """As `await_ack`, as an iterator; see `waiting`."""
+    def await_acks(
+        self, peers: Collection[str], message: AnyMessage, ends_at: Callable[[], float]
+    ) -> dict[str, str]:
+        """As `await_all`, for the Acks of a message that was sent to all of them."""
         name = type(message).__name__
-        return self.waiting(
-            peer, lambda: name in self._acks.get(peer, ()), ends_at, f"it did not answer {name}"
-        )
+        why = f"it did not answer {name}"
+        return self.await_all(peers, lambda peer: name in self._acks.get(peer, ()), ends_at, why)
 
     def wait(self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str) -> None:
         """Poll until it is over. Raises GeneratorLost on the generator's failure or the deadline.
 
         ends_at: monotonic time.
         """
-        for _ in self.waiting(peer, is_over, ends_at, why):
-            # Messages of all generators: those of other generators are kept for their turn.
-            self.listen(POLL_S)
+        if lost := self.await_all([peer], lambda _: is_over(), lambda: ends_at, why):
+            raise GeneratorLost(lost[peer])
 
-    def waiting(
-        self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str
-    ) -> Iterator[None]:
-        """Poll once per iteration until it is over; the caller listens between two iterations.
+    def await_all(
+        self,
+        peers: Collection[str],
+        is_over: Callable[[str], bool],
+        ends_at: Callable[[], float],
+        why: str,
+    ) -> dict[str, str]:
+        """Poll until it is over for each generator; the reasons of those that were lost before.
 
-        So one thread waits for several generators. Raises GeneratorLost as `wait` does.
+        ends_at: monotonic time of the deadline, asked anew at each poll. why: text for those for
+        which it is not over by then.
         """
-        ping_at = time.monotonic() + PING_S
-        while not is_over():
-            # After the check: an answer that came together with a later failure counts.
-            if peer in self._failures:
-                raise GeneratorLost(f"{peer} failed: {self._failures[peer]}")
+        lost: dict[str, str] = {}
+        waiting, ping_at = set(peers), time.monotonic() + PING_S
+        # First the check: an answer that came together with a later failure counts.
+        while waiting := {peer for peer in waiting if not is_over(peer)}:
             now = time.monotonic()
-            if now > ends_at:
-                raise GeneratorLost(
-                    f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
-                )
+            for peer in sorted(waiting):
+                if reason := self._loss(peer, pings=now > ping_at):
+                    lost[peer] = reason
+                elif now > ends_at():
+                    lost[peer] = f"{peer}: {why} before the deadline (expert.weights.deadline_s)"
             if now > ping_at:
-                self.tell(peer, Ping())
                 ping_at = now + PING_S
-            yield
+            waiting -= lost.keys()
+            if waiting:
+                # Messages of all generators: those of others are kept for their turn.
+                self.listen(POLL_S)
+        return lost
+
+    def _loss(self, peer: str, *, pings: bool) -> str:
+        """Why a generator that is being served is lost; "": it is not."""
+        if peer in self._failures:
+            return f"{peer} failed: {self._failures[peer]}"
+        try:
+            if pings:
+                self.tell(peer, Ping())
+        except GeneratorLost as error:
+            return str(error)
+        return ""
 
     def drop(self, peer: str) -> None:
         """Forget a generator; its next Hello, which may have arrived already, brings it back."""
@@ -268,20 +287,31 @@ class Conversation:
 
     def ask(self, message: AnyMessage) -> None:
         """Send to all remaining generators, and wait for all Acks within one deadline."""
-        ends_at = time.monotonic() + self._deadline_s
         # All are told before the first wait: they work at the same time.
-        self._each(lambda name: self._link.tell(name, message))
-        self._each(lambda name: self._link.await_ack(name, message, ends_at))
+        self.tell(self.names, lambda name: message)
+        self.await_acks(self.names, message)
 
-    def _each(self, act: Callable[[str], None]) -> None:
-        for name in list(self.names):
+    def tell(self, names: Sequence[str], message: Callable[[str], AnyMessage]) -> None:
+        """Send those of them that remain a message each."""
+        for name in [name for name in names if name in self.names]:
             try:
-                act(name)
+                self._link.tell(name, message(name))
             except GeneratorLost as error:
                 self.lose(name, str(error))
 
+    def await_acks(self, names: Sequence[str], message: AnyMessage) -> None:
+        """Wait until they have answered such a message, within one deadline."""
+        ends_at = time.monotonic() + self._deadline_s
+        present = [name for name in names if name in self.names]
+        self.lose_all(self._link.await_acks(present, message, lambda: ends_at))
+
+    def lose_all(self, reasons: Mapping[str, str]) -> None:
+        """Continue without some generators."""
+        for name, reason in reasons.items():
+            self.lose(name, reason)
+
     def lose(self, name: str, reason: str) -> None:
-        """Continue without a generator."""
+        """Continue without a generator, which serves nothing until a weight sync succeeds."""
         self.names.remove(name)
         self._outcome.failed[name] = reason
         try:
@@ -289,7 +319,11 @@ class Conversation:
         except GeneratorLost as error:
             log.info("%s", error)
 
-    def resume(self, version: int) -> None:
-        """Let the remaining generators continue."""
-        self.ask(Resume(version))
-        self._outcome.pauses_s += [time.monotonic() - self._started] * len(self.names)
+    def resume(self, version: int, names: Sequence[str] | None = None) -> None:
+        """Let these generators continue, by default all that remain."""
+        names = self.names if names is None else names
+        resume = Resume(version)
+        self.tell(names, lambda name: resume)
+        self.await_acks(names, resume)
+        held = [name for name in names if name in self.names]
+        self._outcome.pauses_s += [time.monotonic() - self._started] * len(held)

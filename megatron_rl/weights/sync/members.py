@@ -11,9 +11,6 @@ import torch
 from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
 
-ATTEMPTS = 2
-"""Transfers of one weight sync to one generator; the second follows damaged parcels."""
-
 
 @dataclass(frozen=True)
 class ExchangeSettings:
@@ -31,12 +28,8 @@ class ExchangeSettings:
     name: str
     """Prefix of the groups' names: equal on every rank, unique to this syncer."""
     grace_s: float = 30.0
-    """Seconds that all others wait for a generator that has taken a version before."""
-    is_concurrent: bool = True
-    """Whether a trainer rank serves all its generators at once. False where collectives are
-    kernels: those of two groups on one device deadlock if ranks start them in different orders."""
-    relays: bool = False
-    """Whether generators relay weights to each other."""
+    """Most that all wait for a generator that has taken a version before: in the roll call, and in
+    each round of packets."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -84,7 +77,7 @@ class Backoff:
 
 @dataclass
 class Outcome:
-    """Result of one weight sync on rank 0; other ranks know only `failed` and `passed_over`."""
+    """Result of one weight sync on rank 0; other ranks know only `failed`."""
 
     failed: dict[str, str] = field(default_factory=dict)
     """Dropped generator -> reason."""
@@ -97,8 +90,3 @@ class Outcome:
     """Parcels whose digest did not match their content."""
     transfers_s: list[float] = field(default_factory=list)
     """Seconds in which the slowest rank of each generator received, if the method reports them."""
-    passed_over: dict[str, str] = field(default_factory=dict)
-    """Generator whose relay failed -> reason. The method serves it otherwise at the next request.
-    On every rank."""
-    relayed: int = 0
-    """Generators that got the version from a relay."""

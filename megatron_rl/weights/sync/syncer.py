@@ -215,9 +215,8 @@ class WeightSyncer(Closing):
             return
         started = time.monotonic()
         members, self._flight = self._flight, None
-        again = self._take(members, self._overlapping.end())
+        self._take(members, self._overlapping.end())
         is_told = bool(self._held)
-        self._sync_to(again)
         self._await_one()
         if not is_told and self._link is not None and self._then is not None:
             self._then()
@@ -316,8 +315,8 @@ class WeightSyncer(Closing):
     def _sync_to(self, members: list[Member]) -> None:
         if self._turns is not None and members:
             members = self._reclaim(self._turns, members)
-        while members:
-            members = self._take(members, self._method.sync(members, self._version))
+        if members:
+            self._take(members, self._method.sync(members, self._version))
 
     def _reclaim(self, turns: MemoryTurns, members: list[Member]) -> list[Member]:
         """Have the members take their memory again; return those that did."""
@@ -326,14 +325,10 @@ class WeightSyncer(Closing):
             self._drop(name, reason)
         return [member for member in members if member.name not in failed]
 
-    def _take(self, members: list[Member], found: Outcome) -> list[Member]:
-        """Record the outcome of a sync to these members; return members to serve once more."""
-        outcome, again = self._outcome, []
+    def _take(self, members: list[Member], found: Outcome) -> None:
+        """Record the outcome of a sync to these members."""
+        outcome = self._outcome
         for member in members:
-            if member.name in found.passed_over:
-                log.warning("served once more: %s", found.passed_over[member.name])
-                again.append(member)
-                continue
             reason = found.failed.get(member.name)
             if reason is None:
                 self._held[member.name] = self._version
@@ -346,9 +341,6 @@ class WeightSyncer(Closing):
         outcome.wire_bytes += found.wire_bytes
         outcome.damaged += found.damaged
         outcome.peak_bytes = max(outcome.peak_bytes, found.peak_bytes)
-        outcome.relayed += found.relayed
-        outcome.passed_over |= found.passed_over
-        return again
 
     def _drop(self, name: str, reason: str) -> None:
         """Continue without a generator."""
@@ -374,8 +366,6 @@ class WeightSyncer(Closing):
             Metric("weight_sync/generators", len(self._held), "max"),
             Metric("weight_sync/dropped_generators", self._dropped, "max"),
             Metric("weight_sync/damaged_parcels", outcome.damaged, "sum"),
-            Metric("weight_sync/relayed", outcome.relayed, "sum"),
-            Metric("weight_sync/passed_over", len(outcome.passed_over), "sum"),
             Metric("weight_sync/wire_mb", outcome.wire_bytes / 1e6, "sum"),
             Metric("weight_sync/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
         ]

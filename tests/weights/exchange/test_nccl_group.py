@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import group as exchange_group
-from megatron_rl.weights.exchange.group import close_group, join_group
+from megatron_rl.weights.exchange.group import Patience, close_group, join_group
+from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.packets import packets_of
-from megatron_rl.weights.exchange.plan import Move, Parcel
-from megatron_rl.weights.exchange.transport import Buffers, Channel, GroupTransport
+from megatron_rl.weights.exchange.plan import Move, Parcel, Plan
+from megatron_rl.weights.exchange.transport import Buffers, GroupTransport, Lane, Round
 from tests.distributed import run_ranks
 from tests.weights.exchange.scripted_nccl import (
     UNDEFINED,
@@ -27,6 +27,7 @@ from tests.weights.exchange.scripted_nccl import (
 )
 
 DEVICE = torch.device("cuda", 0)
+MOVES = (Move(4, 4, "a", 0, 0, "b", 0, 0),)
 
 
 def make(name: str = "exchange", timeout_s: float = 2.5) -> ScriptedNccl:
@@ -116,16 +117,14 @@ def test_a_group_is_aborted_and_not_destroyed() -> None:
 def stalled() -> tuple:
     install()
     bound_default_group()
-    channel = Channel(dist.HashStore(), 0, Buffers())
-    order = Receive("", 0, "exchange", "nccl", 1, 3, 0, 1, 2.0)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="timed out after [12]\\."):
-        channel.open(order, torch.device("cpu"), started + 2.0)
-    group = ScriptedNccl.made[-1]
+    plan = Plan((tuple(Parcel(0, rank, MOVES) for rank in (1, 2)),), 4, 1)
     # Another transfer forms another group.
-    order = Receive("", 0, "next", "nccl", 1, 3, 1, 1, 2.0)
-    with pytest.raises(RuntimeError):
-        channel.open(order, torch.device("cpu"), time.monotonic() + 2.0)
+    for name in ("exchange", "next"):
+        lanes = Lanes(dist.HashStore(), plan, 0, Buffers())
+        order = Round(0, 1, 0, name, ("a",), 2.0, 20.0)
+        with pytest.raises(RuntimeError, match="timed out after [12]\\."):
+            lanes.open(order, "nccl", torch.device("cpu"), order.patience())
+    group = ScriptedNccl.made[0]
     return group.is_aborted, group.asynchronous, len(ScriptedNccl.made)
 
 
@@ -137,12 +136,12 @@ def failed_batch() -> tuple:
     install()
     bound_default_group()
     group = make()
-    transport = GroupTransport(group, torch.device("cpu"), Buffers())
+    lanes = {1: Lane(group, (0,), 1)}
+    transport = GroupTransport(lanes, torch.device("cpu"), Buffers())
     packets = packets_of(
-        {"a": torch.ones(4, 4)}, Parcel(0, 1, (Move(4, 4, "a", 0, 0, "b", 0, 0),)), torch.float32,
-        is_sender=True,
-    )  # fmt: skip
-    transport.lend([packets], time.monotonic() + 5.0, is_sender=True)
+        {"a": torch.ones(4, 4)}, Parcel(0, 1, MOVES), torch.float32, is_sender=True
+    )
+    transport.lend([packets], Patience(time.monotonic() + 5.0, 5.0), is_sender=True)
     [[work]] = transport.send([1], [packets])
     ScriptedNccl.refuses_sends = True
     with pytest.raises(RuntimeError, match="NCCL timeout"):

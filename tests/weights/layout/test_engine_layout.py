@@ -274,3 +274,11 @@ def test_a_transposed_parameter_is_refused() -> None:
     held = parameters() | {"w": torch.zeros(3, 4).t()}
     with pytest.raises(ValueError, match="w: .* is no plain matrix"):
         check_slices(whole(), held)
+
+
+def test_quantised_parameters_stand_for_themselves_without_memory() -> None:
+    held = parameters() | {"w": torch.zeros(4, 3, device="meta")}
+    check_slices(whole(), held)
+    # All of them have the address 0: one that is covered does not cover another.
+    with pytest.raises(ValueError, match="^1 parameters that nothing covers: other$"):
+        check_slices(whole(), held | {"other": torch.zeros(2, 3, device="meta")})

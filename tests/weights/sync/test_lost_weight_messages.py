@@ -16,7 +16,8 @@ SCRIPT = "sync 1, admit 2, sync 2, admit 2, sync 3, admit 2, sync 4, admit 2"
 TURNS = "sync 1, admit 2, release 0, sync 2, admit 2, release 0, sync 3, admit 2"
 PLAYS: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reshard": (("Hello", "Pause", "Receive", "Fence", "Ack"), SCRIPT, {}),
-    "relays": (("PassOn", "Resume", "Failed", "Ping", "LeaveGroup"), SCRIPT, {"relays": True}),
+    "resume": (("Resume",), SCRIPT, {}),
+    "three": (("Failed", "Ping", "LeaveGroup"), SCRIPT, {}),
     "broadcast": (("JoinGroup", "Bucket"), SCRIPT, {"method": "broadcast"}),
     "disk": (("Load",), SCRIPT, {"method": "disk"}),
     "turns": (
@@ -32,7 +33,7 @@ def test_every_kind_is_played() -> None:
 
 
 # Those that take longest are drawn by the commit.
-_LONG = ("relays", "broadcast")
+_LONG = ("resume", "three", "broadcast")
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,7 @@ _LONG = ("relays", "broadcast")
 )
 def test_all_generators_serve_the_version_after_losses(tmp_path: Path, name: str) -> None:
     kinds, script, options = PLAYS[name]
-    # Of three generators the last one is served by the first.
-    names = "abc" if name == "relays" else "ab"
+    names = "abc" if name == "three" else "ab"
     script = script.replace("admit 2", f"admit {len(names)}")
     faults = ({1: "fail resume"},) if "Failed" in kinds else ({},)
     start_s = 0.1 if name == "turns" else -1.0

@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 from tests.weights.made_up import SHAPE
 from tests.weights.plays import sync, versions
@@ -16,9 +18,12 @@ LINK_BYTES_PER_S = 2_000_000
 
 
 def seconds_of_one_and_all(
-    folder: Path, others: str = "bcd", **options: object
+    folder: Path, others: str = "bcd", links: int = 1, **options: object
 ) -> tuple[float, float]:
-    """The trainer's wait for a weight sync to one generator, and for one to it and the others."""
+    """The trainer's wait for a weight sync to one generator, and for one to it and the others.
+
+    links: of the first generator, one for each root.
+    """
     shape, number = {"shape": WIDE}, 1 + len(others)
     generators = [
         Generator("a", **shape), *(Generator(each, **shape, starts_after=1) for each in others)
@@ -26,7 +31,7 @@ def seconds_of_one_and_all(
     # Groups are formed in the first weight sync to all.
     steps, notes = sync(
         folder, generators, f"sync 0, sync 1, admit {number}, sync 2, sync 3",
-        shape=WIDE, bucket_bytes=400_000, deadline_s=20, link_bytes_per_s=LINK_BYTES_PER_S,
+        shape=WIDE, bucket_bytes=40_000, deadline_s=20, link_bytes_per_s=LINK_BYTES_PER_S,
         **options,
     )  # fmt: skip
     for name in notes:
@@ -34,25 +39,19 @@ def seconds_of_one_and_all(
     one, all_ = steps[1], steps[-1]
     assert [step.outcomes[-1].wire_bytes for step in (one, all_)] == [NBYTES, number * NBYTES]
     # Each takes all bytes over its own link, and the kernel lets no link carry more.
-    assert min(one.seconds, all_.seconds) > 0.9 * NBYTES / LINK_BYTES_PER_S
+    assert one.seconds > 0.9 * NBYTES / LINK_BYTES_PER_S / links
+    assert all_.seconds > 0.9 * NBYTES / LINK_BYTES_PER_S
     return one.seconds, all_.seconds
 
 
-def test_four_generators_at_the_end_of_slow_links_wait_about_as_long_as_one(
-    tmp_path: Path,
-) -> None:
-    one_s, four_s = seconds_of_one_and_all(tmp_path, data=2)
-    assert four_s <= 1.3 * one_s
+@pytest.mark.parametrize("others", ["bcd", "bcdefgh"])
+def test_generators_in_a_row_wait_about_as_long_as_one(tmp_path: Path, others: str) -> None:
+    """Of 60 rounds the last of four engines gets each three rounds later than the first."""
+    one_s, all_s = seconds_of_one_and_all(tmp_path, others)
+    assert all_s <= 1.4 * one_s
 
 
-def test_served_in_turn_by_two_copies_four_wait_for_two(tmp_path: Path) -> None:
-    # As over NCCL: what the bound above would find if lanes waited for each other.
-    one_s, four_s = seconds_of_one_and_all(tmp_path, data=2, is_concurrent=False)
-    assert 1.7 * one_s <= four_s <= 2.6 * one_s
-
-
-def test_seven_that_pass_weights_on_wait_for_three_transfers_of_one_copy(tmp_path: Path) -> None:
-    # Served in turn by the copy alone they would wait for seven.
-    options = {"is_concurrent": False, "relays": True}
-    one_s, seven_s = seconds_of_one_and_all(tmp_path, "bcdefg", **options)
-    assert 2.7 * one_s <= seven_s <= 1.2 * 3 * one_s
+def test_data_parallel_ranks_share_what_they_send(tmp_path: Path) -> None:
+    """Two roots have two links to the first engine; those behind it have one each."""
+    one_s, four_s = seconds_of_one_and_all(tmp_path, data=2, links=2)
+    assert four_s <= 2.8 * one_s

@@ -35,6 +35,7 @@ class Patch(NamedTuple):
 
 PATCHES = {
     "sglang.srt.state_capturer.base": Patch("cache_memory:install_unpinned"),
+    "sglang.srt.layers.quantization.fp8": Patch("quantised_linear"),
     # The generator's own way to the scheduler: `generation/sglang_direct.py`.
     "sglang.srt.managers.scheduler": Patch("direct_requests", "0.5.23"),
     "sglang.srt.layers.attention.torch_native_backend": Patch("batched_attention", "0.5.23"),

@@ -1,0 +1,150 @@
+"""Engines hand on what they receive: every byte is sent and received once by each rank."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.exchange import transport as transports
+from megatron_rl.weights.exchange.engine_rank import EngineRank, Report, layouts_key, ready_key
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
+from megatron_rl.weights.exchange.packets import Packet
+from megatron_rl.weights.exchange.parcels import outgoing
+from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.exchange.sender import Sender, failed_key, go_key
+from megatron_rl.weights.exchange.shared_transport import done_key
+from megatron_rl.weights.exchange.transport import IPC, Lane, Round
+from megatron_rl.weights.layout.slices import Share
+from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+from tests.distributed import run_ranks
+from tests.ports import free_port
+from tests.weights.made_up import SHAPE, allocate, buffer_bytes, fill
+
+DTYPE, LIMIT_S, VERSIONS = torch.float32, 30.0, (0, 1)
+WIDE = replace(SHAPE, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=4096)
+"""With matrices that travel by themselves, and many small tensors that travel together."""
+
+
+def counted_bytes() -> Counter[str]:
+    """Bytes that this process sends and receives in lanes from now on, by operation."""
+    found: Counter[str] = Counter()
+    real = transports._op
+
+    def op(operation: Callable[..., object], packet: Packet, lane: Lane, peer: int) -> dist.P2POp:
+        found[operation.__name__] += packet.nbytes
+        return real(operation, packet, lane, peer)
+
+    transports._op = op
+    return found
+
+
+def be_rank(port: int, layouts: Layouts, replicas: int, backend: str) -> dict[str, int] | bool:
+    """Trainer ranks come first, then the ranks of each engine."""
+    rank, trainers = int(os.environ["RANK"]), layouts.trainer_ranks
+    moved = counted_bytes()
+    names = tuple(f"engine-{n}" for n in range(replicas))
+    if rank < trainers:
+        return train(rank, port, layouts, names, backend, moved)
+    replica, place = divmod(rank - trainers, layouts.kind.world_size)
+    slices = layouts.kind.slices(layouts.shape, place)
+    held = allocate(slices)
+    engine = EngineRank(lambda: held, place, DTYPE, may_pad_ffn=False)
+    is_right = True
+    for version in VERSIONS:
+        call = 2 * version
+        engine.take(
+            Receive("127.0.0.1", port, "chain", names[replica], 0, backend, call, version, LIMIT_S)
+        )
+        expected = allocate(slices)
+        fill(expected, slices, layouts.shape, version)
+        is_right &= all(torch.equal(held[name], expected[name]) for name in expected)
+    engine.leave()
+    return dict(moved) | {"is_right": is_right}
+
+
+def train(
+    rank: int, port: int, layouts: Layouts, names: tuple[str, ...], backend: str,
+    moved: Counter[str],
+) -> dict[str, int]:  # fmt: skip
+    """Rank 0 also does what the leader does."""
+    if rank == 0:
+        master = open_store("127.0.0.1", port, is_master=True, timeout_s=LIMIT_S)
+        master.set(layouts_key(0), msgspec.json.encode(layouts))
+    store = open_store("127.0.0.1", port, is_master=False, timeout_s=LIMIT_S)
+    sender = Sender(
+        store, rank=rank, backend=backend, dtype=DTYPE, device=torch.device("cpu"),
+        patience_s=LIMIT_S,
+    )  # fmt: skip
+    slices = trainer_slices(layouts.shape, place_of(rank, layouts.trainer_ranks, layouts.like))
+    parameters, plan = allocate(slices), layouts.plan()
+    engine_ranks = range(layouts.kind.world_size)
+    for version in VERSIONS:
+        fill(parameters, slices, layouts.shape, version)
+        ends = outgoing(
+            plan.of_sender(rank), parameters, DTYPE, stages_all=transports.stages_all(backend)
+        )
+        if rank == 0:
+            call_for(master, 2 * version, version, names, engine_ranks)
+        sender.serve({0: ends}, {0: plan})
+        if rank == 0:
+            check_reports(master, 2 * version, names, plan)
+    sender.close()
+    return dict(moved)
+
+
+def call_for(
+    store: dist.TCPStore, call: int, version: int, names: tuple[str, ...], engine_ranks: range
+) -> None:
+    """When all are ready: a transfer to all engines, and the end of the weight sync."""
+    for pair in itertools.product(names, engine_ranks):
+        assert not store.get(ready_key(call, *pair))
+    order = Round(call, version, 0, "group", names, LIMIT_S, LIMIT_S)
+    store.set(go_key(call), msgspec.json.encode(order))
+    store.set(go_key(call + 1), msgspec.json.encode(Round(call + 1, is_end=True)))
+
+
+def check_reports(store: dist.TCPStore, call: int, names: tuple[str, ...], plan: Plan) -> None:
+    assert not store.check([failed_key(call)])
+    for name, (rank, receiver) in itertools.product(names, enumerate(plan.receivers)):
+        report = msgspec.json.decode(store.get(done_key(call, name, rank)), type=Report)
+        assert (report.error, report.damaged) == ("", 0)
+        assert report.payload_bytes == plan.received_bytes()[receiver]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_byte_is_sent_once_by_its_root_whatever_the_number_of_engines(replicas: int) -> None:
+    """Two data-parallel trainer ranks share the roots; engines of two ranks hand on."""
+    kind = EngineKind("scripted", 2)
+    layouts = Layouts(WIDE, Place(Share(0, 1), Share(0, 1), Share()), 2, kind, 4, 300_000)
+    plan = layouts.plan()
+    assert len(plan.rounds) >= 4
+    found = run_ranks(be_rank, 2 + 2 * replicas, free_port(), layouts, replicas, "gloo")
+    parcels = [parcel for each in plan.rounds for parcel in each]
+    sizes = [(parcel, len(VERSIONS) * buffer_bytes(parcel, DTYPE)) for parcel in parcels]
+    for rank in range(2):
+        sent = sum(size for parcel, size in sizes if parcel.sender == rank)
+        assert found[rank] == {"isend": sent}
+    for number, moved in enumerate(found[2:]):
+        replica, rank = divmod(number, 2)
+        size = sum(size for parcel, size in sizes if parcel.receiver == 2 + rank)
+        handed_on = {} if replica == replicas - 1 else {"isend": size}
+        assert moved == {"is_right": True, "irecv": size} | handed_on
+    # The two share what they both hold.
+    first, second = (found[rank]["isend"] for rank in range(2))
+    assert abs(first - second) < 0.05 * first
+
+
+@pytest.mark.timeout(120)
+def test_engines_read_shared_memory_all_at_once() -> None:
+    layouts = Layouts(WIDE, Place(), 1, EngineKind("scripted", 1), 4, 300_000)
+    _, *engines = run_ranks(be_rank, 3, free_port(), layouts, 2, IPC)
+    assert engines == [{"is_right": True}] * 2
