@@ -115,6 +115,8 @@ def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
                                    str(run_dir), f"ports.host={ADDRESS}",
                                    "generator.replicas=2", "train.minibatches=2")  # fmt: skip
             time.sleep(0.1)
+    # The last state is a moment before the end: the loop may miss it.
+    states.append(read_status(run_dir, time.time()).state)
     assert second is not None
     refusal, _ = second.communicate(timeout=60)
     assert second.returncode == 2 and f"a run is running in {run_dir}: end it" in refusal
