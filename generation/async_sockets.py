@@ -3,6 +3,8 @@
 Generators use two DEALERs, the scorer a ROUTER.
 """
 
+from collections.abc import Sequence
+
 import zmq
 import zmq.asyncio
 
@@ -92,7 +94,7 @@ class AsyncRouter(Router):
             if (heard := self._hear([frame.buffer for frame in arrived])) is not None:
                 return heard
 
-    def _send_now(self, frames: list[Frame]) -> None:
+    def _send_now(self, frames: Sequence[Frame]) -> None:
         # By the awaitable socket, for the reason that AsyncDealer.send gives.
         sent = self._awaitable.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         if not sent.done():

@@ -74,15 +74,18 @@ class HttpRequests:
     ) -> Ended:
         if not is_first:
             await is_cached.wait()
-        first_token_at = -1.0
+        first_token_at, ended = -1.0, None
         async with aclosing(self._events(body)) as events:
+            # To the end of the answer: aiohttp closes a connection whose answer was left unread.
             async for event in events:
                 is_cached.set()
                 if event["meta_info"]["completion_tokens"] == 1 and first_token_at < 0:
                     first_token_at = time.monotonic()
                 if event["meta_info"]["finish_reason"] is not None:
-                    return read_last_event(event, body["rid"], first_token_at)
-        raise EngineError("SGLang closed its answer to /generate before the completion ended")
+                    ended = read_last_event(event, body["rid"], first_token_at)
+        if ended is None:
+            raise EngineError("SGLang closed its answer to /generate before the completion ended")
+        return ended
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Server-sent events of one /generate, parsed. Raises EngineError."""

@@ -208,12 +208,16 @@ class Router(Closing):
     def send(self, peer: str, message: AnyMessage) -> bool:
         """Queue a message for a peer; False if the peer is gone or its queue is full."""
         try:
-            send_now(self.socket, [labelled(peer, self._label), *encode_frames(message)])
+            self._send_now([labelled(peer, self._label), *encode_frames(message)])
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
+
+    def _send_now(self, frames: Sequence[Frame]) -> None:
+        """As `send_now`; an event loop has another way."""
+        send_now(self.socket, frames)
 
     def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Next (peer, message), or None when nothing came in time."""
@@ -272,7 +276,7 @@ class Router(Closing):
 
     def _dismiss(self, identity: bytes, why: str) -> None:
         try:
-            send_now(self.socket, [identity, _TURNED_AWAY, why.encode(errors="replace")])
+            self._send_now([identity, _TURNED_AWAY, why.encode(errors="replace")])
         except zmq.ZMQError as error:
             # The peer is gone, or its queue is full: its next message gets the answer.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -312,7 +316,8 @@ class Dealer(Closing):
             send_now(self.socket, encode_frames(message))
         except zmq.Again as error:
             raise DeadlineExceeded(
-                f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
+                f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}, or it refuses "
+                "this process: is it alive, and are the keys those of the run?"
             ) from error
 
     def receive(self, timeout_s: float) -> AnyMessage | None:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import msgspec
 import psutil
@@ -183,6 +183,12 @@ class Attack:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
 
 
 def run_attack(

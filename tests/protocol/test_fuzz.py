@@ -138,8 +138,7 @@ def test_the_queue_serves_on_whatever_comes(
     overheard = queue.coordinator = Overheard(coordinator)
     with ExitStack() as stack:
         router = stack.enter_context(Counted("127.0.0.1", port, endpoint=endpoint, label=LABEL))
-        attack = Attack(f"127.0.0.1:{port}", honest, seed=2)
-        stack.callback(attack.close)
+        attack = stack.enter_context(Attack(f"127.0.0.1:{port}", honest, seed=2))
         inbox = _Inbox(coordinator, {endpoint.name: router}, LoopClock(begin=queue.now))
         queue.start()
 
@@ -174,8 +173,7 @@ def test_rank_0_bears_what_generators_send(number: int) -> None:
     port = free_port()
     with ExitStack() as stack:
         router = stack.enter_context(Counted("127.0.0.1", port, endpoint=WEIGHTS, label=LABEL))
-        attack = Attack(f"127.0.0.1:{port}", "generator-0", seed=3)
-        stack.callback(attack.close)
+        attack = stack.enter_context(Attack(f"127.0.0.1:{port}", "generator-0", seed=3))
         link = GeneratorLink(router)
         sound = of_kinds(examples(), WEIGHTS.router_hears)
         run_attack(attack, router, frames=number, messages=lambda: sound, read=link.listen)
@@ -194,8 +192,7 @@ def test_the_first_node_bears_what_others_send(
     )
     with ExitStack() as stack:
         link = stack.enter_context(node_link.FirstNodeLink(config, 3))
-        attack = Attack(f"127.0.0.1:{config.ports.nodes}", "node-1", seed=4)
-        stack.callback(attack.close)
+        attack = stack.enter_context(Attack(f"127.0.0.1:{config.ports.nodes}", "node-1", seed=4))
         restart = RoleRestart("generator-1", "generator", -9, 1, 3, 1)
         sound = [state(1), state(1, ended=1, restarts=(restart,), given_up={"verifier": 1})]
 
@@ -296,8 +293,10 @@ def test_the_scorer_serves_on_whatever_comes(number: int) -> None:
     sound = [LogprobRequest(n, np.arange(n + 2, dtype=np.int32), 1) for n in range(9)]
 
     async def disturb(port: int) -> None:
-        with CountedAwaitable("127.0.0.1", port, label=LABEL) as router:
-            attack = Attack(f"127.0.0.1:{port}", "trainer-0-reference", seed=5)
+        with (
+            CountedAwaitable("127.0.0.1", port, label=LABEL) as router,
+            Attack(f"127.0.0.1:{port}", "trainer-0-reference", seed=5) as attack,
+        ):
             serving = asyncio.create_task(Scorer(Zeros(), router, 8).run())
             memory = Memory(number)
             while attack.sent < number:
@@ -307,7 +306,6 @@ def test_the_scorer_serves_on_whatever_comes(number: int) -> None:
                     await asyncio.sleep(0)
                 memory.look(attack.sent)
             serving.cancel()
-            attack.close()
             assert router.refused.total() >= router.raised > 0
 
     asyncio.run(asyncio.wait_for(disturb(free_port()), 500))

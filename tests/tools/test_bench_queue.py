@@ -73,7 +73,7 @@ def test_what_512_gpus_produce_is_what_the_simulator_says(
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape}))
     command = [
         "simulate", str(EXAMPLES / f"{cluster.name}.toml"), f"model.path={tmp_path}",
-        f"train.prompts_per_batch={cluster.groups}", "--gpus", "512", "--lanes", "all",
+        f"train.prompts_per_batch={cluster.groups}", "--gpus", "512",
         "--sweep", f"split={cluster.split}", "--steps", "2", "--warm-up", "3", "--json",
     ]  # fmt: skip
     assert cli.main(command) == 0
