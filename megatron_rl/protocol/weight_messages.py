@@ -58,6 +58,8 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     """Number of the transfer."""
     version: Count
     deadline_s: Seconds
+    folder: str = ""
+    """Path or URL of `weights.folder`, with the backend "folder"."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="Load"):

@@ -7,7 +7,7 @@ because SGLang passes on neither a loader's result nor its error:
 | key | set by | says |
 |---|---|---|
 | `layouts/N` | trainer rank 0 | `Layouts`, from which the rank computes its plan |
-| `ready/ATTEMPT/REPLICA/RANK` | the rank | "" when it can receive, else why not |
+| `ready/ATTEMPT/REPLICA/RANK` | the rank | `Ready`: whether it can receive, and what it holds |
 | `go/ATTEMPT` | trainer rank 0 | a `Round`: who takes part |
 | `done/ATTEMPT/REPLICA/RANK` | the rank | a `Report` |
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.exchange.folder_transport import Folder, FolderEnd
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.layouts import Layouts
@@ -32,7 +33,13 @@ from megatron_rl.weights.exchange.plan import Plan, Rounds
 from megatron_rl.weights.exchange.sender import failed_key, go_key
 from megatron_rl.weights.exchange.shared_transport import done_key
 from megatron_rl.weights.exchange.staged import StagedParameters, StagedRounds
-from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
+from megatron_rl.weights.exchange.transport import (
+    FOLDER,
+    Buffers,
+    Round,
+    Transport,
+    stages_all,
+)
 from megatron_rl.weights.layout.engine_layout import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
@@ -47,6 +54,15 @@ def layouts_key(number: int) -> str:
 def ready_key(attempt: int, replica: str, rank: int) -> str:
     """See the module's table. rank: among the engine's."""
     return f"ready/{attempt}/{replica}/{rank}"
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What one engine rank says before a transfer."""
+
+    error: str = ""
+    """Why it cannot receive; empty: it can."""
+    holds: int = -1
+    """Version that its parameters hold bit for bit; -1: none, or not in the type on the wire."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -72,6 +88,9 @@ class _Syncer:
     store: dist.TCPStore
     version: int = -1
     """What arrived last."""
+    is_whole: bool = False
+    """Whether the parameters hold it: no transfer has failed since."""
+    folder: FolderEnd | None = None
     layouts: int = -1
     """Number of the layouts that the plan follows."""
     plan: Plan | None = None
@@ -124,8 +143,7 @@ class EngineRank:
             report = Report(error=f"engine rank {self._rank}: {type(error).__name__}: {error}")
         if report.error and self._syncer is not None:
             # Rank 0 may still wait for `ready`, and would not look at `done` before.
-            text = report.error.encode()
-            self._tell(ready_key(order.attempt, order.replica, self._rank), text)
+            self._say_ready(order, Ready(report.error))
             if self._syncer.takes_part:
                 text = f"{order.replica}: {report.error}".encode()
                 self._tell(failed_key(order.attempt), text)
@@ -140,6 +158,8 @@ class EngineRank:
         """Leave the syncer, if there is one. Ranks that wait for this one fail then."""
         if self._syncer is not None:
             self._syncer.leave_group()
+            if self._syncer.folder is not None:
+                self._syncer.folder.clear()
         self._syncer = None
         # Their memory goes back: the next syncer may come much later, or never.
         self._buffers.drop()
@@ -153,6 +173,9 @@ class EngineRank:
                 order.address, order.port, is_master=False, timeout_s=order.deadline_s
             )
             self._syncer = _Syncer(order.syncer, store)
+            if order.backend == FOLDER:
+                folder = Folder(order.folder, order.syncer)
+                self._syncer.folder = FolderEnd(folder, store, self._dtype)
         return self._syncer
 
     def _take(self, order: Receive, syncer: _Syncer, ends_at: float) -> Report:
@@ -171,25 +194,29 @@ class EngineRank:
             self._staged = parameters
             staged = StagedRounds(syncer.rounds, parameters, self._dtype, stages_all=stages)
         ends = staged or incoming(syncer.rounds, parameters, self._dtype, stages_all=stages)
-        self._tell(ready_key(order.attempt, order.replica, self._rank), b"")
+        holds = syncer.version if syncer.is_whole and self._can_add(syncer, parameters) else -1
+        self._say_ready(order, Ready(holds=holds))
         # The store's timeout was set for the first transfer: here it is what is left now.
         syncer.store.set_timeout(timedelta(seconds=max(0.001, ends_at - time.monotonic())))
         round_ = msgspec.json.decode(syncer.store.get(go_key(order.attempt)), type=Round)
         if order.replica not in round_.replicas:
             raise Refused("trainer rank 0 called the transfer off")
-        syncer.takes_part = True
-        lanes, patience = self._lanes(round_, syncer, plan), round_.patience()
+        syncer.takes_part, syncer.is_whole = True, False
+        patience = round_.patience()
         device = next(iter(parameters.values())).device
+        if syncer.folder is not None:
+            transport: Transport = syncer.folder.open(
+                round_, plan.senders + self._rank, device, self._buffers, holds=holds
+            )
+        else:
+            lanes = self._lanes(round_, syncer, plan)
+            transport = lanes.open(round_, order.backend, device, patience, order.replica)
         result = receive(
-            ends,
-            lanes.open(round_, order.backend, device, patience, order.replica),
-            dtype=self._dtype,
-            version=order.version,
-            patience=patience,
+            ends, transport, dtype=self._dtype, version=order.version, patience=patience
         )
         peak_bytes = result.peak_bytes + (staged.finish() if staged is not None else 0)
         # Also if parcels are damaged: what the parameters hold now is not the older version.
-        syncer.version = order.version
+        syncer.version, syncer.is_whole = order.version, not result.damaged
         return Report(
             "", result.damaged, result.payload_bytes, peak_bytes, result.seconds
         )  # fmt: skip
@@ -210,6 +237,17 @@ class EngineRank:
             check_slices(slices, parameters, may_pad_ffn=self._may_pad_ffn)
             syncer.plan, syncer.rounds, syncer.layouts = plan, rounds, order.layouts
         return syncer.plan
+
+    def _can_add(self, syncer: _Syncer, parameters: dict[str, Tensor]) -> bool:
+        """Whether parameters have the bits that were sent, to which a difference may be added."""
+        moves = (move for each in syncer.rounds for parcel in each for move in parcel.moves)
+        return not isinstance(parameters, StagedParameters) and all(
+            parameters[name].dtype == self._dtype for name in {move.target for move in moves}
+        )
+
+    def _say_ready(self, order: Receive, ready: Ready) -> None:
+        key = ready_key(order.attempt, order.replica, self._rank)
+        self._tell(key, msgspec.json.encode(ready))
 
     def _lanes(self, order: Round, syncer: _Syncer, plan: Plan) -> Lanes:
         if syncer.lanes is None or syncer.group != order.group:

@@ -18,10 +18,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_rl.weights.exchange.folder_transport import FolderEnd
+from megatron_rl.weights.exchange.group import Patience
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.parcels import Ends, send
 from megatron_rl.weights.exchange.plan import Plan
-from megatron_rl.weights.exchange.transport import Buffers, Round
+from megatron_rl.weights.exchange.transport import Buffers, Round, Transport
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +55,15 @@ class Sender:
         dtype: torch.dtype,
         device: torch.device,
         patience_s: float,
+        folder: FolderEnd | None = None,
     ) -> None:
-        """dtype: of elements on the wire. patience_s: of a wait for rank 0's next call."""
+        """dtype: of elements on the wire. patience_s: of a wait for rank 0's next call.
+
+        folder: with the backend FOLDER.
+        """
         self._store, self._rank, self._backend = store, rank, backend
         self._dtype, self._device, self._patience_s = dtype, device, patience_s
+        self._folder = folder
         self._buffers = Buffers()
         self._lanes: dict[str, tuple[tuple[str, ...], Lanes]] = {}
         """By group: its generators, and this rank's lanes."""
@@ -89,13 +96,11 @@ class Sender:
 
     def _send(self, order: Round, prepared: Mapping[int, Ends], plans: Mapping[int, Plan]) -> str:
         """This rank's part of a transfer; why it failed."""
-        lanes = self._lanes_of(order, plans[order.layouts])
         patience = order.patience()
         try:
-            transport = lanes.open(order, self._backend, self._device, patience)
             peak_bytes = send(
                 prepared[order.layouts],
-                transport,
+                self._open(order, plans[order.layouts], patience),
                 dtype=self._dtype,
                 version=order.version,
                 patience=patience,
@@ -108,6 +113,11 @@ class Sender:
             return f"trainer rank {self._rank} could not send: {error}"
         return ""
 
+    def _open(self, order: Round, plan: Plan, patience: Patience) -> Transport:
+        if self._folder is not None:
+            return self._folder.open(order, self._rank, self._device, self._buffers)
+        return self._lanes_of(order, plan).open(order, self._backend, self._device, patience)
+
     def _lanes_of(self, order: Round, plan: Plan) -> Lanes:
         if order.group not in self._lanes:
             # An engine is in one group at a time: it leaves the old one for the new one.
@@ -118,7 +128,8 @@ class Sender:
         return self._lanes[order.group][1]
 
     def _close(self, group: str) -> None:
-        self._lanes.pop(group)[1].close()
+        if group in self._lanes:
+            self._lanes.pop(group)[1].close()
 
     def forget(self, replica: str) -> None:
         """Leave all groups with a generator. Never while `serve` runs in another thread."""
@@ -130,3 +141,5 @@ class Sender:
         """Leave all groups."""
         for group in list(self._lanes):
             self._close(group)
+        if self._folder is not None:
+            self._folder.clear()

@@ -38,6 +38,8 @@ from megatron_rl.weights.exchange.packets import Packet
 
 IPC = "ipc"
 """In the place of a collective backend: shared memory."""
+FOLDER = "folder"
+"""In its place: files. No kernel waits for another rank."""
 HOST = "host"
 """In its place: gloo, by way of host memory. No kernel waits for another rank."""
 Parcels = Sequence[list[Packet]]
@@ -58,6 +60,12 @@ class Round(msgspec.Struct, frozen=True):
     """Until the transfer's deadline."""
     wait_s: float = 0.0
     """Most that a rank waits for one round of packets."""
+    base: int = -1
+    """With FOLDER: version that most of them hold, to which a difference may be added; -1: none."""
+    needs_whole: bool = True
+    """Whether some of them do not hold it."""
+    keeps: bool = False
+    """Whether senders keep what they send, for the next difference."""
     is_end: bool = False
     """The weight sync is over."""
 
@@ -101,7 +109,7 @@ class Transport(Protocol):
 
 def stages_all(backend: str) -> bool:
     """Whether packets never lie in the parameters themselves; the same at both ends."""
-    return backend in (IPC, HOST)
+    return backend in (IPC, HOST, FOLDER)
 
 
 class Buffers:

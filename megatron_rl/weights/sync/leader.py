@@ -16,14 +16,15 @@ more without the lost ones, and what still fails is served alone: then its failu
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
 
 from megatron_rl.protocol.types import Pause, Receive
-from megatron_rl.weights.exchange.engine_rank import Report, layouts_key, ready_key
+from megatron_rl.weights.exchange.engine_rank import Ready, Report, layouts_key, ready_key
 from megatron_rl.weights.exchange.group import is_of_devices
 from megatron_rl.weights.exchange.layouts import Layouts
 from megatron_rl.weights.exchange.sender import failed_key, go_key, prepared_key
@@ -137,7 +138,8 @@ class Leader:
         # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
         orders = {name: self._receive(task, name, wait_s) for name in names}
         talk.tell(names, orders.__getitem__)
-        present = self._roll_call(task, [name for name in names if name in talk.names], wait_s)
+        held = self._roll_call(task, [name for name in names if name in talk.names], wait_s)
+        present, base = list(held), _base(held.values())
         self._call(
             Round(
                 attempt,
@@ -147,20 +149,23 @@ class Leader:
                 tuple(present),
                 settings.deadline_s,
                 wait_s,
+                base,
+                needs_whole=base < 0 or set(held.values()) != {base},
+                keeps=settings.keeps,
             )
         )
         if not present:
             return {}
         self._await_reports(task, attempt, present, wait_s)
-        held = [name for name in present if name in talk.names]
+        left = [name for name in present if name in talk.names]
         # The engine's call ends after the reports of its ranks, and Resume must follow it.
-        talk.await_acks(held, orders[present[0]])
-        held = [name for name in held if name in talk.names]
-        lacking = {name: why for name in held if (why := self._read(task, attempt, name))}
-        if len(held) - len(lacking) < len(present):
+        talk.await_acks(left, orders[present[0]])
+        left = [name for name in left if name in talk.names]
+        lacking = {name: why for name in left if (why := self._read(task, attempt, name))}
+        if len(left) - len(lacking) < len(present):
             # Its connections are broken, or it will not be these generators' again.
             self.forget(present[0])
-        whole = [name for name in held if name not in lacking]
+        whole = [name for name in left if name not in lacking]
         talk.resume(task.version, whole)
         self._served |= {self._session(task, name) for name in whole}
         return lacking
@@ -174,14 +179,18 @@ class Leader:
             replica=name,
             layouts=task.layouts,
             backend=settings.backend,
+            folder=settings.folder,
             attempt=self._calls,
             version=task.version,
             # Of the roll call and the transfer.
             deadline_s=wait_s + settings.deadline_s,
         )
 
-    def _roll_call(self, task: _Task, names: list[str], wait_s: float) -> list[str]:
-        """The generators whose ranks can all receive; the others are lost."""
+    def _roll_call(self, task: _Task, names: list[str], wait_s: float) -> dict[str, int]:
+        """The generators whose ranks can all receive; the others are lost.
+
+        With the version that the ranks hold, -1 where they hold none or several.
+        """
         keys = {name: task.keys(ready_key, self._calls, name) for name in names}
         self._old_keys += [key for each in keys.values() for key in each]
         ends_at = time.monotonic() + wait_s
@@ -189,15 +198,16 @@ class Leader:
             names, lambda name: self._store.check(keys[name]), lambda: ends_at, "it is not ready"
         )
         task.talk.lose_all(lost)
-        present = []
+        present = {}
         for name in names:
             if name in lost:
                 continue
-            texts = [self._store.get(key).decode() for key in keys[name]]
-            if refusal := next(filter(None, texts), ""):
+            ranks = [msgspec.json.decode(self._store.get(key), type=Ready) for key in keys[name]]
+            if refusal := next((ready.error for ready in ranks if ready.error), ""):
                 task.talk.lose(name, f"{name}: {refusal}")
             else:
-                present.append(name)
+                versions = {ready.holds for ready in ranks}
+                present[name] = versions.pop() if len(versions) == 1 else -1
         return present
 
     def _await_reports(self, task: _Task, attempt: int, names: list[str], wait_s: float) -> None:
@@ -264,3 +274,9 @@ class Leader:
         self._old_keys.append(key)
         self._store.set(key, msgspec.json.encode(order))
         self._calls += 1
+
+
+def _base(held: Iterable[int]) -> int:
+    """The version that most generators hold; -1: none."""
+    counts = Counter(version for version in held if version >= 0)
+    return max(counts, key=lambda version: (counts[version], version), default=-1)

@@ -20,7 +20,7 @@ class ExchangeSettings:
     """Address on which the stores of the groups listen."""
     backend: str
     """Collective backend of the groups; or IPC: memory that ranks on one node share, no groups; or
-    HOST: gloo through host memory."""
+    HOST: gloo through host memory; or FOLDER: files."""
     dtype: torch.dtype
     """Type of elements on the wire."""
     bucket_bytes: int
@@ -30,6 +30,10 @@ class ExchangeSettings:
     grace_s: float = 30.0
     """Most that all wait for a generator that has taken a version before: in the roll call, and in
     each round of packets."""
+    folder: str = ""
+    """With FOLDER: path or URL of the files."""
+    keeps: bool = False
+    """With FOLDER: engines keep their parameters, so differences between versions are sent."""
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Hello, LeaveGroup
+from megatron_rl.weights.exchange.folder_transport import Folder, FolderEnd
 from megatron_rl.weights.exchange.group import is_of_devices, open_store
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts, kind_of
 from megatron_rl.weights.exchange.memory import SideStreams, synchronize
@@ -78,14 +79,22 @@ class Reshard:
             self._leader = Leader(link, master, settings, control.world_size)
             port = master.port
         port = control.share(port, int)
+        store = open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s)
+        self._folder, end = None, None
+        if settings.folder:
+            self._folder = Folder(settings.folder, settings.name)
+            end = FolderEnd(self._folder, store, settings.dtype)
+            if link is not None:
+                self._folder.remove_all()
         self._sender = Sender(
-            open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s),
+            store,
             rank=control.rank,
             backend=settings.backend,
             dtype=settings.dtype,
             device=self._device,
             # Between two calls rank 0 waits for reports and answers, and calls the roll.
             patience_s=4 * settings.deadline_s + 2 * settings.grace_s,
+            folder=end,
         )
 
     @property
@@ -205,6 +214,8 @@ class Reshard:
                 log.info("%s", error)
         if self._running.sending is None or self._running.sending.done():
             self._sender.close()
+            if self._folder is not None and self._link is not None:
+                self._folder.remove_all()
 
 
 def _lead(

@@ -13,7 +13,13 @@ import torch.distributed as dist
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import transport as transports
-from megatron_rl.weights.exchange.engine_rank import EngineRank, Report, layouts_key, ready_key
+from megatron_rl.weights.exchange.engine_rank import (
+    EngineRank,
+    Ready,
+    Report,
+    layouts_key,
+    ready_key,
+)
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
 from megatron_rl.weights.exchange.packets import Packet
@@ -105,7 +111,8 @@ def call_for(
 ) -> None:
     """When all are ready: a transfer to all engines, and the end of the weight sync."""
     for pair in itertools.product(names, engine_ranks):
-        assert not store.get(ready_key(call, *pair))
+        ready = msgspec.json.decode(store.get(ready_key(call, *pair)), type=Ready)
+        assert ready.error == ""
     order = Round(call, version, 0, "group", names, LIMIT_S, LIMIT_S)
     store.set(go_key(call), msgspec.json.encode(order))
     store.set(go_key(call + 1), msgspec.json.encode(Round(call + 1, is_end=True)))
