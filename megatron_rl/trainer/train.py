@@ -228,7 +228,7 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
             replicas=cfg.generator.replicas,
             min_replicas=cfg.generator.min_replicas,
             join_timeout_s=cfg.weights.join_timeout_s,
-            overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
+            overlaps=cfg.weights.overlap,
             turns=open_turns(cfg, policy, control=control, link=link),
             fault=lambda: faulty_tensors(*policy.weights),
         )

@@ -113,7 +113,11 @@ class Reshard:
         self, members: list[Member], version: int, then: Callable[[], None] | None = None
     ) -> None:
         """Start to serve all members. Until `end` the parameters must not change, and no other code
-        uses the link. then: see `OverlappingMethod`."""
+        uses the link.
+
+        then: called on rank 0, by another thread, once every member has taken the version or
+        failed, and at least one has taken it.
+        """
         # First: an impossible plan is impossible on every rank.
         numbers = [self._number(member.hello) for member in members]
         pairs = sorted(zip(numbers, members, strict=True), key=lambda pair: pair[0])

@@ -2,7 +2,7 @@
 
 Runs on every trainer rank. The trainer waits for a weight sync (`sync`), or trains on the next
 batch meanwhile, up to the optimizer step (`start`, `join`). Rank 0 knows the generators (`link.py`)
-and chooses the members; a `Method` moves the weights. A generator that fails or passes the deadline
+and chooses the members; `Reshard` moves the weights. A generator that fails or passes the deadline
 is dropped, and the others continue. After its next Hello it gets a whole weight sync, at the next
 version or while the trainer waits for a batch. Engines on the trainer's GPUs may release their
 memory between two weight syncs (`turns.py`).
@@ -11,7 +11,6 @@ memory between two weight syncs (`turns.py`).
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
@@ -21,6 +20,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink
 from megatron_rl.weights.sync.members import Backoff, Member, Outcome
+from megatron_rl.weights.sync.reshard import Reshard
 from megatron_rl.weights.sync.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
@@ -30,51 +30,19 @@ RETRY_S = 0.5
 """Seconds before another weight sync, when no generator took one."""
 
 
-class Method(Protocol):
-    """A way to move the weights. All methods are collective over the trainer ranks."""
-
-    def sync(self, members: list[Member], version: int) -> Outcome:
-        """Bring the members to `version`; failures are in the outcome, not raised."""
-
-    def forget(self, name: str) -> None:
-        """Free the resources of a lost generator."""
-
-    def close(self) -> None:
-        """Free everything, and tell the generators."""
-
-
-class OverlappingMethod(Method, Protocol):
-    """A method whose transfers run in threads."""
-
-    def begin(
-        self, members: list[Member], version: int, then: Callable[[], None] | None = None
-    ) -> None:
-        """Start; the parameters must not change until `end`.
-
-        then: called on rank 0, by another thread, once every member has taken the version or
-        failed, and at least one has taken it.
-        """
-
-    def is_over(self) -> bool:
-        """Whether `end` would return at once."""
-
-    def end(self) -> Outcome:
-        """Wait for the transfers that `begin` started."""
-
-
 class WeightSyncer(Closing):
     """All weight syncs of a training phase."""
 
     def __init__(
         self,
-        method: Method,
+        method: Reshard,
         control: Control,
         link: GeneratorLink | None,
         *,
         replicas: int,
         join_timeout_s: float,
         min_replicas: int | None = None,
-        overlapping: OverlappingMethod | None = None,
+        overlaps: bool = False,
         turns: MemoryTurns | None = None,
         fault: Callable[[], str] | None = None,
     ) -> None:
@@ -82,16 +50,16 @@ class WeightSyncer(Closing):
 
         fault: says on each rank why its weights may not be synced; "": they may.
 
-        min_replicas: generators that training needs to begin; None: all. overlapping: the method,
-        if weight syncs may overlap with training. turns: if engines release their memory while the
-        trainer computes; excludes overlapping.
+        min_replicas: generators that training needs to begin; None: all. overlaps: whether
+        weight syncs may overlap with training. turns: if engines release their memory while the
+        trainer computes; excludes overlaps.
         """
-        assert turns is None or overlapping is None
+        assert turns is None or not overlaps
         self._turns = turns
         self._fault = fault
         self._has_released = False
         """Whether engines are without their weights: from `release` to the next weight sync."""
-        self._overlapping = overlapping
+        self._overlaps = overlaps
         self._flight: list[Member] | None = None
         """Members of a weight sync that was started and not joined."""
         self._then: Callable[[], None] | None = None
@@ -180,7 +148,7 @@ class WeightSyncer(Closing):
     @property
     def overlaps(self) -> bool:
         """Whether `start` may be called."""
-        return self._overlapping is not None and self._version >= self._level
+        return self._overlaps and self._version >= self._level
 
     def start(self, version: int, then: Callable[[], None]) -> None:
         """As `sync`, but returns while the transfers run. Every rank calls it.
@@ -190,7 +158,7 @@ class WeightSyncer(Closing):
         taken a version it waits for all: a first transfer allocates memory, which must not happen
         during a forward pass.
         """
-        assert self._overlapping is not None
+        assert self._overlaps
         self.join()
         self._refuse_faulty(version)
         # Figures of the weight sync before: those of this one come with the next.
@@ -201,7 +169,7 @@ class WeightSyncer(Closing):
         served = {name: self._sessions[name] for name in self._held}
         self._held.clear()
         self._flight, self._then = self._members(late_only=False), then
-        self._overlapping.begin(self._flight, version, then)
+        self._method.begin(self._flight, version, then)
         self._waited_s += time.monotonic() - started
         if any(served.get(member.name) != member.hello.session for member in self._flight):
             self.join()
@@ -211,11 +179,11 @@ class WeightSyncer(Closing):
 
         Every rank calls it. Without any generator it waits for one, as `sync` does.
         """
-        if self._flight is None or self._overlapping is None:
+        if self._flight is None:
             return
         started = time.monotonic()
         members, self._flight = self._flight, None
-        self._take(members, self._overlapping.end())
+        self._take(members, self._method.end())
         is_told = bool(self._held)
         self._await_one()
         if not is_told and self._link is not None and self._then is not None:
@@ -263,9 +231,9 @@ class WeightSyncer(Closing):
             return
         # Engines would take the memory in which the trainer computes.
         assert not self._has_released
-        if self._flight is not None and self._overlapping is not None:
+        if self._flight is not None:
             # The running weight sync still uses the link.
-            if not self._control.share(self._overlapping.is_over(), bool):
+            if not self._control.share(self._method.is_over(), bool):
                 return
             self.join()
         late = self._members(late_only=True)
