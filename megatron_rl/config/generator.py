@@ -172,6 +172,9 @@ class WeightsConfig(Section):
     grace_s: PositiveFloat = 30.0
     """Seconds that all generators wait for one of them: to get ready, and in each round of the
     transfer. Then it is dropped. The first weight sync has deadline_s instead."""
+    groups: PositiveInt = 1
+    """Parts of the generators that a weight sync serves one after the other, so that the others
+    generate meanwhile. The trainer waits for all."""
     overlap: bool = False
     """Send weights while the trainer waits for the next batch and computes its gradients, up to
     the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""

@@ -249,6 +249,7 @@ def open_method(
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
         name=control.share(f"weights-{time.time_ns()}", str),
+        groups=cfg.weights.groups,
     )
     match cfg.weights.method:
         case "broadcast":

@@ -30,6 +30,8 @@ class ExchangeSettings:
     grace_s: float = 30.0
     """Most that all wait for a generator that has taken a version before: in the roll call, and in
     each round of packets."""
+    groups: int = 1
+    """Parts of the generators that are served one after the other; the others generate."""
     folder: str = ""
     """With FOLDER: path or URL of the files."""
     keeps: bool = False

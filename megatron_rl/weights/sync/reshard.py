@@ -122,8 +122,9 @@ class Reshard:
         numbers = [self._number(member.hello) for member in members]
         pairs = sorted(zip(numbers, members, strict=True), key=lambda pair: pair[0])
         parties = [
-            (number, [member for _, member in each])
+            (number, party)
             for number, each in itertools.groupby(pairs, key=lambda pair: pair[0])
+            for party in _parts([member for _, member in each], self._settings.groups)
         ]
         self._names |= {member.name for member in members}
         # A pool per weight sync. No daemons: torch 2.13 aborts a process that ends while a thread
@@ -220,6 +221,11 @@ class Reshard:
             self._sender.close()
             if self._folder is not None and self._link is not None:
                 self._folder.remove_all()
+
+
+def _parts(members: Sequence[Member], groups: int) -> list[list[Member]]:
+    """The members in as many parts, of which none is empty."""
+    return [part for start in range(groups) if (part := list(members[start::groups]))]
 
 
 def _lead(
