@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from megatron_rl.config.generator import MOST_PASSED_BY, Argument
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
+from megatron_rl.protocol.types import Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
 
 ENGINES = {
@@ -155,15 +155,6 @@ class Engine(Protocol):
 
         Each rank reports their arrival to the trainer: `weights/exchange/engine_rank.py`.
         """
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Load a Hugging Face folder. Only while paused."""
-
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the group of a broadcast."""
-
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        """Take part in the broadcast of one bucket and load it. Only while paused."""
 
     async def resume(self, version: int) -> None:
         """Continue; later tokens carry `version`."""

@@ -23,14 +23,9 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -38,9 +33,8 @@ from generation.engine import Completion, EngineError, EngineSetup, EngineTimeou
 from generation.hf_manager import open_manager, seeded_generator
 from generation.hf_requests import Decode, Request, first_token_at, one_by_one
 from generation.weight_versions import spans_from_cuts
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
+from megatron_rl.protocol.types import Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
-from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 
 T = TypeVar("T")
 
@@ -70,7 +64,6 @@ class HFEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._manager: ContinuousBatchingManager | None = None
         self._pause: contextlib.AbstractContextManager[None] | None = None
-        self._group: dist.ProcessGroup | None = None
         self._rank: EngineRank | None = None
         self._decode: Decode | None = None
 
@@ -233,36 +226,6 @@ class HFEngine:
         rank = self._rank
         await self._in_thread(lambda: rank.take(order), order.deadline_s + CLOSE_S)
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Load a folder's safetensors."""
-
-        try:
-            await self._in_thread(lambda: self._copy(folder), self._setup.weights_timeout_s)
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise EngineError(f"cannot load {folder}: {error!r}") from error
-
-    @torch.no_grad()
-    def _copy(self, folder: Path) -> None:
-        """Copy tensors. Raises KeyError or ValueError if they do not match the parameters."""
-        loaded = set()
-        for file in sorted(folder.glob("*.safetensors")):
-            for name, tensor in load_file(file).items():
-                self._parameters[name].copy_(tensor)
-                loaded.add(self._parameters[name].data_ptr())
-        # Tied parameters share memory, and files hold one of them.
-        missing = [n for n, tensor in self._parameters.items() if tensor.data_ptr() not in loaded]
-        if missing:
-            raise ValueError(f"its files lack {len(missing)} parameters, such as {missing[:3]}")
-
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the group of a broadcast."""
-        try:
-            self._group = await self._in_thread(
-                lambda: open_group(message, message.rank_offset), message.timeout_s
-            )
-        except dist.DistError as error:
-            raise EngineError(f"cannot join the weight group: {error}") from error
-
     async def pause(self) -> None:
         """Stop between two tokens; requests and KV cache stay."""
         if self._pause is not None:
@@ -289,30 +252,6 @@ class HFEngine:
             elif state.position_offset > 0:
                 request.is_stale = True
 
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        """Receive one flattened bucket and copy it into the parameters."""
-        if self._group is None or self._pause is None:
-            raise EngineError("a bucket came outside a weight sync: join and pause first")
-        unknown = [name for name in bucket.names if name not in self._parameters]
-        if unknown:
-            raise EngineError(f"the model has no parameters {unknown[:5]}")
-        try:
-            await self._in_thread(
-                lambda: self._receive(bucket, self._group), self._setup.weights_timeout_s
-            )
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(f"the bucket could not be received: {error}") from error
-
-    def _receive(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
-        device = next(iter(self._parameters.values())).device
-        size = bucket_bytes(bucket.dtypes, bucket.shapes)
-        flat = torch.empty(size, dtype=torch.uint8, device=device)
-        work = dist.broadcast(flat, src=0, group=group, async_op=True)
-        work.wait(timedelta(seconds=self._setup.weights_timeout_s))
-        with torch.no_grad():
-            for name, tensor in split_bucket(flat, bucket.names, bucket.dtypes, bucket.shapes):
-                self._parameters[name].copy_(tensor)
-
     async def resume(self, version: int) -> None:
         """Continue under `version`."""
         self.version = version
@@ -329,9 +268,6 @@ class HFEngine:
         """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
         if self._rank is not None:
             self._rank.leave()
-        if self._group is not None:
-            close_group(self._group)
-            self._group = None
 
     async def failed(self) -> str:
         """Return the reason when transformers' thread has ended."""

@@ -16,10 +16,6 @@ from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.whole_file import write_private
 
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose FP8 weights SGLang 0.5.23 can reload, with its loader "flash_rl". For other
-models SGLang drops the weight loaders at quantisation (`layers/quantization/fp8.py`), so no new
-version could reach them."""
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
 RELEASED = ["kv_cache", "weights"]
@@ -87,7 +83,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         "--skip-server-warmup",
         *([] if setup.overlaps_schedule else ["--disable-overlap-schedule"]),
         f"--custom-weight-loader={loader}",
-        *_quantization_flags(setup),
+        *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
@@ -149,12 +145,3 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
     }
-
-
-def _quantization_flags(setup: EngineSetup) -> list[str]:
-    if not setup.quantization:
-        return []
-    flags = [f"--quantization={setup.quantization}"]
-    if setup.quantization == "fp8" and sglang_cpu.architecture_of(setup.model) in FP8_RELOADS:
-        flags.append("--load-format=flash_rl")
-    return flags

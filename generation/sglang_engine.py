@@ -36,7 +36,7 @@ from generation.sglang_http import HttpRequests, load_time, post
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.protocol.engine_requests import SOCKET_VARIABLE
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
+from megatron_rl.protocol.types import Receive, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,6 @@ class SGLangEngine:
         self._requests: DirectRequests | HttpRequests | None = None
         self._is_serving = asyncio.Event()
         self._is_serving.set()
-        self._group_name = ""
         self._epoch = 0
         self._is_paused = False
         self._is_updating = False
@@ -265,42 +264,6 @@ class SGLangEngine:
             body["weight_version"] = str(version)
         await self._post("/update_weights_from_tensor", body, timeout_s)
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Load a folder that this node can read."""
-        # SGLang loads a folder in a separate session.
-        await self._end_update()
-        body = {
-            "model_path": str(folder),
-            "weight_version": str(version),
-            "flush_cache": False,
-        }
-        await self._post("/update_weights_from_disk", body)
-        await self._begin_update()
-
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the group of a broadcast."""
-        body = {
-            "master_address": message.address, "master_port": message.port,
-            "rank_offset": message.rank_offset, "world_size": message.world_size,
-            "group_name": message.group_name, "backend": message.backend,
-        }  # fmt: skip
-        await self._post("/init_weights_update_group", body, message.timeout_s)
-        self._group_name = message.group_name
-
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        """Receive and load one flattened bucket."""
-        body = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "group_name": self._group_name,
-            "load_format": "flattened_bucket",
-            # SGLang 0.5.21 crashes at a flush while requests are running.
-            "flush_cache": False,
-            "weight_version": str(bucket.version),
-        }
-        await self._post("/update_weights_from_distributed", body)
-
     async def resume(self, version: int) -> None:
         """Continue under `version`."""
         if self._is_loaded_by_slices:
@@ -316,9 +279,6 @@ class SGLangEngine:
 
     async def leave_group(self) -> None:
         """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
-        if self._group_name:
-            await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
-            self._group_name = ""
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         await post(self._session, path, body, timeout_s or self._setup.weights_timeout_s)

@@ -177,8 +177,7 @@ def _check_method(name: str, method: Any) -> None:
 def _keep_codes(method: Any) -> None:
     """Let the end of SGLang's weight updates leave the layer alone.
 
-    `end_weight_update` calls this for every layer, unless the model was loaded by "flash_rl": it
-    would quantise codes as if they were weights.
+    `end_weight_update` calls this for every layer: it would quantise codes as if they were weights.
     """
     method.process_weights_after_loading = lambda layer: None
 

@@ -18,7 +18,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
@@ -31,15 +30,7 @@ from generation.vllm_command import (
     write_job,
 )
 from generation.vllm_messages import READY, Answer, Ask, Ends, Order, PauseNow, told_decoder
-from megatron_rl.protocol.types import (
-    Bucket,
-    JoinGroup,
-    LeaveGroup,
-    Load,
-    Receive,
-    Resume,
-    Sampling,
-)
+from megatron_rl.protocol.types import LeaveGroup, Receive, Resume, Sampling
 
 
 class VLLMChannel(DirectRequests):
@@ -167,18 +158,6 @@ class VLLMEngine:
     async def receive(self, order: Receive) -> None:
         """Take slices into the parameters."""
         await self._ask(order, order.deadline_s + RECEIVE_MARGIN_S)
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Load a folder's safetensors."""
-        await self._ask(Load(str(folder), version))
-
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the group of a broadcast."""
-        await self._ask(message, message.timeout_s + RECEIVE_MARGIN_S)
-
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        """Receive and load one flattened bucket."""
-        await self._ask(bucket)
 
     async def resume(self, version: int) -> None:
         """Continue under `version`."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.protocol.engine_requests import Abort, Ended, Generate
-from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Receive, Resume
+from megatron_rl.protocol.types import LeaveGroup, Receive, Resume
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class PauseNow(msgspec.Struct, frozen=True, tag="PauseNow"):
     """Drop the KV cache of running requests, and the prefix cache."""
 
 
-Order = PauseNow | Receive | Load | JoinGroup | Bucket | Resume | LeaveGroup
+Order = PauseNow | Receive | Resume | LeaveGroup
 
 
 class Ask(msgspec.Struct, frozen=True, tag="Ask"):

@@ -27,9 +27,9 @@ from generation.vllm_messages import (
     asked_decoder,
 )
 from generation.vllm_requests import CompletionRequests, open_core
-from generation.vllm_weights import OrderFailed, Weights, keep_weights, model_of
+from generation.vllm_weights import Weights, keep_weights, model_of
 from megatron_rl.protocol.engine_requests import Abort, Generate, pack, unpack
-from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Receive, Resume
+from megatron_rl.protocol.types import LeaveGroup, Receive, Resume
 
 log = logging.getLogger(__name__)
 
@@ -90,33 +90,19 @@ class Server:
 
     def _obey(self, order: Order) -> str:
         """Execute an order; return why it failed, "": it did not."""
-        name = type(order).__name__
-        if isinstance(order, Receive | Load | Bucket) and not self._requests.is_paused:
-            return f"{name}: weights came outside a weight sync: pause first"
-        try:
-            self._do(order)
-        except OrderFailed as error:
-            log.exception("%s failed", name)
-            return f"{name}: {error}"
-        return ""
-
-    def _do(self, order: Order) -> None:
         match order:
             case PauseNow(recomputes):
                 self._requests.pause(recomputes=recomputes)
             case Receive():
+                if not self._requests.is_paused:
+                    return "Receive: weights came outside a weight sync: pause first"
                 self._weights.exchange(order)
-            case Load(folder):
-                self._weights.load(Path(folder))
-            case JoinGroup():
-                self._weights.join_group(order)
-            case Bucket():
-                self._weights.receive_bucket(order)
             case LeaveGroup():
                 self._weights.leave_group()
             case Resume(version):
                 self._weights.repack()
                 self._requests.resume(version)
+        return ""
 
 
 def main() -> None:

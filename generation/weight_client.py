@@ -2,16 +2,15 @@
 
 A task of the generator process; DEALER to the weights endpoint. With `generator.release_memory` it
 first asks the trainer for room on its GPU (StartRequest, MayStart). It then says Hello until a
-syncer answers, and executes Pause, Receive, JoinGroup, Bucket, Load, Resume, Release,
-Reclaim, Fence, LeaveGroup and Ping one at a time. It answers all but the last three by Ack or
-Failed. After LeaveGroup, Fence or a failure it starts no completions and says Hello again. The next
-syncer gives it a whole weight sync; a syncer of another training phase restarts the versions.
+syncer answers, and executes Pause, Receive, Resume, Release, Reclaim, Fence, LeaveGroup and Ping
+one at a time. It answers all but the last three by Ack or Failed. After LeaveGroup, Fence or a
+failure it starts no completions and says Hello again. The next syncer gives it a whole weight sync;
+a syncer of another training phase restarts the versions.
 
 The syncer starts its side of a transfer when it sends the message and reads the answer later, so
 the engine's deadlines bound the wait on both sides.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from generation.async_sockets import AsyncDealer
 from generation.engine import Engine, EngineError, EngineTimeout, ReleasingEngine
-from generation.full_tensors import FullTensors, tensor_names
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.exports import COLD_START
 from megatron_rl.protocol.nccl_settings import own_settings
@@ -27,13 +25,10 @@ from megatron_rl.protocol.process import note_ready
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
-    Bucket,
     Failed,
     Fence,
     Hello,
-    JoinGroup,
     LeaveGroup,
-    Load,
     MayStart,
     Pause,
     Ping,
@@ -103,14 +98,8 @@ class WeightClient:
         dealer: AsyncDealer,
         engine: Engine,
         on_version: Callable[[], None],
-        *,
-        model: Path | None = None,
     ) -> None:
-        """on_version is called after each change of the engine's version.
-
-        model: folder that the engine was started from; full tensors must be those of its files.
-        """
-        self._tensors = FullTensors(model)
+        """on_version is called after each change of the engine's version."""
         self._dealer = dealer
         self._engine = engine
         self._on_version = on_version
@@ -180,7 +169,7 @@ class WeightClient:
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
-        if isinstance(message, Receive | Bucket | Load) and not self.is_paused:
+        if isinstance(message, Receive) and not self.is_paused:
             # The Pause before this message was lost: completions would mix two versions.
             raise EngineError("the engine runs: Pause comes before new weights")
         match message:
@@ -189,24 +178,10 @@ class WeightClient:
                 pass
             case Pause():
                 self._is_known = self.is_paused = True
-                self._tensors.begin()
                 await self._engine.pause()
             case Receive():
                 await self._engine.receive(message)
-            case JoinGroup():
-                # A syncer that died did not say LeaveGroup.
-                await self._engine.leave_group()
-                await self._engine.join_group(message)
-                self._is_known = True
-                log.info("joined weight group %s", message.group_name)
-            case Bucket():
-                await self._engine.receive_bucket(message)
-                self._tensors.add(message.names)
-            case Load():
-                await self._engine.load(Path(message.folder), message.version)
-                self._tensors.add(await asyncio.to_thread(tensor_names, Path(message.folder)))
             case Resume():
-                self._tensors.check()
                 await self._engine.resume(message.version)
                 self._unanswered, self.is_paused = 0, False
                 self._on_version()

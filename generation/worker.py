@@ -117,14 +117,12 @@ class GeneratorWorker:
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
-    async def run(
-        self, weights: AsyncDealer, model: Path | None = None, leave: LeaveRequest | None = None
-    ) -> None:
+    async def run(self, weights: AsyncDealer, leave: LeaveRequest | None = None) -> None:
         """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs.
 
-        model: folder that the engine was started from. leave: the request to leave the run.
+        leave: the request to leave the run.
         """
-        self._weights = WeightClient(weights, self._engine, self.announce, model=model)
+        self._weights = WeightClient(weights, self._engine, self.announce)
         await end_with_first(
             self._receive(),
             self._report(),
@@ -343,7 +341,7 @@ async def generate_for(
                     gold=config.algorithm.used_gold,
                     request_timeout_s=config.generator.request_timeout_s,
                 )
-                await worker.run(weights, config.model.path, leave)
+                await worker.run(weights, leave)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

@@ -46,7 +46,7 @@ class PlanOptions:
     mean_tokens: int | None = None
     """Mean tokens of a sequence; default: half of generator.context_tokens."""
     gb_per_s: float | None = None
-    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
+    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=folder 2."""
     json: Json = False
 
 

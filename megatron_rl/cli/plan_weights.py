@@ -77,7 +77,7 @@ def plan_weights(config: Config, console: Console) -> None:
     if cost.is_overlapped:
         table.add_row("the trainer meanwhile", "computes the next step, up to its optimizer")
     rate = f"{sync_rate(config.weights) / 1e9:g} GB/s a rank"
-    way = "by way of host memory" if config.weights.method == "host" else "over NCCL"
+    way = "by way of files" if config.weights.method == "folder" else "over NCCL"
     table.add_row("its transfer", f"{cost.seconds:.2f} s {way} at {rate}")
     table.add_row("a transfer to a single engine", f"{cost.one_s:.2f} s")
     console.print(table, markup=False)

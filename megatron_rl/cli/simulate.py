@@ -75,7 +75,7 @@ class SimulateOptions:
     mfu: Annotated[float | None, _ASSUME] = None
     """Model FLOPs utilization of the trainer; default: 0.35, with experts 0.2."""
     gb_per_s: Annotated[float | None, _ASSUME] = None
-    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=host 2."""
+    """Bandwidth of a rank in a weight sync; default: 25, with weights.method=folder 2."""
     overlap: Annotated[bool, _ASSUME] = False
     """Sync weights during the next step, as expert.weights.overlap."""
     verify_s: Annotated[float, _ASSUME] = _ASSUMED.verify_s

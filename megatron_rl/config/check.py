@@ -35,7 +35,7 @@ def _facts(config: Config) -> dict[str, Any]:
     ranks = config.parallel.world_size
     return {
         "ranks": ranks,
-        "shared_methods": "disk or host or ipc" if ranks == 1 else "disk or host",
+        "shared_methods": "folder or ipc" if ranks == 1 else "folder",
         "longest_eval": config.eval.longest(config.sampling.max_new_tokens),
         "lease_s": 1.2 * config.generator.request_timeout_s,
         "score_s": 1.5 * config.verifier.answer_within_s,
@@ -178,7 +178,7 @@ REFUSALS = (
     Refusal(
         lambda c: (
             c.generator.colocate
-            and c.weights.method not in ("disk", "host")
+            and c.weights.method != "folder"
             and not (c.weights.method == "ipc" and c.parallel.world_size == 1)
         ),
         "generator.colocate with {ranks} trainer ranks needs weights.method {shared_methods}, not "

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
@@ -21,7 +21,7 @@ def refuse_overlap(weights: "WeightsConfig", *, gpus: bool) -> None:
         raise InputError(
             "expert.weights.overlap=true with weights.method=reshard needs a trainer without GPUs: "
             "on one, the exchange's kernels and those of the trainer's own groups could wait for "
-            "each other for ever; give weights.method=host, or leave overlap at false"
+            "each other for ever; give weights.method=folder, or leave overlap at false"
         )
 
 
@@ -44,16 +44,15 @@ class GeneratorConfig(Section):
     """Expert-parallel ranks of one engine. Must divide tensor_parallel; below it, ranks hold
     parts of experts. SGLang on GPUs only."""
     colocate: bool = False
-    """Run engines on the trainer's GPUs. Needs weights.method = "host" or "disk", or "ipc" on
-    one GPU, because two NCCL ranks cannot share a GPU."""
+    """Run engines on the trainer's GPUs. Needs weights.method = "folder", or "ipc" on one
+    GPU, because two NCCL ranks cannot share a GPU."""
     release_memory: bool = False
     """Free the engines' weights and KV cache while the trainer computes on the same GPUs.
     Generation and training take turns, so that larger models fit. SGLang only; needs colocate
     and weights.kv_cache = "recompute"."""
     quantization: str = ""
     """Quantization of the engine's weights: "fp8", or "" for none; in training those two alone.
-    Engine ranks take bf16 slices and quantize each layer when it is complete. With
-    weights.method broadcast or disk SGLang can load only Qwen2 and Qwen3 again."""
+    Engine ranks take bf16 slices and quantize each layer when it is complete."""
     overlap_schedule: bool = False
     """Let SGLang prepare the next token while one is computed. Needs weights.kv_cache =
     "recompute": with a kept KV cache SGLang would count one token of the older weights as one of
@@ -154,12 +153,14 @@ class GeneratorConfig(Section):
 class WeightsConfig(Section):
     """Weight sync from the trainer to the generators."""
 
-    method: Literal["reshard", "host", "ipc", "broadcast", "disk"] = "reshard"
-    """Method of the weight sync. reshard: slices from shard to shard. host: the same through host
-    memory and TCP; slower, without NCCL between trainer and engine, and may overlap with training
-    on GPUs. ipc: the same through shared memory of one node, for a GPU that trainer and engine
-    share. broadcast: full tensors through rank 0, for engines without our loader. disk: a folder
-    that every engine reads."""
+    method: Literal["reshard", "ipc", "folder"] = "reshard"
+    """Method of the weight sync. reshard: slices from shard to shard. ipc: the same through shared
+    memory of one node, for a GPU that trainer and engine share. folder: the same as compressed
+    files in a folder; slower, without NCCL between trainer and engine, and may overlap with
+    training on GPUs."""
+    folder: str = ""
+    """Where weights.method "folder" puts its files: an absolute path or a URL that fsspec opens,
+    such as "s3://bucket/run-7", for this run alone. Default: `weights` in the run folder."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """State that running requests keep across a weight sync. keep: the KV cache of older weights,
     as in the paper; recompute: only their tokens."""
@@ -177,19 +178,28 @@ class WeightsConfig(Section):
     generate meanwhile. The trainer waits for all."""
     overlap: bool = False
     """Send weights while the trainer waits for the next batch and computes its gradients, up to
-    the optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
+    the optimizer step. Needs folder or ipc, or reshard with a trainer without GPUs."""
     join_timeout_s: PositiveFloat = 1200.0
     """Seconds within which generators must connect: all at the start, and one when none
     is left. Must exceed expert.generator.start_timeout_s."""
 
-    @model_validator(mode="after")
-    def _check_overlap(self) -> Self:
-        if self.overlap and self.method not in ("reshard", "host", "ipc"):
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        if folder and not folder.startswith("/") and "://" not in folder:
             raise ValueError(
-                f"expert.weights.overlap=true with weights.method={self.method}: full tensors are "
-                "gathered by all ranks, which train meanwhile; give host, ipc or reshard"
+                f"weights.folder={folder!r} must be an absolute path, or a URL such as "
+                "s3://bucket/run-7"
             )
-        return self
+        return folder
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _refuse_removed(cls, method: object) -> object:
+        if method in ("host", "disk", "broadcast"):
+            now = "reshard" if method == "broadcast" else "folder"
+            raise ValueError(f"{method!r} was removed: give {now!r}")
+        return method
 
 
 class SamplingConfig(Section):

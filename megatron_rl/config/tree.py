@@ -252,6 +252,13 @@ class Config(Section):
         return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
+    def weights_folder(self) -> str:
+        """Path or URL of the files of weights.method "folder"; "" with another method."""
+        if self.weights.method != "folder":
+            return ""
+        return self.weights.folder or str(self.run.dir.absolute() / "weights")
+
+    @property
     def has_scorer(self) -> bool:
         """Whether the run starts a scorer; without training nothing needs a reference."""
         return self.train.steps > 0 and self.algorithm.needs_scorer

@@ -103,7 +103,7 @@ def check_roles(config: Config, *, generators: int, has_verifier: bool, gpus: in
     if config.weights.method == "ipc":
         raise InputError(
             "weights.method = 'ipc' shares the memory of one GPU: no generator can join this run; "
-            "start it with 'host' or 'reshard'"
+            "start it with 'folder' or 'reshard'"
         )
     if gpus and width > gpus:
         raise InputError(

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 from generation.engine import EngineError
-from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
@@ -86,12 +85,6 @@ def check_quantization(config: Config) -> None:
         raise InputError(
             f"{fault}: such an engine takes no new weights. A training run allows 'fp8' alone. "
             "Set generator.quantization='fp8' or ''"
-        )
-    if config.weights.method in ("broadcast", "disk") and architecture not in FP8_RELOADS:
-        raise InputError(
-            f"{fault} and weights.method={config.weights.method!r}: SGLang 0.5.23 cannot load full "
-            f"tensors into such an engine, only into {' or '.join(FP8_RELOADS)}. "
-            "Set weights.method='reshard'"
         )
     if sglang_cpu.is_needed() and architecture in EXPERT_NAMES:
         # SGLang 0.5.23, kernels/ops/quantization/fp8_kernel.py: scaled_fp8_quant.

@@ -195,7 +195,7 @@ def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
     if width > gpus_per_node and config.weights.method == "ipc":
         raise InputError(
             f"generator.tensor_parallel = {width} is more than the {gpus_per_node} GPUs of a node, "
-            "and weights.method='ipc' shares memory of one node: use 'reshard' or 'host'"
+            "and weights.method='ipc' shares memory of one node: use 'reshard' or 'folder'"
         )
     if config.has_scorer and config.scorer.tensor_parallel > gpus_per_node:
         raise InputError(

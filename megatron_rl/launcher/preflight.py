@@ -61,6 +61,7 @@ from megatron_rl.rollout_queue.evaluation import (
 from megatron_rl.rollout_queue.replay_datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.sft_dataset import keep_sft_dataset
+from megatron_rl.weights.exchange.folder import check_folder
 from verification import settings
 
 _MEMORY_SAVER = "torch-memory-saver"
@@ -99,6 +100,7 @@ def check(
     check_names(config)
     check_installed(config)
     check_overlap(config, gpus)
+    check_weights_folder(config)
     if config.train.steps and config.generator.release_memory:
         check_memory_saver(device_of_host(gpus), os.environ)
     model_checks.check_model_folder(config.model.path)
@@ -145,6 +147,19 @@ def check_overlap(config: Config, gpus: Sequence[str]) -> None:
     if config.train.steps and config.weights.overlap:
         has_gpus = uses_gpus(device_of_host(gpus))
         refuse_overlap(config.weights, gpus=has_gpus)
+
+
+def check_weights_folder(config: Config) -> None:
+    """Files of weights.method "folder" can be written and read from here."""
+    # The default lies in the run folder, which is checked by itself.
+    if config.train.steps and config.weights.method == "folder" and config.weights.folder:
+        try:
+            check_folder(config.weights.folder)
+        except RuntimeError as error:
+            raise InputError(
+                f"weights.folder={config.weights.folder!r}: {error}. Give a folder or a bucket that "
+                "all nodes can write, and install what its kind of URL needs (s3://: s3fs)"
+            ) from error
 
 
 def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:

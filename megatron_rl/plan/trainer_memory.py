@@ -133,8 +133,8 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
         recompute_modules=config.model.recompute_modules,
-        # Two rounds of a weight sync are in flight (docs/weights.md), under host in host memory.
-        sync_buffer_bytes=2 * weights.bucket_bytes if weights.method != "host" else 0,
+        # Two rounds of a weight sync are in flight (docs/weights.md), under folder in files.
+        sync_buffer_bytes=2 * weights.bucket_bytes if weights.method != "folder" else 0,
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,

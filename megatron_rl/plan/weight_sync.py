@@ -6,16 +6,16 @@ from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.plan.generator import engine_rank_bytes
 from megatron_rl.weights.layout.shape import ModelShape
 
-NCCL_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 2e9
-"""That one rank is taken to send or receive in a weight sync: over NCCL, and by way of host memory
-and TCP (`weights.method = "host"`). Estimates: neither has been timed between GPUs."""
+NCCL_BYTES_PER_S, FOLDER_BYTES_PER_S = 25e9, 2e9
+"""That one rank is taken to send or receive in a weight sync: over NCCL, and by way of files
+(`weights.method = "folder"`). Estimates: neither has been timed between GPUs."""
 
 
 def sync_rate(weights: WeightsConfig, given: float | None = None) -> float:
     """Bytes/s of one rank in a weight sync; given: what somebody knows of it."""
     if given is not None:
         return given
-    return HOST_BYTES_PER_S if weights.method == "host" else NCCL_BYTES_PER_S
+    return FOLDER_BYTES_PER_S if weights.method == "folder" else NCCL_BYTES_PER_S
 
 
 PAPER_WEIGHT_SYNC_S = 5.0
@@ -24,7 +24,7 @@ PAPER_WEIGHT_SYNC_S = 5.0
 
 @dataclass(frozen=True)
 class WeightSyncCost:
-    """What one weight sync to all generators moves, over NCCL or by way of host memory."""
+    """What one weight sync to all generators moves, over NCCL or by way of files."""
 
     total_bytes: int
     """Received by all engines."""

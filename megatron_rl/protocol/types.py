@@ -37,13 +37,10 @@ from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
 from megatron_rl.protocol.weight_messages import (
     Ack,
-    Bucket,
     Failed,
     Fence,
     Hello,
-    JoinGroup,
     LeaveGroup,
-    Load,
     MayStart,
     Pause,
     Ping,
@@ -387,10 +384,7 @@ ToVerifier = ScoreRequest | ClassRequest | Stop
 FromLeader = NextBatch | WeightsSynced | SaveState
 ToLeader = RankBatch | QueueState | Stop
 FromMember = Hello | StartRequest | Ack | Failed
-ToMember = (
-    Receive | Load | Fence | Ping | JoinGroup | MayStart | Pause | Release | Reclaim | Bucket
-    | Resume | LeaveGroup
-)  # fmt: skip
+ToMember = Receive | Fence | Ping | MayStart | Pause | Release | Reclaim | Resume | LeaveGroup
 FromScored = LogprobRequest | Stop
 ToScored = LogprobsDone | LogprobsFailed
 AnyMessage = (FromGenerator | ToGenerator | FromVerifier | ToVerifier | FromLeader | ToLeader

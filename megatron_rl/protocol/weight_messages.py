@@ -62,13 +62,6 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     """Path or URL of `weights.folder`, with the backend "folder"."""
 
 
-class Load(msgspec.Struct, frozen=True, tag="Load"):
-    """Load a Hugging Face folder."""
-
-    folder: str
-    version: Count
-
-
 class Fence(msgspec.Struct, frozen=True, tag="Fence"):
     """Serve nothing until a weight sync succeeds: the weights are incomplete or damaged."""
 
@@ -77,18 +70,6 @@ class Fence(msgspec.Struct, frozen=True, tag="Fence"):
 
 class Ping(msgspec.Struct, frozen=True, tag="Ping"):
     """No order, no answer: sending it fails if the generator is gone."""
-
-
-class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
-    """Join the weight group as ranks rank_offset .. rank_offset + world_size of the engine - 1."""
-
-    address: str
-    port: Port
-    rank_offset: Count
-    world_size: Size
-    group_name: str
-    backend: str
-    timeout_s: Seconds
 
 
 class Pause(msgspec.Struct, frozen=True, tag="Pause"):
@@ -101,20 +82,6 @@ class Release(msgspec.Struct, frozen=True, tag="Release"):
 
 class Reclaim(msgspec.Struct, frozen=True, tag="Reclaim"):
     """Allocate the memory again, if freed; the next weight sync brings weights."""
-
-
-class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):
-    """One flattened broadcast follows: these tensors, in this order."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[Count]]
-    version: Count
-
-    def find_fault(self) -> str:
-        """Why the lists do not belong together; "" if they do."""
-        lengths = len(self.names), len(self.dtypes), len(self.shapes)
-        return "" if len(set(lengths)) == 1 else f"names, dtypes, shapes of {lengths} tensors"
 
 
 class Resume(msgspec.Struct, frozen=True, tag="Resume"):

@@ -48,18 +48,15 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scoring_client import open_scorer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
-from megatron_rl.weights.exchange.transport import HOST, IPC
-from megatron_rl.weights.folders.export import export_tensors, save_hf
+from megatron_rl.weights.exchange.transport import FOLDER, IPC
 from megatron_rl.weights.folders.finite import faulty_tensors
-from megatron_rl.weights.folders.hf_folder import bucketed
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink, open_router
 from megatron_rl.weights.sync.members import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard
-from megatron_rl.weights.sync.syncer import Method, WeightSyncer
+from megatron_rl.weights.sync.syncer import WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns, end_turn_of_dead_trainer
 
 log = logging.getLogger(__name__)
@@ -238,9 +235,9 @@ def open_syncer(cfg: Config, policy: Policy, control: Control) -> Iterator[Weigh
 
 def open_method(
     cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
-) -> Method:
+) -> Reshard:
     """The method of weight sync of this run."""
-    backend = {"ipc": IPC, "host": HOST}.get(cfg.weights.method, policy.backend.collectives)
+    backend = {"ipc": IPC, "folder": FOLDER}.get(cfg.weights.method, policy.backend.collectives)
     settings = ExchangeSettings(
         host=cfg.ports.host,
         backend=backend,
@@ -250,21 +247,9 @@ def open_method(
         grace_s=cfg.weights.grace_s,
         name=control.share(f"weights-{time.time_ns()}", str),
         groups=cfg.weights.groups,
+        folder=cfg.weights_folder,
+        keeps=not cfg.generator.release_memory,
     )
-    match cfg.weights.method:
-        case "broadcast":
-            buckets = partial(buckets_of, policy, cfg)
-            return Broadcast(buckets, control=control, link=link, settings=settings)
-        case "disk":
-            save = partial(
-                save_hf,
-                model=policy.chunks,
-                shape=policy.shape,
-                source=cfg.model.path,
-                patience_s=cfg.checkpoint.write_timeout_s,
-            )
-            folder = cfg.run.dir / "weights"
-            return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     place = all_places(policy.chunks[0].config)[control.rank]
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, place, policy.shape, control=control, link=link, settings=settings)
@@ -283,14 +268,6 @@ def open_turns(
         start_timeout_s=cfg.generator.start_timeout_s,
         free_cache=policy.backend.free_cache,
     )
-
-
-def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
-    """Full tensors of the current policy in buckets, on rank 0."""
-    # Between two tensors rank 0 sends a bucket, and all generators may exceed the deadline.
-    patience_s = (1 + cfg.generator.replicas) * cfg.weights.deadline_s
-    tensors = export_tensors(policy.chunks, policy.shape, patience_s)
-    return bucketed(tensors, cfg.weights.bucket_bytes)
 
 
 def open_batches(cfg: Config, leader: Leader) -> BatchClient:

@@ -96,13 +96,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_by_way_of_host_memory_the_command_says_who_waits(
+def test_by_way_of_files_the_command_says_who_waits(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    by_host = ["weights.method=host", "expert.weights.overlap=true", "parallel.data=2"]
-    code, text = run(capsys, str(config_path), *LAYOUT, *by_host, "generator.replicas=3")
+    by_files = ["weights.method=folder", "expert.weights.overlap=true", "parallel.data=2"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *by_files, "generator.replicas=3")
     words = " ".join(text.replace("│", " ").split())
-    assert code == 0 and "by way of host memory at 2 GB/s a rank" in words
+    assert code == 0 and "by way of files at 2 GB/s a rank" in words
     assert "the trainer meanwhile computes the next step" in words
 
 

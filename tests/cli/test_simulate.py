@@ -48,12 +48,12 @@ def test_json_has_the_figures(config_path: Path, capsys: pytest.CaptureFixture[s
     assert found["sync_s"] == pytest.approx(16.06e9 / 25e9 * 247 / 240 + 0.1, rel=0.01)
 
 
-def test_host_memory_is_slower_and_may_overlap(
+def test_a_folder_is_slower_and_may_overlap(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = {}
     for overlap in ((), ("expert.weights.overlap=true",), ("--overlap",)):
-        assert called(config_path, "--json", "weights.method=host", *overlap) == 0
+        assert called(config_path, "--json", "weights.method=folder", *overlap) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["sync_s"] == pytest.approx(16.06e9 / 2e9 * 247 / 240 + 0.1, rel=0.02)
         steps[overlap] = found["step_s"]
@@ -85,7 +85,7 @@ def test_text_names_who_waits(config_path: Path, capsys: pytest.CaptureFixture[s
 
 
 SHARED = (
-    "generator.colocate=true", "weights.method=host", "generator.release_memory=true",
+    "generator.colocate=true", "weights.method=folder", "generator.release_memory=true",
     "weights.kv_cache=recompute",
 )  # fmt: skip
 
@@ -100,9 +100,9 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
     parts = found["compute_s"] + found["wait_s"] + found["stall_s"]
     assert found["step_s"] == pytest.approx(parts, rel=1e-6)
     assert found["sync_s"] == pytest.approx(1.0 + 16.06e9 / 2e9 * 247 / 240 + 0.1, rel=0.02)
-    host = config_path.with_name("host.toml")
-    host.write_text('[weights]\nmethod = "host"\n')
-    assert called(config_path, "--json", "--config", str(host)) == 0
+    folder = config_path.with_name("folder.toml")
+    folder.write_text('[weights]\nmethod = "folder"\n')
+    assert called(config_path, "--json", "--config", str(folder)) == 0
     apart = json.loads(capsys.readouterr().out)
     assert found["compute_s"] == pytest.approx(apart["compute_s"] + 1.0, rel=0.05)
 
@@ -116,7 +116,7 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
         (("--sweep", "tp=3"), "does not divide"),
         (("--sweep", "dead=few"), "dead='few'"),
         (("--sweep", "mfu=0"), "mfu='0'"),
-        (("generator.colocate=true", "weights.method=disk"), "release_memory=true in a simulation"),
+        (SHARED[:2], "release_memory=true in a simulation"),
         ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
         (("--zero-variance-share", "1"), "zero-variance-share"),

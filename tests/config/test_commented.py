@@ -42,7 +42,7 @@ def test_kinds_say_limits_and_choices() -> None:
     kinds = {entry.key: entry.kind for table in tables() for entry in table.entries}
     assert kinds["train.group_size"] == "whole number at least 2"
     assert kinds["sampling.top_p"] == "number above 0 and at most 1"
-    assert kinds["weights.method"] == '"reshard" | "host" | "ipc" | "broadcast" | "disk"'
+    assert kinds["weights.method"] == '"reshard" | "ipc" | "folder"'
     assert kinds["eval.prompts"] == 'whole number at least 0 | "auto"'
     assert kinds["eval.sets.0.samples"] == "whole number at least 1 and at most 1024"
     assert kinds["replay.runs"] == "list of: path"

@@ -93,3 +93,11 @@ def test_every_new_name_is_a_key() -> None:
             "reward.tasks.*.", "reward.tasks.NAME."
         )
         assert stem in known or f"expert.{stem}" in known, stem
+
+
+@pytest.mark.parametrize(
+    ("method", "now"), [("host", "folder"), ("disk", "folder"), ("broadcast", "reshard")]
+)
+def test_a_removed_method_of_weight_sync_names_its_successor(method: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"weights.method.*'{method}' was removed: give '{now}'"):
+        load_config(None, [f"weights.method={method}"])

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow(200), pytest.mark.exhaustive, pytest.mark.timeout
 
 NODES = 2
 GIVEN = [
-    "ports.host=127.0.0.2", "generator.colocate=true", "weights.method=host",
+    "ports.host=127.0.0.2", "generator.colocate=true", "weights.method=folder",
     f"train.steps={STEPS}", f"checkpoint.every_steps={EVERY}", "train.deterministic=true",
     "expert.train.restart_window_s=5", "expert.nodes.silence_timeout_s=10",
 ]  # fmt: skip

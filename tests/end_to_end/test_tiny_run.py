@@ -144,7 +144,7 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
     run_dir = tmp_path / "overlapped"
     command = [
         *run_command(finished[0], run_dir), "train.steps=8", "eval.prompts=100",
-        "expert.weights.overlap=true", "weights.method=host",
+        "expert.weights.overlap=true", "weights.method=folder",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -26,13 +26,13 @@ from tests.generation.layout_models import shape_of, write_model
 
 BUCKET_BYTES = 1 << 14
 CASES = {
-    # Name: family, load format, whether a GPU with FP8 (a scale per row), a seed to mix slices.
-    "qwen2": ("Qwen2", "flash_rl", True, None),
-    "qwen3": ("Qwen3", "flash_rl", True, None),
-    "qwen3-mixed": ("Qwen3", "auto", True, 7),
-    "llama-per-tensor": ("Llama", "auto", False, None),
-    "mixtral": ("Mixtral", "auto", True, None),
-    "moe": ("Qwen3Moe", "auto", True, None),
+    # Name: family, whether a GPU with FP8 (a scale per row), a seed to mix slices.
+    "qwen2": ("Qwen2", True, None),
+    "qwen3": ("Qwen3", True, None),
+    "qwen3-mixed": ("Qwen3", True, 7),
+    "llama-per-tensor": ("Llama", False, None),
+    "mixtral": ("Mixtral", True, None),
+    "moe": ("Qwen3Moe", True, None),
 }
 
 
@@ -70,7 +70,7 @@ def quantise_tensor(values: Tensor, codes: Tensor, scale: Tensor, is_static: boo
     codes.copy_((values.float() / scale).to(codes.dtype))
 
 
-def load(folder: Path, load_format: str) -> Module:
+def load(folder: Path) -> Module:
     """The model as SGLang's own loader fills it from the folder."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -78,7 +78,7 @@ def load(folder: Path, load_format: str) -> Module:
     from sglang.srt.model_loader.loader import get_model_loader
 
     config = ModelConfig(model_path=str(folder), dtype="bfloat16", quantization="fp8")
-    loader = get_model_loader(LoadConfig(load_format=load_format), config)
+    loader = get_model_loader(LoadConfig(), config)
     return loader.load_model(model_config=config, device_config=DeviceConfig("cpu", gpu_id=-1))
 
 
@@ -125,12 +125,12 @@ def play(name: str, folder: Path) -> dict[str, Any]:
     from sglang.srt.layers.quantization import fp8
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    family, load_format, has_fp8, seed = CASES[name]
+    family, has_fp8, seed = CASES[name]
     fp8.cutlass_fp8_supported = lambda: has_fp8
     for seed_of_weights, which in enumerate(("old", "new")):
         model = write_model(folder / which, family=family, is_tied=False, seed=seed_of_weights)
         model.bfloat16().save_pretrained(folder / which)
-    live, wanted = load(folder / "old", load_format), load(folder / "new", load_format)
+    live, wanted = load(folder / "old"), load(folder / "new")
     before = {each: (held.data_ptr(), held.clone()) for each, held in stored(live).items()}
     parameters = QuantisingParameters(live)
     moves = moves_to(folder / "new", parameters, seed)

@@ -4,20 +4,17 @@ import asyncio
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
-from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
+from megatron_rl.protocol.types import Hello, Receive
 from megatron_rl.weights.exchange.engine_rank import Report, layouts_key, ready_key
-from megatron_rl.weights.exchange.group import close_group, join_group, open_store
+from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.layouts import Layouts, kind_of
 from megatron_rl.weights.exchange.parcels import outgoing, send
@@ -28,7 +25,7 @@ from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import Place, trainer_slices
-from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
+from tests.generation.precision import BACKEND, DEVICE, DTYPE
 from tests.ports import free_port
 from tests.weights.made_up import allocate
 
@@ -36,30 +33,6 @@ TIMEOUT_S = 30.0
 START_S = 120.0
 """Seconds for a new process to import its libraries, on a busy machine."""
 BUCKET_ELEMENTS = 25_000
-
-
-def join_message(group_name: str) -> JoinGroup:
-    return JoinGroup("127.0.0.1", free_port(), 1, 2, group_name, "gloo", TIMEOUT_S)
-
-
-def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, Tensor]]:
-    """All tensors of a model in two buckets: (message, flattened bytes)."""
-    named = list(parameters_of(model).items())
-    result = []
-    for part in (named[:7], named[7:]):
-        message = Bucket(
-            [name for name, _ in part],
-            [DTYPE_NAME] * len(part),
-            [list(tensor.shape) for _, tensor in part],
-            version,
-        )
-        flat = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for _, tensor in part])
-        result.append((message, flat))
-    return result
-
-
-def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(flat, src=0, group=group, async_op=True).wait(timedelta(seconds=TIMEOUT_S))
 
 
 @dataclass
@@ -139,27 +112,14 @@ def parameters_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
 def serve_trainer(pipe: Connection) -> None:
     """Take rank 0's part in what the pipe asks for.
 
-    That is a JoinGroup, bytes to broadcast, an Exchange to prepare, (Exchange, parameters) to send,
-    or None to leave the group that was opened last.
+    That is an Exchange to prepare, (Exchange, parameters) to send, or None to leave the groups of
+    the one that was prepared last.
     """
     torch.set_num_threads(1)
     closings: list[Callable[[], None]] = []
     pipe.send("done")
     while (asked := pipe.recv()) != "end":
-        if isinstance(asked, JoinGroup):
-            store = open_store(asked.address, asked.port, is_master=True, timeout_s=TIMEOUT_S)
-            group = join_group(
-                store,
-                0,
-                asked.world_size,
-                name=asked.group_name,
-                backend=asked.backend,
-                timeout_s=TIMEOUT_S,
-            )
-            closings.append(partial(close_group, group))
-        elif isinstance(asked, bytes):
-            broadcast(torch.frombuffer(bytearray(asked), dtype=torch.uint8), group)
-        elif isinstance(asked, Exchange):
+        if isinstance(asked, Exchange):
             sender = SliceSender(asked)
             closings.append(sender.close)
         elif isinstance(asked, tuple):
@@ -220,33 +180,6 @@ class SliceSyncer:
             self._engine.receive(exchange.receive),
             asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
         )
-        await self._engine.resume(version)
-
-    async def close(self) -> None:
-        await self._engine.leave_group()
-        await asyncio.to_thread(self._trainer.ask, None)
-
-
-class BroadcastSyncer:
-    """Calls an engine's weight methods while a trainer process broadcasts full tensors."""
-
-    def __init__(self, engine: Engine, trainer: TrainerProcess, group_name: str) -> None:
-        self._engine = engine
-        self._trainer = trainer
-        self._join = join_message(group_name)
-
-    async def open(self) -> None:
-        await asyncio.gather(
-            self._engine.join_group(self._join), asyncio.to_thread(self._trainer.ask, self._join)
-        )
-
-    async def sync(self, model: LlamaForCausalLM, version: int) -> None:
-        await self._engine.pause()
-        for message, flat in buckets(model, version):
-            await asyncio.gather(
-                self._engine.receive_bucket(message),
-                asyncio.to_thread(self._trainer.ask, flat.numpy().tobytes()),
-            )
         await self._engine.resume(version)
 
     async def close(self) -> None:

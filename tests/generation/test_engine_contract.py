@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, EngineError, load_engine
-from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
+from megatron_rl.protocol.types import Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import (
@@ -30,7 +30,7 @@ from tests.generation.precision import (
     on_the_cpu,
 )
 from tests.generation.sampling_checks import ENDS, check_ends, check_stop, check_truncation
-from tests.generation.syncer import BroadcastSyncer, SliceSyncer, TrainerProcess
+from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import logprobs, make_model, mixed_logprobs
 from tests.generation.vllm_installed import NEEDS_VLLM
@@ -319,36 +319,6 @@ def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> No
     assert driver.run(time_after_closing()) < driver.run(time_all()) / 3
 
 
-def test_a_broadcast_replaces_the_weights(
-    driver: Driver,
-    old_weights: SliceSyncer,
-    trainer: TrainerProcess,
-    new_model: LlamaForCausalLM,
-) -> None:
-    version = driver.engine.version + 1
-    syncer = BroadcastSyncer(driver.engine, trainer, f"broadcast_{version}")
-    driver.run(syncer.open())
-    driver.run(syncer.sync(new_model, version))
-    driver.run(syncer.close())
-    check_holds(driver, new_model, version)
-
-
-def test_a_folder_replaces_the_weights_and_a_missing_one_does_no_harm(
-    driver: Driver, old_weights: SliceSyncer, models_dir: Path, new_model: LlamaForCausalLM
-) -> None:
-    version = driver.engine.version + 1
-
-    async def load(folder: Path) -> None:
-        await driver.engine.pause()
-        await driver.engine.load(folder, version)
-        await driver.engine.resume(version)
-
-    with pytest.raises(EngineError):
-        driver.run(load(models_dir / "missing"))
-    driver.run(load(models_dir / "new"))
-    check_holds(driver, new_model, version)
-
-
 def check_holds(driver: Driver, model: LlamaForCausalLM, version: int) -> None:
     for completion in driver.run(driver.collect(PROMPT, Sampling(16, 1.0), [0, 1, 2])):
         assert {span.version for span in completion.spans} == {version}
@@ -386,10 +356,3 @@ def test_the_hf_engine_refuses_to_recompute(models_dir: Path, tmp_path: Path) ->
     engine = load_engine("hf")(make_setup(models_dir, tmp_path / "hf", recomputes_kv_cache=True))
     with pytest.raises(EngineError, match="weights.kv_cache"):
         asyncio.run(engine.start())
-
-
-def test_a_bucket_nobody_sends_is_an_engine_error(driver: Driver) -> None:
-    bucket = Bucket(["no.such.tensor"], ["float32"], [[2]], 99)
-    with pytest.raises(EngineError):
-        driver.run(driver.engine.receive_bucket(bucket))
-    assert driver.run(driver.collect(PROMPT, Sampling(2, 1.0), [0]))

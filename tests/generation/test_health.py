@@ -1,18 +1,15 @@
 """Engines that hang are given up by their work, and pauses are no hangs."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from generation.async_sockets import AsyncDealer
 from generation.child import ServerChild
@@ -22,7 +19,7 @@ from generation.weight_client import WeightClient
 from generation.worker import GeneratorWorker
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.types import Ack, Bucket, Cancel, Failed, Load, Pause, Receive, Resume
+from megatron_rl.protocol.types import Cancel, Failed, Pause, Receive, Resume
 from megatron_rl.protocol.wire import Router
 from tests.generation.test_cancel import lease, wait_until
 from tests.generation.tiny_model import write_tokenizer
@@ -83,12 +80,6 @@ class Stub:
     async def resume(self, version: int) -> None:
         self.version = version
 
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        """Skips names that it does not know, as SGLang does."""
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Likewise."""
-
 
 class Sent(list[Any]):
     send = list.append
@@ -128,59 +119,6 @@ def test_new_weights_are_refused_while_the_engine_runs() -> None:
     asyncio.run(client._answer(Receive("127.0.0.1", 1, "s", "generator-0", 0, "gloo", 1, 5, 1.0)))
     assert [(type(one), one.doing) for one in sent] == [(Failed, "Receive")]
     assert engine.version == -1
-
-
-TENSORS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("method", ["broadcast", "disk"])
-def test_full_tensors_of_other_names_than_the_models_fail_the_sync_with_both_lists(
-    tmp_path: Path, method: str, is_tied: bool, is_sharded: bool
-) -> None:
-    """Engines skip what they do not know: one entry of a layout renamed, or not sent."""
-    model = write_tensors(tmp_path / "model", TENSORS, is_sharded=is_sharded)
-    (model / "config.json").write_text(json.dumps({"tie_word_embeddings": is_tied}))
-    renamed = "language_model.language_model.model.norm.weight"
-
-    def sync(*names: str) -> list[Any]:
-        sent = Sent()
-        client = WeightClient(sent, Stub([None]), lambda: None, model=model)
-
-        async def play() -> None:
-            await client._answer(Pause())
-            if method == "disk":
-                folder = write_tensors(tmp_path / "-".join(names), names, is_sharded=is_sharded)
-                await client._answer(Load(str(folder), 5))
-            for name in names if method == "broadcast" else ():
-                await client._answer(Bucket([name], ["float32"], [[1]], 5))
-            await client._answer(Resume(5))
-
-        asyncio.run(play())
-        return sent
-
-    assert all(type(one) is Ack for one in sync(*TENSORS))
-    assert type(sync(*TENSORS[:2])[-1]) is (Ack if is_tied else Failed)
-    failed = sync(TENSORS[0], renamed, TENSORS[2])[-1]
-    assert (type(failed), failed.doing) == (Failed, "Resume")
-    assert failed.reason.endswith(
-        f"1 names that the engine does not take: {renamed}; "
-        "1 parameters that nothing covers: model.norm.weight"
-    )
-
-
-def write_tensors(folder: Path, names: Sequence[str], *, is_sharded: bool) -> Path:
-    """A folder with such tensors, in one file or in one for each."""
-    folder.mkdir()
-    if not is_sharded:
-        save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
-        return folder
-    files = {name: f"model-{number}.safetensors" for number, name in enumerate(names)}
-    for name, file in files.items():
-        save_file({name: torch.zeros(1)}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    return folder
 
 
 class HungEngine(Stub):

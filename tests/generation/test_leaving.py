@@ -57,7 +57,7 @@ async def serve_and_leave(
             return any(isinstance(m, GeneratorReady) and m.leases == [] for m in heard)
 
         worker = GeneratorWorker(engine, renderer, to_queue, capacity=4)
-        serving = asyncio.create_task(worker.run(to_syncer, None, request))
+        serving = asyncio.create_task(worker.run(to_syncer, request))
         await wait_until(lambda: hear() and len(heard) >= 2)
         queue.send("g", lease(LEASE, 4, max_new_tokens=tokens))
         await wait_until(lambda: worker._owed.get(LEASE) is not None)

@@ -16,7 +16,7 @@ from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.packets import word_sums
 from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
-from megatron_rl.weights.exchange.transport import HOST, IPC, Buffers, Round, stages_all
+from megatron_rl.weights.exchange.transport import IPC, Buffers, Round, stages_all
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
@@ -105,15 +105,6 @@ def test_slices_pass_through_memory_that_two_processes_share_on_one_gpu() -> Non
     assert is_right and received is not None
     assert (received.damaged, received.payload_bytes) == (0, 2 * (ROWS * COLUMNS + 77))
     assert 0 < sent_peak <= 2 << 20 and peak == 0
-
-
-def test_slices_of_one_gpu_pass_through_host_memory_to_another_process() -> None:
-    (_, _, sent_peak), (is_right, received, peak) = run_ranks(
-        exchange, 2, free_port(), 1, HOST, timeout_s=2 * LIMIT_S
-    )
-    assert is_right and received is not None
-    assert (received.damaged, received.payload_bytes) == (0, 2 * (ROWS * COLUMNS + 77))
-    assert 0 < sent_peak <= 2 << 20 and 0 < peak <= 2 << 20
 
 
 def test_another_version_is_noticed_on_the_device() -> None:

@@ -17,12 +17,12 @@ from tests.weights.scripted_generators import Generator
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("method", ["host", "ipc"])
+@pytest.mark.parametrize("method", ["folder", "ipc"])
 def test_versions_travel_while_the_trainer_computes(tmp_path: Path, method: str) -> None:
     generators = [Generator(name, device="cuda") for name in "ab"]
     script = "sync 0, start 1, compute 1, join 0, spoil 9, start 2, compute 1, join 0"
     # Memory of another device cannot be opened: under ipc the trainer is one rank on this GPU.
-    layout = {"tensor": 2} if method == "host" else {}
+    layout = {"tensor": 2} if method == "folder" else {}
     steps, notes = sync(
         tmp_path, generators, script, method=method, device="cuda", deadline_s=30, **layout
     )

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, load_engine
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.backend.device import Backend
 from megatron_rl.protocol.types import Sampling
+from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import assert_near, load_reference
+from tests.generation.syncer import SliceSyncer, TrainerProcess
 from tests.generation.tiny_model import EOS_ID, logprobs, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
@@ -33,9 +36,13 @@ def free_bytes() -> int:
 
 
 async def turn(
-    engine: SGLangEngine, driver: Driver, folder: Path, note: Callable[[str, float], None]
+    driver: Driver,
+    syncer: SliceSyncer,
+    model: LlamaForCausalLM,
+    note: Callable[[str, float], None],
 ) -> list[Completion]:
     """Completions that a turn of the trainer met; notes free bytes and seconds."""
+    engine = driver.engine
     # Kernels that are compiled at first use would take the time in which completions run.
     await driver.collect(PROMPT, Sampling(8, 0.0), [0, 1])
     asked = asyncio.create_task(driver.collect(PROMPT, Sampling(3000, 0.0), [0, 1]))
@@ -53,9 +60,7 @@ async def turn(
     await engine.reclaim()
     note("reclaim_s", time.monotonic() - started)
     note("reclaimed", free_bytes())
-    await engine.pause()
-    await engine.load(folder, engine.version + 1)
-    await engine.resume(engine.version + 1)
+    await syncer.sync(model, engine.version + 1)
     return await asked
 
 
@@ -81,12 +86,15 @@ def test_an_engines_memory_falls_and_comes_back(
     engine = load_engine("sglang")(setup)
     assert isinstance(engine, SGLangEngine)
     driver = Driver(engine, loop)
+    trainer = TrainerProcess()
+    syncer = SliceSyncer(engine, trainer, read_shape(tmp_path / "old"), "released")
     try:
         loop.run_until_complete(engine.start())
+        driver.run(syncer.open())
         # Twice: the second time pages are mapped that were given back before.
         for _ in range(2):
             figures: dict[str, float] = {}
-            completions = driver.run(turn(engine, driver, tmp_path / "old", figures.__setitem__))
+            completions = driver.run(turn(driver, syncer, model, figures.__setitem__))
             found.append(figures)
             for completion in completions:
                 assert len(completion.spans) == 2, "it was not in flight"
@@ -95,6 +103,7 @@ def test_an_engines_memory_falls_and_comes_back(
     finally:
         loop.run_until_complete(engine.close())
         loop.close()
+        trainer.close()
     last = found[-1]
     text = f"{(last['released'] - last['before']) / 2**30:.1f} GiB given back in "
     text += f"{last['release_s']:.2f} s, taken again in {last['reclaim_s']:.2f} s"

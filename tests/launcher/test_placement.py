@@ -20,7 +20,7 @@ def config(ranks: int, replicas: int, width: int, *, colocate: bool = False) -> 
     return Config(
         parallel=ParallelConfig(data=ranks),
         generator=GeneratorConfig(replicas=replicas, tensor_parallel=width, colocate=colocate),
-        weights=WeightsConfig(method="disk" if colocate else "reshard"),
+        weights=WeightsConfig(method="folder" if colocate else "reshard"),
     )
 
 
@@ -106,8 +106,8 @@ def test_overlapped_tensor_ranks_are_of_one_node(tensor: int, gpus: int, fits: b
 
 @pytest.mark.parametrize(
     ("ranks", "method", "is_possible"),
-    [(1, "ipc", True), (1, "disk", True), (2, "disk", True), (2, "ipc", False),
-     (1, "host", True), (2, "host", True), (1, "reshard", False)],
+    [(1, "ipc", True), (2, "ipc", False), (1, "folder", True), (2, "folder", True),
+     (1, "reshard", False)],
 )  # fmt: skip
 def test_shared_gpus_need_a_method_that_works_there(
     ranks: int, method: str, is_possible: bool

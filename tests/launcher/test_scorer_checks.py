@@ -84,7 +84,7 @@ def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[
     [roles] = place(load_config(None, given), nodes=1, gpus_per_node=8)
     assert (roles.trainer_ranks, roles.engines) == (4, {0: range(4, 5), 1: range(5, 6)})
     assert roles.scorer == range(6, 8)
-    shared = [*given, "generator.colocate=true", "weights.method=disk"]
+    shared = [*given, "generator.colocate=true", "weights.method=folder"]
     [roles] = place(load_config(None, shared), nodes=1, gpus_per_node=8)
     assert (roles.engines[1], roles.scorer) == (range(1, 2), range(4, 6))
     [roles] = place(load_config(None, [*given, "train.steps=0"]), nodes=1, gpus_per_node=8)

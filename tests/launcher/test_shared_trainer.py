@@ -121,7 +121,7 @@ def test_only_nodes_whose_ranks_alone_are_needed_can_return() -> None:
     assert [one.can_return(config, n) for n, one in enumerate(roles)] == [True, True, False, False]
     given = [
         "run.dir=R", "parallel.data=2", "generator.tensor_parallel=2", "generator.colocate=true",
-        "weights.method=host", "generator.engine=sglang",
+        "weights.method=folder", "generator.engine=sglang",
     ]  # fmt: skip
     config = load_config(None, given)
     roles = place(config, nodes=2, gpus_per_node=1)

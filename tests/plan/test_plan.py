@@ -189,7 +189,7 @@ def test_a_long_pipeline_with_few_microbatches_is_noted(config_path: Path) -> No
 
 
 def test_an_engine_on_the_trainers_gpus_must_fit_beside_it(config_path: Path) -> None:
-    shared = ("generator.colocate=true", "weights.method=disk", "generator.replicas=1")
+    shared = ("generator.colocate=true", "weights.method=folder", "generator.replicas=1")
     plan = planned(config_path, *shared, gpus=8)
     assert plan.generator_gpus == 0
     # Alone, each fits; 32 GiB of cache, 15 GiB of weights and the trainer do not.

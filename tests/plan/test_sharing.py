@@ -14,7 +14,7 @@ from megatron_rl.plan.trainer_memory import RankMemory, StateBytes
 from tests.plan.test_plan import config_path  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ["generator.colocate=true", "weights.method=disk", "generator.replicas=1"]
+SHARED = ["generator.colocate=true", "weights.method=folder", "generator.replicas=1"]
 TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 
 

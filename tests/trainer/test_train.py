@@ -148,15 +148,12 @@ def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -
 
 
 def test_overlap_is_refused_where_it_is_not_known_to_be_safe() -> None:
-    for method in ("reshard", "host", "ipc"):
+    for method in ("reshard", "folder", "ipc"):
         refuse_overlap(WeightsConfig(method=method), gpus=False)
     with pytest.raises(
-        InputError, match="=reshard needs .* without GPUs.*give weights.method=host"
+        InputError, match="=reshard needs .* without GPUs.*give weights.method=folder"
     ):
         refuse_overlap(WeightsConfig(method="reshard"), gpus=True)
     # None of their kernels waits for another process.
-    for method in ("host", "ipc"):
+    for method in ("folder", "ipc"):
         refuse_overlap(WeightsConfig(method=method), gpus=True)
-    for method in ("broadcast", "disk"):
-        with pytest.raises(ValueError, match=f"overlap=true with weights.method={method}"):
-            Config.model_validate({"weights": {"overlap": True, "method": method}})

@@ -14,25 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
 
 from generation import weight_client
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.weights.exchange.transport import HOST, IPC
+from megatron_rl.weights.exchange.transport import FOLDER, IPC
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
 from megatron_rl.weights.sync import leader
 from megatron_rl.weights.sync.control import Control
-from megatron_rl.weights.sync.full_tensors import Broadcast, Disk
 from megatron_rl.weights.sync.link import GeneratorLink
 from megatron_rl.weights.sync.members import ExchangeSettings, Outcome
 from megatron_rl.weights.sync.reshard import Reshard
-from megatron_rl.weights.sync.syncer import Method, WeightSyncer
+from megatron_rl.weights.sync.syncer import WeightSyncer
 from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.lossy_router import Loss, LossyRouter
-from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
+from tests.weights.made_up import SHAPE, allocate, fill, own_device
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.weights_exchanges import limited_links
 
@@ -66,6 +63,7 @@ class Setup:
     grace_s: float = 3.0
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
+    groups: int = 1
     takes_turns: bool = False
     """Engines give their memory back while the trainer computes."""
     start_timeout_s: float = 10.0
@@ -126,10 +124,9 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     outcomes: list[Outcome] = []
     record_outcomes(method, outcomes)
     replicas = sum(generator.starts_after < 0 for generator in setup.generators)
-    overlapping = method if isinstance(method, Reshard) and not setup.takes_turns else None
     syncer = WeightSyncer(
         method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s,
-        overlapping=overlapping, turns=open_turns(setup, control, link, folder),
+        overlaps=not setup.takes_turns, turns=open_turns(setup, control, link, folder),
     )  # fmt: skip
     announced: list[int] = []
     dropped: dict[str, str] = {}
@@ -241,50 +238,25 @@ def open_turns(
 
 def open_method(
     setup: Setup, control: Control, link: GeneratorLink | None, folder: Path, version: list[int]
-) -> tuple[Method, Callable[[], None]]:
+) -> tuple[Reshard, Callable[[], None]]:
     """The method, and what makes the parameters those of `version[0]`."""
-    name = control.share(f"test-{time.time_ns()}", str)
-    backend = {"ipc": IPC, "host": HOST, "nccl": "nccl"}.get(setup.method, "gloo")
+    name = control.share(f"weights-{time.time_ns()}", str)
+    backend = {"ipc": IPC, "folder": FOLDER, "nccl": "nccl"}.get(setup.method, "gloo")
     device = own_device("cuda" if backend == "nccl" else setup.device, f"trainer-{control.rank}")
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
-        setup.grace_s,
+        setup.grace_s, groups=setup.groups,
+        folder=str(folder / "weights") if backend == FOLDER else "",
+        keeps=not setup.takes_turns,
     )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
     places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]
     mine = trainer_slices(setup.shape, places[control.rank])
     parameters = allocate(mine, device)
 
-    def full() -> dict[str, Tensor]:
-        sizes = hf_shapes(setup.shape)
-        return {n: values(setup.shape, n, version[0]).view(size) for n, size in sizes.items()}
-
-    def buckets() -> Any:
-        named = list(full().items()) if control.rank == 0 else []
-        for start in range(0, len(named), 10):
-            yield named[start : start + 10]
-
-    def save(target: Path) -> None:
-        if control.rank == 0:
-            target.mkdir(parents=True)
-            save_file(full(), target / "model.safetensors")
-        dist.barrier()
-
-    match setup.method:
-        case "broadcast":
-            method: Method = Broadcast(buckets, control=control, link=link, settings=settings)
-        case "disk":
-            disk = folder / "weights"
-            method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
-        case _:
-            method = Reshard(
-                parameters,
-                places[control.rank],
-                setup.shape,
-                control=control,
-                link=link,
-                settings=settings,
-            )
+    method = Reshard(
+        parameters, places[control.rank], setup.shape, control=control, link=link, settings=settings
+    )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
 
 
@@ -298,13 +270,11 @@ def record_drops(syncer: WeightSyncer, dropped: dict[str, str]) -> None:
     syncer._drop = recorded  # type: ignore[method-assign]
 
 
-def record_outcomes(method: Method, outcomes: list[Outcome]) -> None:
-    # Reshard's weight sync is a begin and an end.
-    name = "end" if isinstance(method, Reshard) else "sync"
-    real = getattr(method, name)
+def record_outcomes(method: Reshard, outcomes: list[Outcome]) -> None:
+    real = method.end
 
-    def recorded(*arguments: Any) -> Outcome:
-        outcomes.append(real(*arguments))
+    def recorded() -> Outcome:
+        outcomes.append(real())
         return outcomes[-1]
 
-    setattr(method, name, recorded)
+    method.end = recorded  # type: ignore[method-assign]

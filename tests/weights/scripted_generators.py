@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.async_sockets import AsyncDealer
 from generation.engine import EngineError
 from generation.weight_client import WeightClient, await_room
 from megatron_rl.protocol.process import die_with_parent
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
+from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import lanes, parcels
 from megatron_rl.weights.exchange.engine_rank import EngineRank
-from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
@@ -190,17 +187,6 @@ class PipedEngine:
         self.suffer("receive")
         await self._work("take", order)
 
-    async def join_group(self, message: JoinGroup) -> None:
-        await self._work("join", message)
-
-    async def receive_bucket(self, bucket: Bucket) -> None:
-        self.suffer("bucket")
-        await self._work("bucket", bucket)
-
-    async def load(self, folder: Path, version: int) -> None:
-        self.suffer("load")
-        await self._work("load", folder)
-
     async def resume(self, version: int) -> None:
         self.suffer("resume")
         self.version = version
@@ -241,7 +227,6 @@ class ScriptedRank:
         named = {generator.prefix + name: value for name, value in self._parameters.items()}
         self._exchange = EngineRank(lambda: named, rank, dtype, may_pad_ffn=False)
         self._rank = rank
-        self._group: dist.ProcessGroup | None = None
 
     def serve(self, pipe: Connection) -> None:
         while True:
@@ -270,28 +255,8 @@ class ScriptedRank:
             tensor.fill_(float("nan"))
         return True
 
-    def join(self, message: JoinGroup, fault: str) -> bool:
-        self._group = open_group(message, message.rank_offset)
-        return True
-
-    def bucket(self, bucket: Bucket, fault: str) -> bool:
-        assert self._group is not None
-        flat = torch.empty(bucket_bytes(bucket.dtypes, bucket.shapes), dtype=torch.uint8)
-        dist.broadcast(flat, src=0, group=self._group)
-        for name, tensor in split_bucket(flat, bucket.names, bucket.dtypes, bucket.shapes):
-            self._parameters[name].copy_(tensor.view_as(self._parameters[name]))
-        return True
-
-    def load(self, folder: Path, fault: str) -> bool:
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            self._parameters[name].copy_(tensor.view_as(self._parameters[name]))
-        return True
-
     def leave(self, argument: None, fault: str) -> bool:
         self._exchange.leave()
-        if self._group is not None:
-            close_group(self._group)
-            self._group = None
         return True
 
 

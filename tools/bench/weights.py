@@ -7,7 +7,7 @@ Runs the product's trainer ranks and generators on this machine, over gloo, with
 |---|---|
 | raw | reshard's rounds as plain bytes, one packet per parcel; receivers discard them |
 | floor | reshard's packets, digested once at each end and copied where necessary |
-| reshard, host, ipc, broadcast, disk | the product's methods, see docs/weights.md |
+| reshard, ipc, folder | the product's methods, see docs/weights.md |
 
 | figure | meaning; medians of all weight syncs, the worst of several layouts |
 |---|---|
@@ -17,9 +17,8 @@ Runs the product's trainer ranks and generators on this machine, over gloo, with
 | sync_over_raw | whole weight sync of reshard over raw: sender digests, pause, packets |
 | floor_over_raw | cost of packets, digests and copies alone |
 | time_over_floor, sync_over_floor | as over raw: cost of the product's own work |
-| host_time_over_raw | transfer of host over raw: all packets through buffers at both ends |
+| folder_time_over_raw | transfer of folder over raw: compressed files instead of sockets |
 | ipc_time_over_raw | transfer of ipc over raw: shared memory instead of sockets |
-| broadcast_over_reshard, disk_over_reshard | whole weight syncs |
 | pause_ms_p50, pause_overhead_ms | pause of a generator, with and without the transfer |
 | peak_extra_bytes_* | buffers of a rank as counted by the exchange |
 | growth_bytes_* | maximum growth of a rank's resident memory in a weight sync |
@@ -39,7 +38,6 @@ say little. A table comes first; the last line is one JSON object.
 
 import argparse
 import contextlib
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -64,8 +62,8 @@ from tools.bench.measuring import busy_share, over, parser, run, show
 from tools.bench.weights_exchanges import FLOOR, GLOO, RAW
 from tools.bench.weights_peer import OVERLAP, RESHARD, Job, Sample
 
-HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
-METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
+IPC, FOLDER = "ipc", "folder"
+METHODS = (RAW, FLOOR, RESHARD, IPC, FOLDER)
 RANKS_TIMEOUT_S = 900.0
 # SmolLM2-135M has 9 heads in 3 groups, which two tensor ranks cannot share.
 SIZES = llama(49_152, 576, 1536, 32, (12, 4))
@@ -109,8 +107,6 @@ def measure_layouts(
         samples = run_layout(cfg, job)
         found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
         show(name, by_method(samples))
-        if DISK in options.methods:
-            shutil.rmtree(cfg.run.dir / "weights")
     conditions = {
         "repeats": job.repeats,
         "busy_share": statistics.fmean(shares),
@@ -199,10 +195,8 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
     ("time_over_floor", RESHARD, FLOOR, _transfer),
     ("sync_over_floor", RESHARD, FLOOR, _sync),
     ("sync_over_raw", RESHARD, RAW, _sync),
-    ("host_time_over_raw", HOST, RAW, _transfer),
+    ("folder_time_over_raw", FOLDER, RAW, _transfer),
     ("ipc_time_over_raw", IPC, RAW, _transfer),
-    ("broadcast_over_reshard", BROADCAST, RESHARD, _sync),
-    ("disk_over_reshard", DISK, RESHARD, _sync),
 )
 """(figure, method, method of the denominator, time of a weight sync)."""
 
@@ -250,9 +244,7 @@ def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
 
 def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
     """Each figure of its worst layout; medians for pauses."""
-    choices = {"broadcast_over_reshard": min, "disk_over_reshard": min} | dict.fromkeys(
-        ("pause_ms_p50", "pause_overhead_ms"), statistics.median
-    )
+    choices = dict.fromkeys(("pause_ms_p50", "pause_overhead_ms"), statistics.median)
     return {
         key: choices.get(key, max)([each[key] for each in found.values()])
         for key in next(iter(found.values()))

@@ -67,7 +67,7 @@ class Sample(msgspec.Struct, frozen=True):
     method: str
     seconds: float
     transfers_s: list[float]
-    """Slowest rank of each generator; [] for methods that do not measure it."""
+    """Slowest rank of each generator; [] without a transfer."""
     pauses_s: list[float]
     wire_bytes: int
     """Payload."""
@@ -157,17 +157,15 @@ def sync_by_all(cfg: Config, job: Job) -> None:
 def open_named(name: str, cfg: Config, policy: Any, **given: Any) -> Any:
     """The product's method, or an `Exchange` around its reshard."""
     from megatron_rl.trainer.train import open_method
-    from megatron_rl.weights.sync.reshard import Reshard
 
     known = RESHARD if name in (RAW, FLOOR, GLOO, OVERLAP) else name
     weights = cfg.weights.model_copy(update={"method": known})
     method = open_method(cfg.model_copy(update={"weights": weights}), policy, **given)
-    if isinstance(method, Reshard):
-        # The engine's loader takes the exchange from the name (`received_as`).
-        named = f"{name}-{method._settings.name}"
-        method._settings = dataclasses.replace(method._settings, name=named)
-        if method._leader is not None:
-            method._leader._settings = method._settings
+    # The engine's loader takes the exchange from the name (`received_as`).
+    named = f"{name}-{method._settings.name}"
+    method._settings = dataclasses.replace(method._settings, name=named)
+    if method._leader is not None:
+        method._leader._settings = method._settings
     return method if name == known else Exchange(method, name)
 
 

@@ -23,7 +23,7 @@ LORA = "all weights are trained here"
 # Engines on the trainer's GPUs free their memory while it works.
 COLOCATED = {
     "generator.colocate": True, "generator.release_memory": True,
-    "weights.method": "host", "weights.kv_cache": "recompute",
+    "weights.method": "folder", "weights.kv_cache": "recompute",
 }  # fmt: skip
 SCHEDULE = "optimizer.lr_schedule is constant, linear or cosine"
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}

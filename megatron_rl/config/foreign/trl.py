@@ -241,7 +241,7 @@ RULES: dict[str, Rule] = {
     "chat_template": to("render.chat_template"),
     "system_prompt": _system_prompt,
     "vllm_mode": lambda value, _: (
-        {"generator.colocate": True, "weights.method": "host"} if value == "colocate" else NOTHING
+        {"generator.colocate": True, "weights.method": "folder"} if value == "colocate" else NOTHING
     ),
     "vllm_tensor_parallel_size": to("generator.tensor_parallel"),
     "vllm_gpu_memory_utilization": MEMORY,

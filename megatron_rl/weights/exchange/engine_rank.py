@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.folder_transport import Folder, FolderEnd
+from megatron_rl.weights.exchange.folder import Folder
+from megatron_rl.weights.exchange.folder_transport import FolderEnd
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.layouts import Layouts

@@ -18,8 +18,6 @@ whole payload, also in a difference: an engine with other parameters than it cla
 damaged.
 """
 
-import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,26 +25,22 @@ from datetime import timedelta
 from itertools import chain
 from typing import TypeVar
 
-import fsspec
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 import zstandard
 
+from megatron_rl.weights.exchange.folder import Folder
 from megatron_rl.weights.exchange.group import Patience, Work
 from megatron_rl.weights.exchange.packets import TRAILER_BYTES, Packet
 from megatron_rl.weights.exchange.transport import Buffers, Parcels, Round, deal
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Bytes = np.ndarray
 """[bytes] uint8."""
 THREADS = 4
 """Of a rank: they compress or decompress parcels, and wait for the folder."""
-_SYNCERS = re.compile(r"weights-\d+")
-"""Names of syncers, of this run and of earlier ones."""
 _LEVEL = 1
 """zstd's fastest ordinary level: a link of 1 GB/s would wait for higher ones."""
 
@@ -56,58 +50,6 @@ class _Files(msgspec.Struct, frozen=True):
 
     whole: str = ""
     difference: str = ""
-
-
-class Folder:
-    """The files of one syncer, in a folder of their own in `weights.folder`."""
-
-    def __init__(self, url: str, syncer: str) -> None:
-        """url: a path, or a URL that fsspec opens, with what that needs installed."""
-        self._files, self._root = fsspec.core.url_to_fs(url)
-        self._path = f"{self._root}/{syncer}"
-        self._is_made = False
-
-    def write(self, name: str, content: bytes) -> None:
-        """Raises RuntimeError."""
-        try:
-            if not self._is_made:
-                self._files.makedirs(self._path, exist_ok=True)
-                self._is_made = True
-            self._files.pipe_file(f"{self._path}/{name}", content)
-        except OSError as error:
-            raise RuntimeError(f"cannot write {self._path}/{name}: {error}") from error
-
-    def read(self, name: str) -> bytes:
-        """Raises RuntimeError."""
-        try:
-            content: bytes = self._files.cat_file(f"{self._path}/{name}")
-        except OSError as error:
-            raise RuntimeError(f"cannot read {self._path}/{name}: {error}") from error
-        return content
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove files; one that cannot be removed stays, with a warning."""
-        for name in names:
-            self._remove(f"{self._path}/{name}")
-
-    def remove_all(self) -> None:
-        """Remove the files of this syncer, and of all before it that left some."""
-        try:
-            found = self._files.ls(self._root, detail=False, refresh=True)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("old files may stay in %s: %s", self._root, error)
-            return
-        for path in found:
-            if _SYNCERS.fullmatch(path.rstrip("/").rpartition("/")[2]):
-                self._remove(path)
-
-    def _remove(self, path: str) -> None:
-        try:
-            self._files.rm(path, recursive=True)
-        except OSError as error:
-            log.warning("%s stays: %s", path, error)
 
 
 class SentParcels:

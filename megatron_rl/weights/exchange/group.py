@@ -1,8 +1,6 @@
 """Process groups of trainer ranks and the ranks of one engine.
 
-Used by trainer ranks and by engines; needs torch and messages alone, so that both may share it.
-For broadcasts SGLang's ranks form the same group with their own `init_custom_process_group`: what
-must match is the TCP store, the prefix in front of its keys and the group's name.
+Used by trainer ranks and by engines; needs torch alone, so that both may share it.
 
 A group of device memory (NCCL) in addition to the trainer's needs what torch does not do by itself:
 
@@ -37,8 +35,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from megatron_rl.protocol.types import JoinGroup
 
 log = logging.getLogger(__name__)
 
@@ -196,19 +192,6 @@ def join_group(
     return group
 
 
-def open_group(message: JoinGroup, rank: int) -> dist.ProcessGroup:
-    """Form a broadcast's group as an engine. Raises as `open_store` and `join_group` do."""
-    store = open_store(message.address, message.port, is_master=False, timeout_s=message.timeout_s)
-    return join_group(
-        store,
-        rank,
-        message.world_size,
-        name=message.group_name,
-        backend=message.backend,
-        timeout_s=message.timeout_s,
-    )
-
-
 def connect_group(group: dist.ProcessGroup, device: torch.device, ends_at: float) -> None:
     """Connect all ranks, each of which calls this; until then backends may not have met.
 
@@ -249,29 +232,3 @@ def close_group(group: dist.ProcessGroup) -> None:
         abort_group(group)
     else:
         dist.destroy_process_group(group)
-
-
-def split_bucket(
-    flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> list[tuple[str, torch.Tensor]]:
-    """Views of the tensors that a flattened bucket holds.
-
-    flat: [bytes] uint8, the tensors one after the other; dtypes are torch's names.
-    """
-    tensors, start = [], 0
-    for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
-        dtype = getattr(torch, dtype_name)
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        tensors.append((name, flat[start:end].view(dtype).view(shape)))
-        start = end
-    if start != flat.numel():
-        raise ValueError(f"the bucket holds {flat.numel()} bytes, its tensors need {start}")
-    return tensors
-
-
-def bucket_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:
-    """Size of a flattened bucket."""
-    return sum(
-        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    )

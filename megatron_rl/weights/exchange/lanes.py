@@ -12,7 +12,6 @@ from megatron_rl.weights.exchange.group import Patience, close_group, connect_gr
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.shared_transport import SharedTransport
 from megatron_rl.weights.exchange.transport import (
-    HOST,
     IPC,
     Buffers,
     GroupTransport,
@@ -46,11 +45,8 @@ class Lanes:
         first = self._plan.senders
         if backend == IPC:
             return SharedTransport(self._store, order, first, self._rank, device, replica)
-        is_by_host = backend == HOST
-        own = torch.device("cpu") if is_by_host else device
         if self._lanes is None:
             self._lanes = {}
-            name = dist.Backend.GLOO if is_by_host else backend
             place = order.replicas.index(replica) if replica else -1
             receivers = [self._rank] if replica else self._plan.receivers
             # In the same order on all trainer ranks; an engine rank has a single one.
@@ -58,9 +54,9 @@ class Lanes:
                 roots = tuple(self._plan.roots(receiver))
                 if replica or self._rank in roots:
                     rank = len(roots) + place if replica else roots.index(self._rank)
-                    group = self._join(order, receiver, len(roots), rank, name, own, patience)
+                    group = self._join(order, receiver, len(roots), rank, backend, device, patience)
                     self._lanes[receiver] = Lane(group, roots, len(order.replicas), place)
-        return GroupTransport(self._lanes, own, self._buffers, is_pinned=own != device)
+        return GroupTransport(self._lanes, device, self._buffers)
 
     def _join(
         self, order: Round, receiver: int, roots: int, rank: int, backend: str,

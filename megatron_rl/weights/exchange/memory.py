@@ -108,7 +108,7 @@ def open_shared(handle: Handle) -> Tensor:
     if number is None:
         raise RuntimeError(
             f"device {handle.device} of a trainer rank is not visible to this engine: with "
-            "weights.method='ipc' both need the same CUDA_VISIBLE_DEVICES, or use 'host'"
+            "weights.method='ipc' both need the same CUDA_VISIBLE_DEVICES, or use 'folder'"
         )
     parts = (b64decode(part) if isinstance(part, str) else part for part in handle.parts)
     storage = torch.UntypedStorage._new_shared_cuda(number, *parts)

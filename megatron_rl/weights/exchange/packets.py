@@ -11,7 +11,7 @@ A parcel's digest is computed from its packets' digests. So a sender can digest 
 in a parameter before the transfer, and a receiver each packet when it arrives.
 
 Both ends know the packets from the plan; whether a large move needs a buffer, each end sees for
-itself. In shared memory every move needs one, at the sender; by way of host memory, at both ends.
+itself. In shared memory every move needs one, at the sender; by way of files, at both ends.
 
 A digest is 128 bits as two int64. Both ends keep their parameters in the same kind of memory, so
 they choose the same digest: in host memory XXH3, one pass at the memory's speed; on a device sums

@@ -13,9 +13,8 @@ So every rank sends and receives each byte at most once, and n engines take only
 than one. No two ranks can wait for each other forever: engine k works on round t - k when a root
 works on round t, so all operations have one order in time.
 
-Two rounds are in flight, whose buffers lie in two spaces that are used in turn: on the ranks'
-devices or, with HOST, in host memory wherever the parameters lie. In shared memory there are the
-sender's two spaces alone (`shared_transport.py`).
+Two rounds are in flight, whose buffers lie in two spaces that are used in turn. In shared memory
+there are the sender's two spaces alone (`shared_transport.py`).
 """
 
 import time
@@ -39,9 +38,7 @@ from megatron_rl.weights.exchange.packets import Packet
 IPC = "ipc"
 """In the place of a collective backend: shared memory."""
 FOLDER = "folder"
-"""In its place: files. No kernel waits for another rank."""
-HOST = "host"
-"""In its place: gloo, by way of host memory. No kernel waits for another rank."""
+"""In its place: files in a folder. No kernel waits for another rank."""
 Parcels = Sequence[list[Packet]]
 
 
@@ -109,7 +106,7 @@ class Transport(Protocol):
 
 def stages_all(backend: str) -> bool:
     """Whether packets never lie in the parameters themselves; the same at both ends."""
-    return backend in (IPC, HOST, FOLDER)
+    return backend in (IPC, FOLDER)
 
 
 class Buffers:
@@ -128,20 +125,15 @@ class Buffers:
         """Of both."""
         return sum(half.nbytes for half in self._halves if half is not None)
 
-    def next(self, size: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
-        """The space of the last but one call, or a larger one: [at least size] uint8.
-
-        is_pinned: a device reaches it without a copy by the driver.
-        """
+    def next(self, size: int, device: torch.device) -> Tensor:
+        """The space of the last but one call, or a larger one: [at least size] uint8."""
         half = self._turn
         self._turn = 1 - half
         held = self._halves[half]
         if held is None or held.nbytes < size or held.device != device:
             # Let the old memory go first: both at once would be three spaces.
             held = self._halves[half] = None
-            held = self._halves[half] = torch.empty(
-                size, dtype=torch.uint8, device=device, pin_memory=is_pinned
-            )
+            held = self._halves[half] = torch.empty(size, dtype=torch.uint8, device=device)
         return held
 
     def drop(self) -> None:
@@ -178,21 +170,9 @@ class Lane:
 class GroupTransport:
     """Point to point in the lanes of this rank."""
 
-    def __init__(
-        self,
-        lanes: Mapping[int, Lane],
-        device: torch.device,
-        buffers: Buffers,
-        *,
-        is_pinned: bool = False,
-    ) -> None:
-        """lanes: by receiver; an engine rank has one.
-
-        device: of the buffers; is_pinned: they lie in host memory, and what they are filled from
-        or copied to does not.
-        """
+    def __init__(self, lanes: Mapping[int, Lane], device: torch.device, buffers: Buffers) -> None:
+        """lanes: by receiver; an engine rank has one. device: of the buffers."""
         self._lanes, self._device, self._buffers = lanes, device, buffers
-        self._is_pinned = is_pinned
 
     @property
     def peak_bytes(self) -> int:
@@ -203,7 +183,7 @@ class GroupTransport:
         """In the space of the last but one round, whose packets have arrived by now."""
         packets = staged(parcels)
         size = sum(packet.nbytes for packet in packets)
-        deal(packets, self._buffers.next(size, self._device, is_pinned=self._is_pinned))
+        deal(packets, self._buffers.next(size, self._device))
 
     def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
         """Start a work for each packet of each parcel; those of a lane together."""

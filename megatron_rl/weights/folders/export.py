@@ -1,10 +1,6 @@
 """The sharded model as a stream of full Hugging Face tensors. Runs on every trainer rank.
 
-    export_tensors -> (name, tensor) one by one -> bucketed -> what a syncer sends
-                                                -> save_hf  -> a folder
-
-A syncer takes any iterator of buckets, so an exchange from shard to shard can take the place of
-`export_tensors` without a change there.
+    export_tensors -> (name, tensor) one by one -> save_hf -> a folder
 
 A rank that waits for rank 0 in a collective fails after `expert.train.collective_timeout_s`; on a
 device the watchdog of its group ends it. So ranks wait for a key in the rendezvous store:

@@ -1,7 +1,7 @@
 """Trainer rank 0's messages with all generators about weights.
 
 ROUTER of the weights endpoint: StartRequest, MayStart, Hello, Release, Reclaim, Pause, Receive,
-JoinGroup, Bucket, Load, Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
+Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
 A failure of one generator is raised as `GeneratorLost` and concerns that generator alone.
 """
 

@@ -19,8 +19,8 @@ class ExchangeSettings:
     host: str
     """Address on which the stores of the groups listen."""
     backend: str
-    """Collective backend of the groups; or IPC: memory that ranks on one node share, no groups; or
-    HOST: gloo through host memory; or FOLDER: files."""
+    """Collective backend of the groups; or without groups IPC, memory that ranks on one node
+    share, or FOLDER, files."""
     dtype: torch.dtype
     """Type of elements on the wire."""
     bucket_bytes: int

@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Hello, LeaveGroup
-from megatron_rl.weights.exchange.folder_transport import Folder, FolderEnd
+from megatron_rl.weights.exchange.folder import Folder
+from megatron_rl.weights.exchange.folder_transport import FolderEnd
 from megatron_rl.weights.exchange.group import is_of_devices, open_store
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts, kind_of
 from megatron_rl.weights.exchange.memory import SideStreams, synchronize

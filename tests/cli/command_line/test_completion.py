@@ -38,7 +38,7 @@ def test_values_of_a_fixed_set_are_offered() -> None:
     assert complete_override("expert.generator.wait_for_weight_sync=") == [
         "expert.generator.wait_for_weight_sync=true", "expert.generator.wait_for_weight_sync=false",
     ]  # fmt: skip
-    assert "weights.method=disk" in complete_override("weights.method=")
+    assert "weights.method=folder" in complete_override("weights.method=")
     assert complete_override("algorithm.preset=x") == [f"algorithm.preset={n}" for n in PRESETS]
     assert "reward.tasks.mine.format_check=think_box" in complete_override(
         "reward.tasks.mine.format_check="

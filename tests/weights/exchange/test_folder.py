@@ -19,7 +19,8 @@ from megatron_rl.weights.exchange.engine_rank import (
     layouts_key,
     ready_key,
 )
-from megatron_rl.weights.exchange.folder_transport import Folder, FolderEnd
+from megatron_rl.weights.exchange.folder import Folder
+from megatron_rl.weights.exchange.folder_transport import FolderEnd
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
 from megatron_rl.weights.exchange.parcels import outgoing

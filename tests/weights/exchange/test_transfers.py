@@ -130,7 +130,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     return peak, count[1], result, is_right
 
 
-@pytest.mark.parametrize("kind", ["group", "host", "shared"])
+@pytest.mark.parametrize("kind", ["group", "staged", "shared"])
 def test_several_rounds_arrive_within_two_buckets_of_memory(kind: str) -> None:
     ends = run_ranks(exchange_between_four, 4, kind)
     for rank, (peak, counted, result, is_right) in enumerate(ends):

@@ -18,8 +18,6 @@ PLAYS: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
     "reshard": (("Hello", "Pause", "Receive", "Fence", "Ack"), SCRIPT, {}),
     "resume": (("Resume",), SCRIPT, {}),
     "three": (("Failed", "Ping", "LeaveGroup"), SCRIPT, {}),
-    "broadcast": (("JoinGroup", "Bucket"), SCRIPT, {"method": "broadcast"}),
-    "disk": (("Load",), SCRIPT, {"method": "disk"}),
     "turns": (
         ("StartRequest", "MayStart", "Release", "Reclaim"), TURNS, {"takes_turns": True},
     ),
@@ -33,7 +31,7 @@ def test_every_kind_is_played() -> None:
 
 
 # Those that take longest are drawn by the commit.
-_LONG = ("resume", "three", "broadcast")
+_LONG = ("resume", "three")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +44,8 @@ def test_all_generators_serve_the_version_after_losses(tmp_path: Path, name: str
     script = script.replace("admit 2", f"admit {len(names)}")
     faults = ({1: "fail resume"},) if "Failed" in kinds else ({},)
     start_s = 0.1 if name == "turns" else -1.0
-    ranks = 0 if name in ("broadcast", "disk") else 1
-    generators = [Generator("a", ranks, faults, start_s=start_s)]
-    generators += [Generator(other, ranks, start_s=start_s) for other in names[1:]]
+    generators = [Generator("a", 1, faults, start_s=start_s)]
+    generators += [Generator(other, 1, start_s=start_s) for other in names[1:]]
     steps, notes = sync(tmp_path, generators, script, deadline_s=1.0, losing=kinds, **options)
     last = int(script.split()[-3].rstrip(","))
     assert steps[-1].held == dict.fromkeys(names, last), steps[-1].dropped

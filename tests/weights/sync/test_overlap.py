@@ -13,7 +13,7 @@ from tests.weights.scripted_generators import DAWDLE_S, Generator
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2}])
-@pytest.mark.parametrize("method", ["reshard", "host", "ipc"])
+@pytest.mark.parametrize("method", ["reshard", "folder", "ipc"])
 def test_each_version_is_whole_though_the_parameters_change_after_the_join(
     tmp_path: Path, layout: dict[str, int], method: str
 ) -> None:

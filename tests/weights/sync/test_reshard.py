@@ -11,10 +11,10 @@ from tests.weights.made_up import SHAPE
 from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import DAWDLE_S, Generator
 
-METHODS = ("reshard", "host", "ipc")
+METHODS = ("reshard", "folder", "ipc")
 METHODS_AT_LENGTH = (
     "reshard",
-    pytest.param("host", marks=pytest.mark.exhaustive),
+    pytest.param("folder", marks=pytest.mark.exhaustive),
     pytest.param("ipc", marks=pytest.mark.exhaustive),
 )
 

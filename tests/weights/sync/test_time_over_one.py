@@ -55,3 +55,15 @@ def test_data_parallel_ranks_share_what_they_send(tmp_path: Path) -> None:
     """Two roots have two links to the first engine; those behind it have one each."""
     one_s, four_s = seconds_of_one_and_all(tmp_path, data=2, links=2)
     assert four_s <= 2.8 * one_s
+
+
+def test_of_two_groups_one_generates_while_the_other_is_served(tmp_path: Path) -> None:
+    generators = [Generator(name, shape=WIDE) for name in "abcd"]
+    steps, notes = sync(
+        tmp_path, generators, "sync 0, sync 1, sync 2", shape=WIDE, bucket_bytes=40_000,
+        deadline_s=20, link_bytes_per_s=LINK_BYTES_PER_S, groups=2,
+    )  # fmt: skip
+    last = steps[-1]
+    assert last.failed == {} and last.seconds > 2 * 0.9 * NBYTES / LINK_BYTES_PER_S
+    assert last.metrics["weight_sync/pause_s"] < 0.7 * last.seconds
+    assert all(versions(lines) == [0, 1, 2] for lines in notes.values())

@@ -29,7 +29,7 @@ from tests.weights.sync.test_link import Peers, peers, soon  # noqa: F401 - a fi
 from tests.weights.sync.test_syncer import Scene
 
 TURNS = "sync 0, release 0, sync 1, release 0, sync 2"
-METHODS = ["disk", "ipc"]
+METHODS = ["folder", "ipc"]
 
 
 def events(lines: list[dict[str, Any]], *names: str) -> list[str]:
@@ -40,10 +40,9 @@ def events(lines: list[dict[str, Any]], *names: str) -> list[str]:
 def test_each_weight_sync_follows_the_memory_and_no_version_is_lost(
     tmp_path: Path, method: str
 ) -> None:
-    # Engines that share a GPU are on one node: ipc has one rank, disk any number.
-    size = {"tensor": 2} if method == "disk" else {}
-    ranks = 0 if method == "disk" else 1
-    generators = [Generator("a", ranks), Generator("b", ranks)]
+    # Engines that share a GPU are on one node: ipc has one rank, folder any number.
+    size = {"tensor": 2} if method == "folder" else {}
+    generators = [Generator("a", 1), Generator("b", 1)]
     steps, notes = sync(tmp_path, generators, TURNS, method=method, takes_turns=True, **size)
     for name in "ab":
         found = events(notes[name], "version", "releases", "reclaims")
