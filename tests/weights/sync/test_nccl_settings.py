@@ -18,6 +18,10 @@ from tests.weights.made_up import SHAPE
 AGREED = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2"}
 
 
+class Deaf:
+    """A link to nobody."""
+
+
 def refusal(backend: str) -> str:
     os.environ.update(AGREED)
     dist.init_process_group("gloo")
@@ -25,7 +29,7 @@ def refusal(backend: str) -> str:
     settings = ExchangeSettings("127.0.0.1", backend, torch.float32, 2048, 5.0, "settings")
     hello = Hello(1, "hf", "1", nccl=AGREED | {"NCCL_CUMEM_ENABLE": "0"})
     parameters = {"a": torch.zeros(1)}
-    reshard = Reshard(parameters, Place(), SHAPE, control=control, link=None, settings=settings)
+    reshard = Reshard(parameters, Place(), SHAPE, control=control, link=Deaf(), settings=settings)
     try:
         reshard._number(hello)
     except InputError as error:
