@@ -125,15 +125,20 @@ class Buffers:
         """Of both."""
         return sum(half.nbytes for half in self._halves if half is not None)
 
-    def next(self, size: int, device: torch.device) -> Tensor:
-        """The space of the last but one call, or a larger one: [at least size] uint8."""
+    def next(self, size: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
+        """The space of the last but one call, or a larger one: [at least size] uint8.
+
+        is_pinned: a device reaches it without a copy by the driver.
+        """
         half = self._turn
         self._turn = 1 - half
         held = self._halves[half]
         if held is None or held.nbytes < size or held.device != device:
             # Let the old memory go first: both at once would be three spaces.
             held = self._halves[half] = None
-            held = self._halves[half] = torch.empty(size, dtype=torch.uint8, device=device)
+            held = self._halves[half] = torch.empty(
+                size, dtype=torch.uint8, device=device, pin_memory=is_pinned
+            )
         return held
 
     def drop(self) -> None:
