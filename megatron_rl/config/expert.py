@@ -122,6 +122,7 @@ _OTHERS = (
     "verifier.max_restarts",
     "verifier.restart_window_s",
     "weights.bucket_bytes",
+    "weights.folder",
     "weights.groups",
     "weights.overlap",
 )

@@ -188,7 +188,7 @@ class WeightsConfig(Section):
     def _check_folder(cls, folder: str) -> str:
         if folder and not folder.startswith("/") and "://" not in folder:
             raise ValueError(
-                f"weights.folder={folder!r} must be an absolute path, or a URL such as "
+                f"expert.weights.folder={folder!r} must be an absolute path, or a URL such as "
                 "s3://bucket/run-7"
             )
         return folder

@@ -157,8 +157,8 @@ def check_weights_folder(config: Config) -> None:
             check_folder(config.weights.folder)
         except RuntimeError as error:
             raise InputError(
-                f"weights.folder={config.weights.folder!r}: {error}. Give a folder or a bucket "
-                "that all nodes can write, and install what such a URL needs (s3://: s3fs)"
+                f"expert.weights.folder={config.weights.folder!r}: {error}. Give a folder or a "
+                "bucket that all nodes can write, and install what such a URL needs (s3://: s3fs)"
             ) from error
 
 

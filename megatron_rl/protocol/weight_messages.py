@@ -59,7 +59,7 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     version: Count
     deadline_s: Seconds
     folder: str = ""
-    """Path or URL of `weights.folder`, with the backend "folder"."""
+    """Path or URL of `expert.weights.folder`, with the backend "folder"."""
 
 
 class Fence(msgspec.Struct, frozen=True, tag="Fence"):

@@ -16,7 +16,7 @@ _SYNCERS = re.compile(r"weights-\d+")
 
 
 class Folder:
-    """The files of one syncer, in a folder of their own in `weights.folder`."""
+    """The files of one syncer, in a folder of their own in `expert.weights.folder`."""
 
     def __init__(self, url: str, syncer: str) -> None:
         """url: a path, or a URL that fsspec opens, with what that needs installed."""

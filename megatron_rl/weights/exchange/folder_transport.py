@@ -262,7 +262,7 @@ def _result(future: Future[T], timeout: timedelta) -> T:
         return future.result(timeout.total_seconds())
     except TimeoutError as error:
         raise RuntimeError(
-            f"the folder (weights.folder) took longer than {timeout.total_seconds():.0f} s"
+            f"the folder (expert.weights.folder) took longer than {timeout.total_seconds():.0f} s"
         ) from error
 
 
