@@ -67,20 +67,23 @@ def sync_cost(
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
     Trainer ranks share the sending evenly (`make_plan`), so that the slower end is the fullest
-    receiver, or the senders where they are fewer. Each engine hands what it receives on to the
-    next one, so n engines take n - 1 rounds longer than one (`exchange/transport.py`).
-    bytes_per_s: default: `sync_rate`.
+    receiver, or the senders where they are fewer. With reshard each engine hands what it receives
+    on to the next one, so n engines take n - 1 rounds longer than one (`exchange/transport.py`).
+    Parts of the generators (`expert.weights.groups`) follow each other. bytes_per_s: default:
+    `sync_rate`.
     """
     rate = sync_rate(weights, bytes_per_s)
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     rounds = max(1, -(-max(ranks) // weights.bucket_bytes))
     one_s = max(max(ranks), sum(ranks) / trainer_ranks) / rate
+    parts = min(weights.groups, generator.replicas)
+    more = (generator.replicas - parts) / rounds if weights.method == "reshard" else 0.0
     return WeightSyncCost(
         total_bytes=generator.replicas * sum(ranks),
         rank_bytes=max(ranks),
         lanes=len(ranks),
         rounds=rounds,
-        seconds=one_s * (rounds + generator.replicas - 1) / rounds,
+        seconds=one_s * (parts + more),
         one_s=one_s,
         fixed_s=fixed_s,
         is_overlapped=weights.overlap,

@@ -38,3 +38,19 @@ def test_the_trainer_waits_for_what_its_next_step_does_not_hide(tmp_path: Path) 
     found = cost(tmp_path, 4, WeightsConfig(overlap=True), 8)
     assert found.waited_seconds(0.3) == pytest.approx(found.seconds + 0.2)
     assert found.waited_seconds(1e3) == 0.0
+
+
+def test_engines_that_read_the_same_files_or_memory_take_as_long_as_one(tmp_path: Path) -> None:
+    for method in ("folder", "ipc"):
+        found = cost(tmp_path, 5, WeightsConfig(method=method), 8)
+        assert found.seconds == found.one_s
+
+
+def test_groups_of_engines_follow_each_other(tmp_path: Path) -> None:
+    bytes_of_rank = cost(tmp_path, 1, WeightsConfig(), 8).rank_bytes
+    size = -(-bytes_of_rank // 10)
+    # Two rows, of three engines and of two.
+    found = cost(tmp_path, 5, WeightsConfig(bucket_bytes=size, groups=2), 8)
+    assert found.seconds == pytest.approx(found.one_s * (12 + 11) / 10)
+    apart = cost(tmp_path, 5, WeightsConfig(method="folder", groups=9), 8)
+    assert apart.seconds == pytest.approx(5 * apart.one_s)
