@@ -169,7 +169,7 @@ WEIGHT_SYNC = (
     Entry("weight_sync/reclaim_s", "seconds until engines had reclaimed memory before a weight "
           "sync", "far below train/update_s", "an engine answers slowly: its log"),
     Entry("weight_sync/transfer_s", "longest transfer, in seconds"),
-    Entry("weight_sync/wire_mb", "payload in megabytes"),
+    Entry("weight_sync/wire_mb", "payload in megabytes; of files with weights.method folder"),
     Entry("weight_sync/peak_extra_mb", "buffers of an engine rank in megabytes"),
     Entry("weight_sync/generators", "generators that have the version", "generator.replicas",
           "logs/generator-*.log"),

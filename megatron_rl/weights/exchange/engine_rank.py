@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.folder import Folder
-from megatron_rl.weights.exchange.folder_transport import FolderEnd
+from megatron_rl.weights.exchange.folder_transport import FolderEnd, FolderTransport
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.layouts import Layouts
@@ -73,6 +73,7 @@ class Report(msgspec.Struct, frozen=True):
     """Empty when every parcel arrived, damaged or not."""
     damaged: int = 0
     payload_bytes: int = 0
+    """That arrived; with FOLDER, of the files."""
     peak_bytes: int = 0
     seconds: float = 0.0
 
@@ -218,9 +219,9 @@ class EngineRank:
         peak_bytes = result.peak_bytes + (staged.finish() if staged is not None else 0)
         # Also if parcels are damaged: what the parameters hold now is not the older version.
         syncer.version, syncer.is_whole = order.version, not result.damaged
-        return Report(
-            "", result.damaged, result.payload_bytes, peak_bytes, result.seconds
-        )  # fmt: skip
+        is_file = isinstance(transport, FolderTransport)
+        nbytes = transport.file_bytes if is_file else result.payload_bytes
+        return Report("", result.damaged, nbytes, peak_bytes, result.seconds)
 
     def _plan(self, order: Receive, syncer: _Syncer, parameters: dict[str, Tensor]) -> Plan:
         """The plan of the order's layouts; computed, and compared with the parameters, once."""

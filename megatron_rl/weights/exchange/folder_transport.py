@@ -105,7 +105,7 @@ class FolderTransport:
         self.names: list[str] = []
         """Files that it has written."""
         self.file_bytes = 0
-        """Bytes of files that this end wrote or read."""
+        """Bytes of files that a receiver has read."""
 
     @property
     def peak_bytes(self) -> int:
@@ -154,7 +154,6 @@ class FolderTransport:
         packed = zstandard.ZstdCompressor(level=_LEVEL).compress(planes.data)
         self.names.append(name)
         self._folder.write(name, trailer.tobytes() + packed)
-        self.file_bytes += TRAILER_BYTES + len(packed)
 
     def announce(self, key: str, files: _Files) -> None:
         """Say where a parcel lies."""
@@ -174,12 +173,11 @@ class FolderTransport:
             self._store.wait(list(keys), timeout)
         return [msgspec.json.decode(self._store.get(key), type=_Files) for key in keys]
 
-    def get(self, files: _Files, packets: Sequence[Packet], content: Bytes) -> None:
-        """Read a parcel into its buffer, which its packets share."""
+    def get(self, files: _Files, packets: Sequence[Packet], content: Bytes) -> int:
+        """Read a parcel into its buffer, which its packets share; returns the bytes of its file."""
         payload, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
         adds = bool(files.difference) and 0 <= self._holds == self._order.base
         packed = self._folder.read(files.difference if adds else files.whole)
-        self.file_bytes += len(packed)
         trailer[:] = np.frombuffer(packed, np.uint8, TRAILER_BYTES)
         try:
             planes = zstandard.ZstdDecompressor().decompress(
@@ -193,12 +191,13 @@ class FolderTransport:
         elements = np.frombuffer(planes, np.uint8).reshape(size, -1).T
         if not adds:
             payload.reshape(-1, size)[:] = elements
-            return
+            return len(packed)
         # What no move fills is padding, which is 0 at both ends.
         packets[-1].payload[-8:] = 0
         for place, held in chain.from_iterable(each.staged(self._dtype) for each in packets):
             held.copy_(place)
         payload.reshape(-1, size)[:] ^= elements
+        return len(packed)
 
     def release(self, senders: Sequence[int]) -> None:
         """Nothing: files stay until the sender's next transfer."""
@@ -250,10 +249,10 @@ class _Reading:
         if self._is_over:
             return
         files = self._transport.await_files(self._keys, timeout)
-        get: Callable[..., None] = self._transport.get
+        get: Callable[..., int] = self._transport.get
         triples = zip(files, self._parcels, self._contents, strict=True)
         for each in [self._pool.submit(get, *triple) for triple in triples]:
-            _result(each, timeout)
+            self._transport.file_bytes += _result(each, timeout)
         self._is_over = True
 
 

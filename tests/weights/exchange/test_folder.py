@@ -198,7 +198,11 @@ def test_a_step_that_changes_little_sends_little_whatever_the_number_of_engines(
     with play(tmp_path, dtype) as run:
         run.start("a")
         run.start("b")
-        assert is_good(run.sync(0)) and run.is_held("a") and run.is_held("b")
+        reports = run.sync(0)
+        assert is_good(reports) and run.is_held("a") and run.is_held("b")
+        # Each file is read by one rank of each engine.
+        read = {name: sum(each.payload_bytes for each in reports[name]) for name in "ab"}
+        assert read == dict.fromkeys("ab", sum(sizes(tmp_path).values()))
         assert [each.holds for each in run.ready["a"]] == [-1, -1]
         first = sizes(tmp_path)
         model = sum(tensor.nbytes for tensor in run.weights.values())

@@ -43,8 +43,9 @@ def test_versions_reach_generators_of_different_ranks(
         assert (peak_mb > 0) == (method != "ipc")
         assert peak_mb * 1e6 <= 2 * (bucket_bytes or 2048)
         assert 0 < step.metrics["weight_sync/pause_s"] < step.metrics["weight_sync/s"]
-    # The same bytes each time: every rank's parameters once.
-    assert len({step.metrics["weight_sync/wire_mb"] for step in steps}) == 1
+    if method != "folder":
+        # The same bytes each time: every rank's parameters once.
+        assert len({step.metrics["weight_sync/wire_mb"] for step in steps}) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)
