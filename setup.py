@@ -69,7 +69,7 @@ def read_pins(name: str) -> list[str]:
 
 LIGHT = (
     "typer", "rich", "psutil", "pydantic", "tomli_w", "msgspec", "pyzmq", "numpy", "xxhash",
-    "Jinja2",
+    "Jinja2", "fsspec",
 )  # fmt: skip
 """What `megatron-rl doctor`, `config`, `plan` and `data` need, which say what else is missing."""
 

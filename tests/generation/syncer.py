@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
 from megatron_rl.protocol.types import Hello, Receive
-from megatron_rl.weights.exchange.engine_rank import Report, layouts_key, ready_key
+from megatron_rl.weights.exchange.engine_rank import Ready, Report, layouts_key, ready_key
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.lanes import Lanes
 from megatron_rl.weights.exchange.layouts import Layouts, kind_of
@@ -70,8 +70,9 @@ class SliceSender:
         """What the receivers say."""
         order = exchange.receive
         for rank in range(self._ranks):
-            refusal = self._store.get(ready_key(order.attempt, order.replica, rank))
-            assert not refusal, refusal
+            key = ready_key(order.attempt, order.replica, rank)
+            ready = msgspec.json.decode(self._store.get(key), type=Ready)
+            assert not ready.error, ready.error
         of_all = (order.replica,)
         go = Round(order.attempt, order.version, 0, order.syncer, of_all, TIMEOUT_S, TIMEOUT_S)
         self._store.set(go_key(order.attempt), msgspec.json.encode(go))

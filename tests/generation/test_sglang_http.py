@@ -5,7 +5,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import aiohttp
@@ -89,7 +89,11 @@ def test_an_engine_listens_on_loopback_alone_and_hears_nobody_without_its_key(
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         key = file.read_text().split()[1]
         assert len(key) == 64
-        lines = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+        lines = []
+        for child in psutil.Process().children(recursive=True):
+            # One that ends meanwhile, or has ended, has no command line.
+            with suppress(psutil.NoSuchProcess):
+                lines.append(" ".join(child.cmdline()))
         assert any(str(file) in line for line in lines)
         assert not any(key in line for line in lines)
         assert key not in engine._setup.log_path.read_text()

@@ -122,7 +122,7 @@ def sync_phase(router: Router, folder: Path, model: LlamaForCausalLM, versions: 
         obey(router, Pause())
         turn = of_attempt(exchange, version + 1, version)
         router.send("generator-0", turn.receive)
-        check_reports(sender.send(turn, parameters_of(model)), exchange.plan)
+        check_reports(sender.send(turn, parameters_of(model)), exchange.layouts.plan())
         assert await_kind(router, Ack) == Ack("Receive")
         obey(router, Resume(version))
     router.send("generator-0", LeaveGroup())
