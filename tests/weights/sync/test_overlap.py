@@ -24,11 +24,11 @@ def test_each_version_is_whole_though_the_parameters_change_after_the_join(
         assert versions(notes[name]) == [0, 1, 2, 3]
     assert steps[2].announced == (1,) and steps[5].announced == (1, 2)
     assert steps[2].held == dict.fromkeys("abc", 1) and steps[-1].held == dict.fromkeys("abc", 3)
-    # The row of a step has the weight sync that was joined in it.
-    wire_mb = steps[0].metrics["weight_sync/wire_mb"]
+    # The row of a step has the weight sync that was joined in it. Files differ a little in size.
+    wire_mb = pytest.approx(steps[0].metrics["weight_sync/wire_mb"], rel=0.1)
     assert steps[4].metrics["weight_sync/wire_mb"] == wire_mb
     # Version 2 was joined, and 3 waited for, since the row before.
-    assert steps[-1].metrics["weight_sync/wire_mb"] == pytest.approx(2 * wire_mb)
+    assert steps[-1].metrics["weight_sync/wire_mb"] / 2 == wire_mb
 
 
 def test_the_trainer_goes_on_while_a_generator_is_slow_and_waits_at_the_join(
