@@ -176,8 +176,7 @@ class EngineRank:
             )
             self._syncer = _Syncer(order.syncer, store)
             if order.backend == FOLDER:
-                folder = Folder(order.folder, order.syncer)
-                self._syncer.folder = FolderEnd(folder, store, self._dtype)
+                self._syncer.folder = FolderEnd(Folder(order.folder), store, self._dtype)
         return self._syncer
 
     def _take(self, order: Receive, syncer: _Syncer, ends_at: float) -> Report:

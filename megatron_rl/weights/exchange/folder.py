@@ -11,44 +11,49 @@ import fsspec
 
 log = logging.getLogger(__name__)
 
+_PROBE = "weights-0/probe"
+"""A file of a syncer that there is not: `remove_all` takes what may be left of it."""
+
 _SYNCERS = re.compile(r"weights-\d+")
 """Names of syncers, of this run and of earlier ones."""
 
 
 class Folder:
-    """The files of one syncer, in a folder of their own in `expert.weights.folder`."""
+    """Files of syncers below `expert.weights.folder`, by the names SYNCER/FILE."""
 
-    def __init__(self, url: str, syncer: str) -> None:
+    def __init__(self, url: str) -> None:
         """url: a path, or a URL that fsspec opens, with what that needs installed."""
         self._files, self._root = fsspec.core.url_to_fs(url)
-        self._path = f"{self._root}/{syncer}"
-        self._is_made = False
+        self._made: set[str] = set()
+        """Folders of syncers that this process has made."""
 
     def write(self, name: str, content: bytes) -> None:
         """Raises RuntimeError."""
+        path, syncer = f"{self._root}/{name}", name.partition("/")[0]
         try:
-            if not self._is_made:
-                self._files.makedirs(self._path, exist_ok=True)
-                self._is_made = True
-            self._files.pipe_file(f"{self._path}/{name}", content)
+            if syncer not in self._made:
+                self._files.makedirs(f"{self._root}/{syncer}", exist_ok=True)
+                self._made.add(syncer)
+            self._files.pipe_file(path, content)
         except OSError as error:
-            raise RuntimeError(f"cannot write {self._path}/{name}: {error}") from error
+            raise RuntimeError(f"cannot write {path}: {error}") from error
 
     def read(self, name: str) -> bytes:
         """Raises RuntimeError."""
+        path = f"{self._root}/{name}"
         try:
-            content: bytes = self._files.cat_file(f"{self._path}/{name}")
+            content: bytes = self._files.cat_file(path)
         except OSError as error:
-            raise RuntimeError(f"cannot read {self._path}/{name}: {error}") from error
+            raise RuntimeError(f"cannot read {path}: {error}") from error
         return content
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; one that cannot be removed stays, with a warning."""
         for name in names:
-            self._remove(f"{self._path}/{name}")
+            self._remove(f"{self._root}/{name}")
 
     def remove_all(self) -> None:
-        """Remove the files of this syncer, and of all before it that left some."""
+        """Remove the files of all syncers, of this run and of earlier ones that left some."""
         try:
             found = self._files.ls(self._root, detail=False, refresh=True)
         except FileNotFoundError:
@@ -70,10 +75,10 @@ class Folder:
 def check_folder(url: str) -> None:
     """Write, read and remove a file there. Raises RuntimeError."""
     try:
-        folder = Folder(url, "weights-0")
+        folder = Folder(url)
     except (ValueError, ImportError) as error:
         raise RuntimeError(f"fsspec cannot open {url}: {error}") from error
-    folder.write("probe", b"probe")
-    if folder.read("probe") != b"probe":
+    folder.write(_PROBE, b"probe")
+    if folder.read(_PROBE) != b"probe":
         raise RuntimeError(f"{url} does not hold what was written to it")
-    folder.remove(["probe"])
+    folder.remove([_PROBE])

@@ -34,7 +34,7 @@ import zstandard
 from megatron_rl.weights.exchange.folder import Folder
 from megatron_rl.weights.exchange.group import Patience, Work
 from megatron_rl.weights.exchange.packets import TRAILER_BYTES, Packet
-from megatron_rl.weights.exchange.transport import Buffers, Parcels, Round, deal
+from megatron_rl.weights.exchange.transport import Buffers, Parcels, Round, deal, parcel_key
 
 T = TypeVar("T")
 Bytes = np.ndarray
@@ -61,9 +61,8 @@ class SentParcels:
     def replace(self, key: tuple[int, int, int], version: int, payload: Bytes) -> None:
         """key: layouts, receiver, number. The payload is copied."""
         _, held = self._held.get(key, (-1, None))
-        if held is None or held.size != payload.size:
-            self._held[key] = version, payload.copy()
-            return
+        if held is None:
+            held = np.empty_like(payload)
         held[:] = payload
         self._held[key] = version, held
 
@@ -86,17 +85,18 @@ class FolderTransport:
         dtype: torch.dtype,
         buffers: Buffers,
         is_pinned: bool,
+        syncer: str = "",
         sent: SentParcels | None = None,
         holds: int = -1,
     ) -> None:
         """rank: in the plan. dtype: of the elements. buffers: in host memory.
 
-        is_pinned: the parameters lie on a device. sent: of a sender. holds: version that a
+        is_pinned: the parameters lie on a device. syncer, sent: of a sender. holds: version that a
         receiver's parameters hold, to which a difference may be added; -1: none.
         """
         self._folder, self._store, self._order, self._rank = folder, store, order, rank
         self._dtype, self._buffers, self._is_pinned = dtype, buffers, is_pinned
-        self._sent, self._holds = sent, holds
+        self._syncer, self._sent, self._holds = syncer, sent, holds
         self._counts: Counter[int] = Counter()
         self._lent: list[Bytes] = []
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="folder")
@@ -117,18 +117,16 @@ class FolderTransport:
         sizes = [sum(packet.nbytes for packet in packets) for packets in parcels]
         memory = self._buffers.next(sum(sizes), torch.device("cpu"), is_pinned=self._is_pinned)
         deal(list(chain.from_iterable(parcels)), memory)
-        ends = np.cumsum([0, *sizes])
-        whole = memory.numpy()
-        self._lent = [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        self._lent = [part.numpy() for part in memory[: sum(sizes)].split(sizes)]
 
     def send(self, receivers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
         """Compress and write the parcels, in threads; the work of a parcel says where it lies."""
         works: list[list[Work]] = []
         for receiver, content in zip(receivers, self._lent, strict=True):
             number = self._next(receiver)
-            key = _key(self._order, self._rank, receiver, number)
+            key = parcel_key("full", self._order.attempt, self._rank, receiver, number)
             self.keys.append(key)
-            name = f"{self._order.attempt}.{self._rank}.{receiver}.{number}"
+            name = f"{self._syncer}/{self._order.attempt}.{self._rank}.{receiver}.{number}"
             parcel = self._order.layouts, receiver, number
             works.append([_Writing(self, key, self._pool.submit(self._put, name, parcel, content))])
         return works
@@ -163,7 +161,8 @@ class FolderTransport:
         self, senders: Sequence[int], parcels: Parcels, onward: Parcels
     ) -> tuple[list[list[Work]], list[Work]]:
         """A single work for the round, which reads its files; none is handed on."""
-        keys = [_key(self._order, each, self._rank, self._next(each)) for each in senders]
+        attempt = self._order.attempt
+        keys = [parcel_key("full", attempt, each, self._rank, self._next(each)) for each in senders]
         arrival = _Reading(self, self._pool, keys, parcels, self._lent)
         return [[arrival] * len(packets) for packets in parcels], []
 
@@ -173,6 +172,7 @@ class FolderTransport:
             self._store.wait(list(keys), timeout)
         return [msgspec.json.decode(self._store.get(key), type=_Files) for key in keys]
 
+    @torch.no_grad()  # Its own threads would record copies of parameters.
     def get(self, files: _Files, packets: Sequence[Packet], content: Bytes) -> int:
         """Read a parcel into its buffer, which its packets share; returns the bytes of its file."""
         payload, trailer = content[:-TRAILER_BYTES], content[-TRAILER_BYTES:]
@@ -212,10 +212,6 @@ class FolderTransport:
     def _next(self, peer: int) -> int:
         self._counts[peer] += 1
         return self._counts[peer] - 1
-
-
-def _key(order: Round, sender: int, receiver: int, number: int) -> str:
-    return f"full/{order.attempt}/{sender}/{receiver}/{number}"
 
 
 class _Writing:
@@ -268,9 +264,11 @@ def _result(future: Future[T], timeout: timedelta) -> T:
 class FolderEnd:
     """What a rank keeps from one transfer to the next."""
 
-    def __init__(self, folder: Folder, store: dist.Store, dtype: torch.dtype) -> None:
-        """dtype: of elements in the files."""
-        self._folder, self._store, self._dtype = folder, store, dtype
+    def __init__(
+        self, folder: Folder, store: dist.Store, dtype: torch.dtype, syncer: str = ""
+    ) -> None:
+        """dtype: of elements in the files. syncer: on a sender, part of their names."""
+        self._folder, self._store, self._dtype, self._syncer = folder, store, dtype, syncer
         self._sent = SentParcels()
         self._last: FolderTransport | None = None
 
@@ -287,6 +285,7 @@ class FolderEnd:
             dtype=self._dtype,
             buffers=buffers,
             is_pinned=device.type != "cpu",
+            syncer=self._syncer,
             sent=self._sent,
             holds=holds,
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rl.weights.exchange.group import Patience, Work
 from megatron_rl.weights.exchange.memory import Handle, SharedMemory, open_shared, synchronize
 from megatron_rl.weights.exchange.packets import Packet
-from megatron_rl.weights.exchange.transport import Parcels, Round, deal, staged
+from megatron_rl.weights.exchange.transport import Parcels, Round, deal, parcel_key, staged
 
 _GLANCE_S = 0.5
 """How often a sender that waits for a receiver looks whether that one has given up."""
@@ -167,7 +167,7 @@ class SharedTransport:
             return
 
     def _key(self, kind: str, sender: int, receiver: int, number: int) -> str:
-        return f"{kind}/{self._order.attempt}/{sender}/{receiver}/{number}"
+        return parcel_key(kind, self._order.attempt, sender, receiver, number)
 
 
 class _Arrival:

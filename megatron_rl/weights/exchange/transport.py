@@ -238,6 +238,11 @@ def _op(operation: Callable[..., object], packet: Packet, lane: Lane, peer: int)
     return dist.P2POp(operation, packet.data, group=lane.group, group_peer=peer)
 
 
+def parcel_key(kind: str, attempt: int, sender: int, receiver: int, number: int) -> str:
+    """Key of the store about one parcel. number: among those of the sender to the receiver."""
+    return f"{kind}/{attempt}/{sender}/{receiver}/{number}"
+
+
 def staged(parcels: Parcels) -> list[Packet]:
     """The packets that need a buffer."""
     return [packet for packets in parcels for packet in packets if packet.is_staged]

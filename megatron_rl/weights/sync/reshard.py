@@ -83,8 +83,8 @@ class Reshard:
         store = open_store(settings.host, port, is_master=False, timeout_s=settings.deadline_s)
         self._folder, end = None, None
         if settings.folder:
-            self._folder = Folder(settings.folder, settings.name)
-            end = FolderEnd(self._folder, store, settings.dtype)
+            self._folder = Folder(settings.folder)
+            end = FolderEnd(self._folder, store, settings.dtype, settings.name)
             if link is not None:
                 self._folder.remove_all()
         self._sender = Sender(

@@ -67,14 +67,15 @@ class Play:
         store = open_store("127.0.0.1", self.store.port, is_master=False, timeout_s=LIMIT_S)
         return Sender(
             store, rank=rank, backend=FOLDER, dtype=self.dtype, device=CPU, patience_s=LIMIT_S,
-            folder=FolderEnd(Folder(self.url, SYNCER), store, self.dtype),
+            folder=FolderEnd(Folder(self.url), store, self.dtype, SYNCER),
         )  # fmt: skip
 
     def start(self, name: str) -> None:
         """An engine, which begins without weights."""
         slices = [self.layouts.kind.slices(WIDE, rank) for rank in range(ENGINE_RANKS)]
         held = [
-            {key: tensor.to(self.dtype) for key, tensor in allocate(each).items()}
+            # As transformers' parameters: copies of them may not be recorded.
+            {key: tensor.to(self.dtype).requires_grad_() for key, tensor in allocate(each).items()}
             for each in slices
         ]
         self.held[name] = held
@@ -247,7 +248,8 @@ def test_a_difference_to_other_parameters_than_claimed_is_damaged(tmp_path: Path
         run.start("a")
         run.sync(0)
         run.train(0.02)
-        next(iter(run.held["a"][1].values()))[0] += 1
+        with torch.no_grad():
+            next(iter(run.held["a"][1].values()))[0] += 1
         reports = run.sync(1, base=0, needs_whole=False)
         assert [each.damaged > 0 for each in reports["a"]] == [False, True]
         # It claims nothing any more, and the senders hold the version themselves.
@@ -281,21 +283,21 @@ def test_an_object_store_serves_as_a_folder(tmp_path: Path) -> None:
         assert is_good(run.sync(0))
         run.train(0.02)
         assert is_good(run.sync(1, base=0, needs_whole=False)) and run.is_held("a")
-        folder = Folder(run.url, SYNCER)
-        assert len(folder._files.ls(folder._path, detail=False)) > 3
-    assert folder._files.ls(folder._path, detail=False) == []
+        files, place = Folder(run.url)._files, f"bucket/run-1/{SYNCER}"
+        assert len(files.ls(place, detail=False)) > 3
+    assert files.ls(place, detail=False) == []
 
 
 def test_the_files_of_earlier_syncers_go_and_nothing_else(tmp_path: Path) -> None:
     for name in ("weights-17", "weights-23", "mine", "weights-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    Folder(str(tmp_path), SYNCER).remove_all()
+    Folder(str(tmp_path)).remove_all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "weights-x"]
-    Folder(str(tmp_path / "absent"), SYNCER).remove_all()
+    Folder(str(tmp_path / "absent")).remove_all()
 
 
 def test_a_folder_that_cannot_be_written_fails_the_transfer_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match=r"cannot write .*file/x/weights-1/0"):
-        Folder(str(tmp_path / "file" / "x"), SYNCER).write("0", b"")
+        Folder(str(tmp_path / "file" / "x")).write(f"{SYNCER}/0", b"")
