@@ -278,7 +278,7 @@ class SGLangEngine:
         self._is_serving.set()
 
     async def leave_group(self) -> None:
-        """Leave the syncer's group. After an aborted weight sync the engine stays paused."""
+        """Nothing: its ranks leave when another syncer comes."""
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         await post(self._session, path, body, timeout_s or self._setup.weights_timeout_s)

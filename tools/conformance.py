@@ -138,10 +138,12 @@ class Findings:
 def check(libraries: Sequence[tuple[Library, str, Path]], paths: Sequence[Path]) -> Findings:
     """Compare our files with libraries. libraries: each with its version and its sources."""
     found = Findings()
+    packages = [package for library, _, _ in libraries for package in library.packages]
+    uses = {use for path in paths for use in uses_in(path, packages)}
     for library, version, folder in libraries:
         sources = Sources(folder, library.packages)
-        uses = {use for path in paths for use in uses_in(path, library.packages)}
-        for use in sorted(uses, key=lambda use: (use.place, use.name)):
+        theirs = (use for use in uses if use.name.partition(".")[0] in library.packages)
+        for use in sorted(theirs, key=lambda use: (use.place, use.name)):
             found.uses += 1
             if fault := sources.fault_of(use.name, use.keywords):
                 found.mismatches.append(
@@ -186,7 +188,7 @@ def sources_of(library: Library, version: str, cache: Path) -> Path:
 
 def _download(requirement: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        # For the platform of the GPU hosts, and nothing that would have to be built.
+        # Nothing that would have to be built: a source archive runs its own code.
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
              "--only-binary=:all:", "--dest", place, requirement],

@@ -6,12 +6,13 @@ of another library) is taken to have every attribute and every argument: a fault
 
 import ast
 import functools
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_FIELDS = ("dataclass", "NamedTuple", "Struct", "BaseModel", "Config")
-"""Decorators and bases of classes whose annotated names are arguments."""
 _OPAQUE = None
+_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef | ast.stmt
@@ -21,7 +22,7 @@ class Sources:
     """The modules of a library."""
 
     def __init__(self, folder: Path, packages: Sequence[str] = ()) -> None:
-        """folder: holds the packages, maybe beside others. packages: in which `mentions` looks."""
+        """folder: holds the packages, and maybe others. packages: `mentions` reads these."""
         self._folder, self._packages = folder, packages
 
     def fault_of(self, name: str, keywords: tuple[str, ...] = ()) -> str:
@@ -37,16 +38,18 @@ class Sources:
             return str(error)
         return self._fault_of_call(found, keywords) if found is not None and keywords else ""
 
-    @functools.cache  # noqa: B019
-    def mentions(self, text: str) -> bool:
-        """Whether a file has this text."""
-        kinds = ("*.py", "*.cpp", "*.h", "*.cu")
-        return any(
-            text in path.read_text(errors="replace")
-            for kind in kinds
-            for package in self._packages
-            for path in (self._folder / package).rglob(kind)
-        )
+    def mentions(self, variable: str) -> bool:
+        """Whether a file names this environment variable."""
+        return variable in self._variables
+
+    @functools.cached_property
+    def _variables(self) -> set[str]:
+        """All words that could name an environment variable."""
+        found: set[str] = set()
+        for kind, package in itertools.product(("*.py", "*.cpp", "*.h", "*.cu"), self._packages):
+            for path in (self._folder / package).rglob(kind):
+                found.update(_VARIABLE.findall(path.read_text(errors="replace")))
+        return found
 
     # --- names ----------------------------------------------------------------------------------
 
@@ -67,14 +70,16 @@ class Sources:
         return base if base.is_dir() and any(base.rglob("*.py")) else None
 
     @functools.cache  # noqa: B019
+    def _tree(self, module: str) -> ast.Module:
+        """Of a module; empty for a namespace package, or for none."""
+        path = self._file(module)
+        is_file = path is not None and path.is_file()
+        return ast.parse(path.read_text(errors="replace") if path and is_file else "")
+
+    @functools.cache  # noqa: B019
     def _bindings(self, module: str) -> dict[str, Definition]:
         """Top-level names of a module, with what binds each last; "*": star imports."""
-        path = self._file(module)
-        if path is None or path.is_dir():
-            return {}
-        return {
-            name: node for name, node in _bound(ast.parse(path.read_text(errors="replace")).body)
-        }
+        return dict(_bound(self._tree(module).body))
 
     def _resolve(
         self, module: str, names: list[str], seen: frozenset[tuple[str, str]]
@@ -100,11 +105,9 @@ class Sources:
     def _from_stars(
         self, module: str, names: list[str], seen: frozenset[tuple[str, str]]
     ) -> tuple[str, Definition] | None:
-        path = self._file(module)
-        tree = ast.parse(path.read_text(errors="replace")) if path and path.is_file() else None
-        if tree is not None and "__getattr__" in self._bindings(module):
+        if "__getattr__" in self._bindings(module):
             return _OPAQUE
-        for node in ast.walk(tree) if tree is not None else ():
+        for node in ast.walk(self._tree(module)):
             if isinstance(node, ast.ImportFrom) and any(each.name == "*" for each in node.names):
                 other = self._absolute(module, node)
                 if self._file(other) is None:
@@ -215,7 +218,7 @@ def _own_arguments(node: Function) -> set[str] | None:
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, Definition]]:
-    """Names that statements bind, also in branches. A definition beats an import beside it."""
+    """Names that statements bind, also in branches. The last binding of a name counts."""
     for node in body:
         match node:
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):

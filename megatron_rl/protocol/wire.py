@@ -317,7 +317,7 @@ class Dealer(Closing):
         except zmq.Again as error:
             raise DeadlineExceeded(
                 f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}, or it refuses "
-                "this process: is it alive, and are the keys those of the run?"
+                "this process. Look whether it is alive, and whether both have the keys of the run"
             ) from error
 
     def receive(self, timeout_s: float) -> AnyMessage | None:

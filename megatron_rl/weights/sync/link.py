@@ -190,7 +190,8 @@ class GeneratorLink:
     def ask(self, peer: str, message: AnyMessage, ends_at: float) -> None:
         """Send a message and wait for its Ack. Raises GeneratorLost."""
         self.tell(peer, message)
-        self.await_ack(peer, message, ends_at)
+        if lost := self.await_acks([peer], message, lambda: ends_at):
+            raise GeneratorLost(lost[peer])
 
     def tell(self, peer: str, message: AnyMessage) -> None:
         """Send a message. Raises GeneratorLost when the generator is gone or has restarted."""
@@ -201,11 +202,6 @@ class GeneratorLink:
         if not self._router.send(peer, message):
             raise GeneratorLost(f"{peer} is gone: cannot send {type(message).__name__}")
 
-    def await_ack(self, peer: str, message: AnyMessage, ends_at: float) -> None:
-        """Wait for the Ack of a message that was sent. Raises GeneratorLost."""
-        if lost := self.await_acks([peer], message, lambda: ends_at):
-            raise GeneratorLost(lost[peer])
-
     def await_acks(
         self, peers: Collection[str], message: AnyMessage, ends_at: Callable[[], float]
     ) -> dict[str, str]:
@@ -213,14 +209,6 @@ class GeneratorLink:
         name = type(message).__name__
         why = f"it did not answer {name}"
         return self.await_all(peers, lambda peer: name in self._acks.get(peer, ()), ends_at, why)
-
-    def wait(self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str) -> None:
-        """Poll until it is over. Raises GeneratorLost on the generator's failure or the deadline.
-
-        ends_at: monotonic time.
-        """
-        if lost := self.await_all([peer], lambda _: is_over(), lambda: ends_at, why):
-            raise GeneratorLost(lost[peer])
 
     def await_all(
         self,
@@ -319,9 +307,8 @@ class Conversation:
         except GeneratorLost as error:
             log.info("%s", error)
 
-    def resume(self, version: int, names: Sequence[str] | None = None) -> None:
-        """Let these generators continue, by default all that remain."""
-        names = self.names if names is None else names
+    def resume(self, version: int, names: Sequence[str]) -> None:
+        """Let these generators continue."""
         resume = Resume(version)
         self.tell(names, lambda name: resume)
         self.await_acks(names, resume)
