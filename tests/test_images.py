@@ -15,14 +15,17 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.tools.stub_project import GPU_PINS, STUB_ENGINE, write_sdist, write_wheel
+from tests.tools.stub_project import GPU_PINS, STUB_ENGINE, Project, write_sdist, write_wheel
 from tests.wheel_venv import ROOT, copy_tree
 
 pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(200)]
 
 TOOLS_TESTS = ROOT / "tests" / "tools"
 INSTALLER = (ROOT / "tools" / "install.sh").read_text()
-IMAGES = [ROOT / "Dockerfile", ROOT / ".devcontainer" / "Dockerfile"]
+IMAGES = [ROOT / "Dockerfile", ROOT / "Dockerfile.cpu", ROOT / ".devcontainer" / "Dockerfile"]
+BUILDER = shutil.which("podman") or shutil.which("buildah")
+IN_CONTEXT = pytest.mark.parametrize("image", IMAGES[:2], ids=lambda path: path.name)
+NAMED = pytest.mark.parametrize("image", IMAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 class Step(NamedTuple):
@@ -65,7 +68,7 @@ def pin(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.parent.name)
+@NAMED
 def test_every_step_is_a_known_one_and_its_shell_is_sound(image: Path) -> None:
     steps = steps_of(image)
     known = {"ARG", "FROM", "SHELL", "RUN", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
@@ -75,7 +78,7 @@ def test_every_step_is_a_known_one_and_its_shell_is_sound(image: Path) -> None:
             subprocess.run(["bash", "-n", "-c", step.text], check=True, timeout=10)
 
 
-@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.parent.name)
+@NAMED
 def test_the_image_has_the_system_packages_that_the_installer_asks_for(image: Path) -> None:
     asked = INSTALLER.partition("missing_packages() {")[2].partition("\n}\n")[0]
     names = set(re.findall(r"echo ([a-z][\w+-]*)$", asked, re.MULTILINE))
@@ -92,8 +95,9 @@ def test_the_base_has_the_compiler_of_the_pins() -> None:
         assert pin(name).startswith(f"{release[1]}.")
 
 
-def test_the_file_repeats_no_pin_and_copies_what_is_there() -> None:
-    steps = steps_of(ROOT / "Dockerfile")
+@IN_CONTEXT
+def test_the_file_repeats_no_pin_and_copies_what_is_there(image: Path) -> None:
+    steps = steps_of(image)
     assert not [text for _, text in steps if re.search(r"==\d", text)]
     values = defaults_of(steps)
     copied = [filled(text, values).split()[:-1] for word, text in steps if word == "COPY"]
@@ -168,6 +172,56 @@ def test_the_steps_make_an_environment_without_network(tmp_path: Path) -> None:
     )  # fmt: skip
     assert listed.returncode == 0 and "magistral_24b" in listed.stdout, listed.stderr
     assert (venv / "examples" / "launch.sh").exists() and not (inside / "build").exists()
+
+
+def test_the_steps_of_the_cpu_image_are_the_installer_on_a_folder_of_packages(
+    tmp_path: Path,
+) -> None:
+    project = Project(tmp_path)
+    steps = steps_of(ROOT / "Dockerfile.cpu")
+    values = defaults_of(steps) | {"APT": "0", "WHEELS": "wheels"}
+    shutil.copytree(project.wheels, project.root / "wheels")
+    write_wheel(project.root / "wheels", "uv", "0.13.9")
+    inside, said = tmp_path / "inside", ""
+    # Its components are few, so it has less than a clone.
+    for name in ("README.md", "LICENSE", "examples/a.sh", "generation/a.py", "verification/a.py"):
+        (project.root / name).parent.mkdir(exist_ok=True)
+        (project.root / name).touch()
+    root = inside / "opt" / "megatron-rl"
+    root.mkdir(parents=True)
+    shutil.copy(project.root / "stub_backend.py", root)
+    environment = project.environment() | {"APT": "0", "PIP_FIND_LINKS": "/none"}
+    del environment["PIP_NO_INDEX"]
+    for word, text in steps:
+        if word == "COPY":
+            copy(filled(text, values), project.root, inside)
+        elif word == "RUN":
+            for folder in ("/build", "/opt"):
+                text = text.replace(folder, f"{inside}{folder}")
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", text],
+                env=environment, capture_output=True, text=True, timeout=150,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+            said += done.stdout
+    assert f"packages come from {inside}/build/wheels alone" in said
+    found = {path.stem for path in (root / ".venv" / "lib").rglob("*.py")}
+    assert found >= {"torch", "stub_other", "stub_dev"}
+    assert {path.stem for path in (root / ".venv" / "sglang-only").glob("*.py")} == {"stub_vision"}
+    assert (root / ".venv" / ".installed").exists() and not (inside / "build").exists()
+    # The command is where the environment of the image looks for it.
+    assert values["PATH"].startswith("/opt/megatron-rl/.venv/bin:")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(BUILDER is None, reason="neither podman nor buildah is here")
+@pytest.mark.timeout(1800)
+def test_the_cpu_image_is_built() -> None:
+    """Its last step imports every component. IMAGE_ARGUMENTS: such as --build-arg BASE=..., where
+    there is no network."""
+    more = shlex.split(os.environ.get("IMAGE_ARGUMENTS", ""))
+    command = [BUILDER, "build", "-t", "megatron-rl-cpu", "-f", "Dockerfile.cpu", *more, "."]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1700)
 
 
 def test_the_devcontainer_names_what_is_there() -> None:

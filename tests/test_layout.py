@@ -65,7 +65,7 @@ HEAVY = {"torch", "transformers", "megatron", "sglang", "tokenizers"}
 
 TOP = {
     *PACKAGES, "examples", "tests", "docs", "requirements", ".ci", ".devcontainer",
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Dockerfile",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Dockerfile", "Dockerfile.cpu",
     "setup.py", "pyproject.toml", "mkdocs.yml", ".gitignore", ".pre-commit-config.yaml",
 }  # fmt: skip
 """Files and folders at the root of the repository."""
