@@ -9,12 +9,17 @@
 # model on the Hub (model.path). --prompts: a JSONL file or a data set of the Hub (prompts.0.path);
 # default: the configuration's. --run-dir: on several nodes a folder that all share.
 # --gpu: GPU of the plan (megatron-rl plan --help); default: the GPUs of this node.
-# HEAD_ADDRESS: address of the first node; default: its address on the route to the last node.
+# Environment:
+#   HEAD_ADDRESS  address of the first node; default: its address on the route to the last node
+#   CONTAINER     words before each of our commands, such as "apptainer exec --nv IMAGE"
+#   SRUN_OPTIONS  of every srun, such as "--container-image=IMAGE"; all commands then run under srun
+#   PYTHON        interpreter; default: that of .venv; in an image /opt/megatron-rl/bin/python
+# In a Slurm job a first TERM, INT or HUP stops the run after a checkpoint; USR1 also requeues the job.
 # Exit status: 0; 1 when it does not fit or a role died; 2 for bad input; 128 + signal.
 set -euo pipefail
 
 usage() {
-    sed -n '2,13s/^# \{0,1\}//p' "$SELF" >&2
+    sed -n '2,18s/^# \{0,1\}//p' "$SELF" >&2
     exit 2
 }
 
@@ -55,54 +60,77 @@ while [ $# -gt 0 ]; do
     shift
 done
 cd "$(dirname "$SELF")/.."
-RUN_DIR=${RUN_DIR:-$PWD/runs/$(basename "${CONFIGS[0]}" .toml)-$(date +%Y%m%d-%H%M%S)}
+RUN_DIR=${RUN_DIR:-$PWD/runs/$(basename "${CONFIGS[0]}" .toml)-${SLURM_JOB_ID:-$(date +%Y%m%d-%H%M%S)}}
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+read -ra WORDS <<<"${CONTAINER:-}"
+read -ra SRUN <<<"${SRUN_OPTIONS:-}"
+ROLE=("${WORDS[@]}" "$PYTHON" -m megatron_rl.cli.main)
+# Only srun starts what its options ask for, such as pyxis' containers.
+FIRST=()
+[ ${#SRUN[@]} -eq 0 ] || FIRST=(srun --nodes=1 --ntasks=1 --relative=0 "${SRUN[@]}")
 NODES=${SLURM_JOB_NUM_NODES:-1}
 OVERRIDES=("${PLACES[@]}" "${OVERRIDES[@]}")
 FILES=()
 for file in "${CONFIGS[@]}"; do FILES+=(--config "$file"); done
 
 cli() {
-    "$PYTHON" -m megatron_rl.cli.main "$@"
+    "${FIRST[@]}" "${ROLE[@]}" "$@"
 }
 
 # On many nodes `hostname -I` begins with Docker's network or a slow one.
 head_address() {
     local last
     last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-    "$PYTHON" -c 'import sys; from megatron_rl.backend.environment import address_towards as own
+    "${FIRST[@]}" "${WORDS[@]}" "$PYTHON" -c 'import sys; from megatron_rl.backend.environment import address_towards as own
 print(own(sys.argv[1]))' "$last"
+}
+
+# The first signal stops the run after a checkpoint. srun would pass it to every process of the job.
+stop() {
+    REQUEUE=$([ "$1" != USR1 ] || echo yes)
+    if [ -e "$RUN_DIR/stop" ] || ! touch "$RUN_DIR/stop" 2>/dev/null; then
+        kill -TERM "$JOB" 2>/dev/null || true
+    fi
 }
 
 cli plan "${CONFIGS[0]}" "${FILES[@]:2}" "${GPU[@]}" "${OVERRIDES[@]}"
 if [ "$NODES" -eq 1 ]; then
-    cli run --dry-run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
-    exec "$PYTHON" -m megatron_rl.cli.main run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
+    RUN=("${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}")
+    cli run --dry-run "${RUN[@]}"
+    # Without Slurm the launcher has the terminal, and its signals.
+    [ -n "${SLURM_JOB_ID:-}" ] || exec "${ROLE[@]}" run "${RUN[@]}"
+    "${FIRST[@]}" "${ROLE[@]}" run "${RUN[@]}" &
+else
+    HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
+    PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --nodes "$NODES" "${GPUS_PER_NODE[@]}"
+        "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
+    cli "${PREPARE[@]}" --dry-run
+    cli "${PREPARE[@]}"
+    # One task per node, on all its cores, runs the roles of the node. The launchers of the other
+    # nodes decide whether the run can wait for a lost node, and end by themselves if it cannot. A
+    # launcher that was killed starts again after 5 s of silence. The first node's needs `prepare`.
+    # shellcheck disable=SC2016  # the variables are those of each task
+    srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0 "${SRUN[@]}" bash -c '
+        trap : TERM INT HUP
+        while true; do
+            "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"
+            status=$?
+            [ "$status" -eq 137 ] && [ "$SLURM_NODEID" -gt 0 ] || exit "$status"
+            sleep 6
+        done' task "${ROLE[@]}" node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
 fi
-
-HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
-PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --nodes "$NODES" "${GPUS_PER_NODE[@]}"
-    "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
-cli "${PREPARE[@]}" --dry-run
-cli "${PREPARE[@]}"
-# One task per node, on all its cores, runs the roles of the node. The launchers of the other nodes
-# decide whether the run can wait for a lost node, and end by themselves if it cannot. A launcher
-# that was killed starts again after 5 s of silence. The first node's needs `prepare` before.
-# shellcheck disable=SC2016  # the variables are those of each task
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0 bash -c '
-    trap : TERM INT HUP
-    while true; do
-        "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"
-        status=$?
-        [ "$status" -eq 137 ] && [ "$SLURM_NODEID" -gt 0 ] || exit "$status"
-        sleep 6
-    done' task "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
-SRUN=$!
-# The first signal stops the run after a checkpoint. srun would pass it to every process of the job.
-trap '[ ! -e "$RUN_DIR/stop" ] || kill -TERM "$SRUN"; touch "$RUN_DIR/stop"' TERM INT HUP
+JOB=$!
+REQUEUE=
+for signal in TERM INT HUP USR1; do
+    # shellcheck disable=SC2064
+    trap "stop $signal" "$signal"
+done
 while true; do
     status=0
-    wait "$SRUN" || status=$?
-    # A signal ends `wait`, but not srun.
-    kill -0 "$SRUN" 2>/dev/null || exit "$status"
+    wait "$JOB" || status=$?
+    # A signal ends `wait`, but not the process.
+    kill -0 "$JOB" 2>/dev/null || break
 done
+# 143: the run was stopped, and neither ended nor failed.
+if [ -n "$REQUEUE" ] && [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

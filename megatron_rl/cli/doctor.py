@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: checks what this machine has and lacks, and a run's listening sockets.
+"""`megatron-rl doctor`: checks what this machine has and lacks, NCCL, and a run's open sockets.
 
 Imports nothing heavy.
 """
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.backend.collective_check import CollectivesFailed, check_pair
 from megatron_rl.backend.environment import (
     DeviceKind,
     device_of_host,
@@ -31,6 +32,7 @@ from megatron_rl.backend.environment import (
     role_environment,
     uses_gpus,
 )
+from megatron_rl.backend.fabric import check_fabric, find_plugin, find_ports, lockable_bytes
 from megatron_rl.backend.gpu_host import check_host
 from megatron_rl.cli.command_line.command import command, plain_app
 from megatron_rl.cli.command_line.parameters import Json, complete_run_folder
@@ -89,11 +91,16 @@ class DoctorOptions:
     authentication."""
     json: Json = False
     """Print the sockets as JSON."""
+    nccl: Annotated[bool, typer.Option("--nccl")] = False
+    """Instead have two processes on two GPUs of this node add up and broadcast 256 MiB, and print
+    the bandwidth. Exit code 1: they failed or took too long; 2: there are no two GPUs."""
 
 
 @command(app, "doctor", "Say what this machine has and lacks.")
 def doctor(options: DoctorOptions, console: Console) -> int:
     """Exit code: 0, 1 (a run would lack something, or a socket is open), 2 (bad input)."""
+    if options.nccl:
+        return check_collectives(console)
     if options.listening is not None:
         return list_listening(options.listening, console, as_json=options.json)
     if options.json:
@@ -129,6 +136,28 @@ def list_listening(run_dir: Path, console: Console, *, as_json: bool = False) ->
     else:
         say(console, "No socket of the run is open to other nodes without authentication.")
     return 1 if open_ones else 0
+
+
+def check_collectives(console: Console) -> int:
+    """Print what two GPUs of this node exchange; 1 if they cannot. Raises InputError."""
+    gpus = listed_gpus()
+    if len(gpus) < 2 or not uses_gpus(device_of_host(gpus, _version("torch") or "")):
+        raise InputError(
+            f"--nccl needs two GPUs and torch for CUDA; this node lists {len(gpus)} GPUs and has "
+            f"torch {_version('torch') or '(not installed)'}: give it on a node with GPUs, after "
+            "`bash tools/install.sh gpu`"
+        )
+    try:
+        found = check_pair()
+    except CollectivesFailed as error:
+        say(console, f"NCCL failed between two GPUs (NCCL_DEBUG=INFO says more): {error}")
+        return 1
+    say(
+        console,
+        f"NCCL between two GPUs: all_reduce {found.all_reduce_gb_s:.1f} GB/s, broadcast "
+        f"{found.broadcast_gb_s:.1f} GB/s",
+    )
+    return 0
 
 
 def examine(console: Console) -> int:
@@ -192,7 +221,7 @@ def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, st
     return False, what, f"only {text}; the examples need {needed >> 30}: {fix}"
 
 
-def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
+def _check_gpu_host() -> Sequence[tuple[bool | None, str, str]]:
     """Check the needs of engines and trainer ranks on GPUs."""
     gpus = listed_gpus()
     if not gpus:
@@ -208,8 +237,20 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
         _check_numa(),
         _check_locks(Path.home() / ".cache"),
+        *_check_fabric(),
         _check_rank(device),
     ]
+
+
+def _check_fabric() -> list[tuple[bool | None, str, str]]:
+    """Check what NCCL needs between nodes, which a run on one node does without."""
+    found = check_fabric(
+        find_ports(),
+        os.environ,
+        plugin=find_plugin(os.environ),
+        locked_bytes=lockable_bytes(),
+    )
+    return [(one.is_good or LIMITED, one.what, one.found) for one in found]
 
 
 def _check_numa() -> tuple[bool, str, str]:

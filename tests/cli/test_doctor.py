@@ -2,13 +2,16 @@
 
 import errno
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from megatron_rl.backend.fabric import Port
 from megatron_rl.cli import doctor
+from megatron_rl.config.errors import InputError
 from verification.code import setup
 
 
@@ -79,3 +82,24 @@ def test_a_file_system_without_locks_is_named_with_what_to_set(
     monkeypatch.setattr(doctor.fcntl, "flock", refuse)
     is_good, _, text = doctor._check_locks(tmp_path / "cache")
     assert not is_good and "not implemented; set SGLANG_CACHE_DIR" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "version"), [([], "2.14.1"), (["0"], "2.14.1"), (["0", "1"], "2.13+cpu")]
+)
+def test_nccl_is_not_checked_without_two_gpus(
+    gpus: list[str], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "listed_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_version", lambda name: version)
+    with pytest.raises(
+        InputError, match=f"lists {len(gpus)} GPUs and has torch {re.escape(version)}"
+    ):
+        doctor.check_collectives(Console(file=io.StringIO()))
+
+
+def test_a_fault_of_the_fabric_limits_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = Port("mlx5_0", "InfiniBand", is_active=False)
+    monkeypatch.setattr(doctor, "find_ports", lambda: [port])
+    [(is_good, what, found)] = doctor._check_fabric()
+    assert is_good is doctor.LIMITED and what == "fabric" and "mlx5_0" in found

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +14,11 @@ import pytest
 
 from megatron_rl.cli.status import describe, read_status
 from megatron_rl.config.files import load_config
+from megatron_rl.protocol.checkpoint_folder import complete_checkpoints
 from megatron_rl.protocol.metrics import read_jsonl
-from tests.end_to_end.commands import ROOT, start, write_inputs
+from tests.end_to_end.commands import ROOT, start, wait_until, write_inputs
 
-pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow(120), pytest.mark.timeout(300)]
 
 # No name of the loopback device in protocol/wire.py: treated as reachable from other nodes.
 ADDRESS = "127.0.0.2"
@@ -140,6 +142,90 @@ def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
     assert outputs == {"queue.out", "trainer.out", "generator-0.out", "generator-1.out",
                        "verifier.out", "verifier-1.out", "verifier-2.out"}  # fmt: skip
     assert (run_dir / "hf" / "final" / "config.json").exists()
+
+
+# As srun, which returns the largest exit code of its tasks.
+SRUN_TO_THE_END = (
+    SRUN.replace(
+        'wait -n || { code=$?; kill "${tasks[@]}"; exit $code; }',
+        'wait "$task" || { code=$?; [ $code -lt ${most:-0} ] || most=$code; }',
+    )
+    + "exit ${most:-0}\n"
+)
+SCONTROL = '#!/bin/sh\necho "$@" >>"$CALLS"\n'
+
+
+@pytest.mark.exhaustive
+def test_usr1_saves_a_checkpoint_from_which_the_requeued_job_resumes(
+    config_path: Path, tmp_path: Path
+) -> None:
+    run_dir, calls = tmp_path / "run", tmp_path / "calls"
+    for name, text in {"srun": SRUN_TO_THE_END, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "CALLS": str(calls),
+        "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "71", "HEAD_ADDRESS": ADDRESS,
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+    def submit(steps: int) -> subprocess.Popen[str]:
+        command = ["bash", "examples/launch.sh", str(config_path), "--run-dir", str(run_dir),
+                   "--gpus-per-node", "1", f"train.steps={steps}"]  # fmt: skip
+        with (tmp_path / "job.log").open("a") as output:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | job, stdout=output, stderr=subprocess.STDOUT,
+                text=True,
+            )  # fmt: skip
+
+    first = submit(1000)
+    # The launcher looks for a finished step every few seconds.
+    wait_until(lambda: trained(run_dir) >= 100, first)
+    first.send_signal(signal.SIGUSR1)
+    code = first.wait(timeout=60)
+    text = (tmp_path / "job.log").read_text()
+    assert code == 128 + signal.SIGTERM and calls.read_text() == "requeue 71\n", text
+    saved = max(complete_checkpoints(run_dir / "checkpoints"))
+    assert saved == trained(run_dir)
+    assert submit(saved + 1).wait(timeout=200) == 0, (tmp_path / "job.log").read_text()
+    assert trained(run_dir) == saved + 1 and calls.read_text() == "requeue 71\n"
+
+
+def trained(run_dir: Path) -> int:
+    """The last step."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return max((row["step"] for row in rows if "train/loss" in row), default=0)
+
+
+SSH = '#!/bin/sh\n[ "$1" = -n ] && shift 2 && exec bash -c "$*"\n'
+
+
+@pytest.mark.exhaustive
+def test_the_lines_for_ssh_start_a_run(config_path: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "schedulers.md").read_text()
+    [lines] = re.findall(r"^```bash\n(RUN=.*?)^```", page, re.MULTILINE | re.DOTALL)
+    run_dir = tmp_path / "run"
+    for name, meant in {
+        "/shared/runs/first": run_dir, "my.toml": config_path, "10.0.0.1": ADDRESS,
+        "10.0.0.2": ADDRESS, ".venv/bin/megatron-rl": f"{sys.executable} -m megatron_rl.cli.main",
+    }.items():  # fmt: skip
+        assert name in lines
+        lines = lines.replace(name, str(meant))
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    host = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", lines], cwd=ROOT, env=os.environ | host, capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert max(row["step"] for row in rows if "train/loss" in row) == STEPS, done.stdout
+    assert "generator-0" in (run_dir / "logs" / "launch-node-1.log").read_text()
 
 
 @pytest.mark.exhaustive

@@ -29,6 +29,7 @@ from tools.gpu_day.runs import Day, run_file
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpu-evidence.md"
 ORDER = (
+    "tests/gpu/test_collectives_cuda.py",
     "tests/gpu/test_exchange_cuda.py",
     "tests/gpu/test_settings_cuda.py",
     "tests/gpu/test_backend_cuda.py",

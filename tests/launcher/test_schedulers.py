@@ -1,0 +1,132 @@
+"""Schedulers start our commands as they are: Slurm's requeue and containers, with stand-ins for
+programs that are not here; the manifests for Kubernetes and SkyPilot, whose shell lines run."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# As srun: a task on each node, or on the first; its own options are noted.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$CALLS"
+nodes=(0 1)
+while [[ $1 == --* ]]; do [ "$1" != --nodes=1 ] || nodes=(0); shift; done
+for node in "${nodes[@]}"; do SLURM_NNODES=2 SLURM_NODEID=$node "$@" & tasks+=($!); done
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit $((code))
+"""
+CONTAINER = """#!/usr/bin/env bash
+echo "in $3: ${*:7}" >>"$CALLS"
+exec "${@:4}"
+"""
+# As the launcher: what starts roles lasts until the run is asked to stop.
+LAUNCHER = """#!/usr/bin/env bash
+[[ " $* " != *" prepare "* ]] || mkdir -p "$FOLDER"
+[[ " $* " =~ " node "|" run --config" ]] || exit 0
+mkdir -p "$FOLDER"
+echo "started ${*:3}" >>"$CALLS"
+until [ -e "$FOLDER/stop" ]; do sleep 0.05; done
+exit "$ENDS"
+"""
+SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*" >>"$CALLS"\n'
+
+
+def start(folder: Path, nodes: int, **more: str) -> subprocess.Popen[str]:
+    """examples/launch.sh in a Slurm job whose programs are stand-ins."""
+    programs = {"python": LAUNCHER, "srun": SRUN, "scontrol": SCONTROL, "apptainer": CONTAINER}
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "a.toml").touch()
+    job = {
+        "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/python",
+        "CALLS": f"{folder}/calls", "FOLDER": f"{folder}/run", "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_ID": "71", "HEAD_ADDRESS": "10.0.0.1", "ENDS": "143",
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(EXAMPLES / "launch.sh"), "a.toml", "--run-dir", "run"],
+        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | job | more,
+    )  # fmt: skip
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for_roles(job: subprocess.Popen[str], folder: Path, nodes: int) -> None:
+    until = time.monotonic() + 30
+    while sum(line.startswith("started") for line in calls(folder)) < nodes:
+        assert job.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("sent", "ends", "requeues"),
+    [
+        (signal.SIGUSR1, 143, True),
+        (signal.SIGTERM, 143, False),
+        # The run had ended, or failed, before it could stop.
+        (signal.SIGUSR1, 0, False),
+        (signal.SIGUSR1, 1, False),
+    ],
+)
+def test_usr1_stops_the_run_after_a_checkpoint_and_requeues_its_job(
+    tmp_path: Path, nodes: int, sent: signal.Signals, ends: int, requeues: bool
+) -> None:
+    job = start(tmp_path, nodes, ENDS=str(ends))
+    wait_for_roles(job, tmp_path, nodes)
+    job.send_signal(sent)
+    text, _ = job.communicate(timeout=30)
+    assert job.returncode == ends, text
+    assert ("scontrol requeue 71" in calls(tmp_path)) == requeues
+    assert not [line for line in calls(tmp_path) if "scontrol" in line and not requeues]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_command_runs_in_the_container_that_is_asked_for(tmp_path: Path, nodes: int) -> None:
+    commands = ["plan", "run --dry-run", "run --config"]
+    if nodes == 2:
+        commands = ["plan", "prepare", "prepare", "node", "node"]
+    for name, given in {
+        "apptainer": {"CONTAINER": "apptainer exec --nv=all me.sif"},
+        "pyxis": {"SRUN_OPTIONS": "--container-image=me --container-mounts=/shared"},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        job = start(folder, nodes, ENDS="0", **given)
+        wait_for_roles(job, folder, nodes)
+        (folder / "run" / "stop").touch()
+        text, _ = job.communicate(timeout=30)
+        assert job.returncode == 0, text
+        noted = calls(folder)
+        if name == "apptainer":
+            inside = [line.removeprefix("in me.sif: ") for line in noted if line.startswith("in ")]
+            assert [line[: len(word)] for line, word in zip(inside, commands, strict=True)] == (
+                commands
+            )
+            continue
+        # On all nodes srun starts the roles, on the first one the other commands.
+        steps = [line for line in noted if line.startswith("srun ")]
+        options = "--container-image=me --container-mounts=/shared "
+        assert len(steps) == (4 if nodes == 2 else 3) and all(options in step for step in steps)
+        alone = [step for step in steps if "--nodes=1 --ntasks=1 --relative=0 " in step]
+        assert len(alone) == 3
+
+
+def test_a_job_that_slurm_starts_again_finds_its_run_folder(tmp_path: Path) -> None:
+    """Slurm keeps the number of a job that is requeued."""
+    text = (EXAMPLES / "launch.sh").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("RUN_DIR=${RUN_DIR:-")]
+    told = subprocess.run(
+        ["bash", "-c", f"CONFIGS=(x/my.toml)\nRUN_DIR=\n{line}\necho $RUN_DIR"],
+        cwd=tmp_path, env=os.environ | {"SLURM_JOB_ID": "71"}, capture_output=True, text=True,
+        timeout=10, check=True,
+    )  # fmt: skip
+    assert told.stdout == f"{tmp_path}/runs/my-71\n"
