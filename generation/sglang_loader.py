@@ -27,14 +27,17 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
         _rank(model).take(found.order)
 
 
+def targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that slices are copied into, by name of the parameter."""
+    return QuantisingParameters(model) if is_quantised(model) else dict(model.named_parameters())
+
+
 @functools.cache
 def _rank(model: torch.nn.Module) -> EngineRank:
     from sglang.srt.runtime_context import get_parallel
 
     return EngineRank(
-        lambda: (
-            QuantisingParameters(model) if is_quantised(model) else dict(model.named_parameters())
-        ),
+        lambda: targets_of(model),
         get_parallel().tp_rank,
         model.get_parameter("model.norm.weight").dtype,
         may_pad_ffn=sglang_cpu.is_needed(),

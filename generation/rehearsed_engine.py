@@ -1,0 +1,192 @@
+"""Checks, without a GPU, that the slices of a weight sync fit SGLang's own model at its real size.
+
+Runs where a run is rehearsed; a child process builds the model (`sglang_trace.py`).
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from generation.engine import engine_setup
+from generation.sglang_command import server_command, server_environment
+from generation.sglang_orders import LOADER
+from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.weights.exchange.layouts import EngineKind
+from megatron_rl.weights.layout.engine_layout import check_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+_WORDS_BEFORE = 3
+"""Words of a server's command before its arguments: interpreter, -m, module."""
+_LIMIT_S = 180.0
+_LIMIT_PER_RANK_S = 30.0
+"""Seconds of the child for SGLang's import, and for one rank. 235B take 6 s a rank."""
+
+
+def check_engine(config: Config, shape: ModelShape) -> list[str]:
+    """Problems of weight syncs to the configuration's engines, in words; [] if there are none.
+
+    Every rank of one engine is built from SGLang's own class, at the real size and without memory
+    for weights. SGLang then loads a checkpoint of `shape`. A weight sync must copy exactly what
+    SGLang copies, rectangle by rectangle; together they must cover each parameter once; dtypes must
+    agree. Replicas are all alike. An FP8 engine is checked up to its codes.
+
+    `model.path` needs config.json alone. Takes 10 s for SGLang's import, then 1 to 6 s a rank, and
+    1 GiB of memory. Raises InputError for another engine than "sglang": nothing is known of it.
+    """
+    kind = _kind_of(config)
+    try:
+        wanted = [kind.slices(shape, rank) for rank in range(kind.world_size)]
+    except ValueError as error:
+        return [str(error)]
+    try:
+        traces = trace_engine(config, shape)
+    except ChildFailed as error:
+        return [str(error)]
+    return _summarised(
+        [
+            (rank, problem)
+            for rank, (slices, trace) in enumerate(zip(wanted, traces, strict=True))
+            for problem in differences(slices, trace, config.model.dtype)
+        ]
+    )
+
+
+class ChildFailed(RuntimeError):
+    """SGLang could not build the model, or took too long; the text says why."""
+
+
+def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
+    """The parameters and loads of each rank of one engine. Raises ChildFailed and InputError."""
+    ranks = _kind_of(config).world_size
+    setup = engine_setup(config, 0, ())
+    # Neither has a part in the shape of a parameter, and both want a GPU.
+    setup = replace(setup, is_deterministic=False, releases_memory=False)
+    # The last of equal options counts. Attention has no parameters, and none is computed.
+    command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
+    question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, hf_shapes(shape))
+    environment = {**os.environ, **server_environment(setup)}
+    limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
+    return msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
+
+
+def _kind_of(config: Config) -> EngineKind:
+    generator = config.generator
+    if generator.engine != "sglang":
+        raise InputError(
+            f"generator.engine = {generator.engine!r}: only models of 'sglang' can be built "
+            "without a GPU and held against the slices of a weight sync"
+        )
+    # Without `ffn_multiple`: only SGLang's CPU mode pads MLP units.
+    return EngineKind(
+        "sglang", generator.tensor_parallel, expert_parallel=generator.expert_parallel
+    )
+
+
+def _ask(question: Question, environment: dict[str, str], limit_s: float) -> bytes:
+    """The child's answer."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "generation.sglang_trace"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment | ENVIRONMENT,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(msgspec.json.encode(question), timeout=limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise ChildFailed(
+                f"SGLang did not build {question.ranks} ranks of its model within {limit_s:.0f} s"
+            ) from error
+        finally:
+            if process.poll() is None:
+                # The ranks end with this process group.
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ChildFailed(f"SGLang cannot build its model of this engine: {last}")
+    return output
+
+
+def differences(slices: Sequence[Slice], trace: RankTrace, dtype: str) -> list[str]:
+    """Where the slices of a rank and SGLang's own loading differ, in words.
+
+    dtype: of the trainer's weights, which a weight sync sends.
+    """
+    ours, theirs = _by_parameter(slices), _by_parameter(trace.loaded)
+    problems = [f"SGLang copies {text}: slices cannot follow it" for text in trace.odd]
+    for name in sorted(ours.keys() | theirs.keys() | trace.parameters.keys()):
+        if name not in trace.parameters:
+            problems.append(f"a weight sync sends {name}, which SGLang's model does not have")
+        elif name not in ours:
+            problems.append(f"no weight sync reaches {name}")
+        elif set(ours[name]) != set(theirs[name]):
+            problems.append(f"{name}: {_difference(set(ours[name]), set(theirs[name]))}")
+        else:
+            problems += _misfits(name, ours[name], trace, dtype)
+    return problems
+
+
+def _difference(ours: set[Slice], theirs: set[Slice]) -> str:
+    """The first slices that only one side has."""
+    sides = (("a weight sync copies", ours - theirs), ("SGLang copies", theirs - ours))
+    return "; ".join(
+        f"{who} {_text(min(only)) if only else 'nothing of it'}"
+        + (f" and {len(only) - 1} more" if len(only) > 1 else "")
+        for who, only in sides
+    )
+
+
+def _misfits(name: str, slices: list[Slice], trace: RankTrace, dtype: str) -> list[str]:
+    """Holes and overlaps of the slices of one parameter, and another dtype."""
+    shape, stored = trace.parameters[name]
+    problems = []
+    if stored != dtype:
+        problems.append(f"{name}: SGLang stores {stored}, and a weight sync sends {dtype}")
+    try:
+        check_slices(slices, {name: torch.empty(shape, device="meta")})
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _by_parameter(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+    found: dict[str, list[Slice]] = defaultdict(list)
+    for part in slices:
+        found[part.local].append(part)
+    return found
+
+
+def _summarised(problems: Sequence[tuple[int, str]]) -> list[str]:
+    """One line for all problems whose texts differ in numbers alone; problems: (rank, text)."""
+    alike: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for rank, text in problems:
+        alike[re.sub(r"\d+", "N", text)].append((rank, text))
+    return [
+        f"engine rank {found[0][0]}: {found[0][1]}"
+        + (f" ({len(found)} such problems on ranks {_ranks(found)})" if len(found) > 1 else "")
+        for found in alike.values()
+    ]
+
+
+def _ranks(problems: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(map(str, sorted({rank for rank, _ in problems})))
+
+
+def _text(part: Slice) -> str:
+    rows = f"rows {part.row} to {part.row + part.rows - 1}"
+    columns = f"columns {part.column} to {part.column + part.columns - 1}"
+    return f"{rows}, {columns} of {part.hf} to row {part.local_row}, column {part.local_column}"
