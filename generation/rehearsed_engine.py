@@ -86,7 +86,7 @@ def _kind_of(config: Config) -> EngineKind:
     if generator.engine != "sglang":
         raise InputError(
             f"generator.engine = {generator.engine!r}: only models of 'sglang' can be built "
-            "without a GPU and held against the slices of a weight sync"
+            "without a GPU and compared with the slices of a weight sync"
         )
     # Without `ffn_multiple`: only SGLang's CPU mode pads MLP units.
     return EngineKind(

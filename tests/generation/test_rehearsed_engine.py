@@ -57,7 +57,8 @@ def configured(
     """A configuration whose engines serve the folder's model."""
     config = Config()
     generator = {"tensor_parallel": tensor, "expert_parallel": expert,
-                 "quantization": quantization, "extra_args": extra}  # fmt: skip
+                 "quantization": quantization, "extra_args": extra,
+                 "context_tokens": 200}  # fmt: skip
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": folder}),
