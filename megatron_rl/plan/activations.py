@@ -20,6 +20,8 @@ LOGIT_BYTES = 8
 _UNIT_ELEMENTS = 5
 """Elements of an unfused gated MLP (megatron-core 0.16.1, mlp.py:224): gate and up, silu(gate), up
 with its offset, their product."""
+_FUSED_ELEMENTS = 3
+"""The same in one kernel (the fusion "swiglu"): gate and up, their product."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class Microbatch:
     """Microbatches of an optimizer step on a data-parallel rank."""
 
 
-def layer_elements(shape: ModelShape, division: Division) -> float:
+def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = False) -> float:
     """Elements for each token that one layer keeps for its backward pass on one rank.
 
-    Experts are taken to be equally loaded.
+    is_fused: layers are TransformerEngine's, and gated MLPs one kernel. Experts are taken to be
+    equally loaded.
     """
     # The input of each norm, and its output, which the next product multiplies.
     norms = 4 * shape.hidden / division.sequence_shards
@@ -46,19 +49,24 @@ def layer_elements(shape: ModelShape, division: Division) -> float:
         # Queries do not lie next to each other in the projection: their norm keeps a copy.
         attention += queries
     if shape.experts:
-        return norms + attention / division.tensor + _expert_elements(shape, division)
-    return norms + (attention + _UNIT_ELEMENTS * shape.ffn) / division.tensor
+        experts = _expert_elements(shape, division, is_fused=is_fused)
+        return norms + attention / division.tensor + experts
+    elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS
+    return norms + (attention + elements * shape.ffn) / division.tensor
 
 
-def _expert_elements(shape: ModelShape, division: Division) -> float:
+def _expert_elements(shape: ModelShape, division: Division, *, is_fused: bool) -> float:
     """As `layer_elements` for the experts of a layer; a float32 router score counts as two."""
-    # Each also keeps its product times the router's probability.
-    units = (_UNIT_ELEMENTS + 1) * shape.moe_ffn / division.expert_tensor
+    # Unfused, each also keeps its product times the router's probability.
+    elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
+    units = elements * shape.moe_ffn / division.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
     return (routed + 2 * shape.experts) / division.sequence_shards
 
 
-def recomputed_elements(shape: ModelShape, division: Division, modules: Collection[str]) -> float:
+def recomputed_elements(
+    shape: ModelShape, division: Division, modules: Collection[str], *, is_fused: bool = False
+) -> float:
     """Elements for each token of a layer that recomputation of `modules` saves.
 
     Recomputing attention saves nothing: flash attention never stores its softmax. Layers are those
@@ -67,15 +75,20 @@ def recomputed_elements(shape: ModelShape, division: Division, modules: Collecti
     spared = 0.0
     if shape.experts:
         if "moe" in modules:
-            spared += _expert_elements(shape, division)
+            spared += _expert_elements(shape, division, is_fused=is_fused)
         elif "moe_act" in modules:
             # Gate and up stay: the other tensors are recomputed from them.
-            between = (_UNIT_ELEMENTS + 1 - 2) * shape.moe_ffn / division.expert_tensor
+            kept = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
+            between = (kept - 2) * shape.moe_ffn / division.expert_tensor
             spared += shape.experts_per_token * between / division.sequence_shards
         if "layernorm" in modules:
             spared += shape.hidden / division.sequence_shards
     elif "mlp" in modules:
-        spared += _UNIT_ELEMENTS * shape.ffn / division.tensor
+        elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS
+        spared += elements * shape.ffn / division.tensor
+        if is_fused:
+            # Its norm belongs to its first product.
+            spared += shape.hidden / division.sequence_shards
     return spared
 
 
@@ -102,6 +115,7 @@ def activation_bytes(
     item_bytes: int,
     recompute: Recompute,
     modules: Collection[str] = (),
+    is_fused: bool = False,
 ) -> int:
     """Peak bytes of activations on a rank of `stage`, with the gradients of one layer.
 
@@ -110,12 +124,12 @@ def activation_bytes(
     """
     tokens = microbatch.tokens / division.context
     layers = division.stage_layers(shape.layers, stage)
-    whole_layer = layer_elements(shape, division)
+    whole_layer = layer_elements(shape, division, is_fused=is_fused)
     again = 0.0
     if recompute == "full":
         again = whole_layer - shape.hidden / division.sequence_shards
     elif recompute == "selective":
-        again = recomputed_elements(shape, division, modules)
+        again = recomputed_elements(shape, division, modules, is_fused=is_fused)
     kept = whole_layer - again
     held = stored_microbatches(division, stage, microbatch.count)
     elements = held * layers * kept
@@ -127,7 +141,12 @@ def activation_bytes(
         elements += whole_layer
     elif recompute == "selective":
         elements += again
-    elements += _gradient_elements(shape, division)
+    if is_fused and division.pipeline > 1:
+        # What stages exchange: an output and an early input, and their gradients; half at the ends.
+        ends = (stage == 0) + (stage == division.pipeline - 1)
+        elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
+    gradients = _fused_gradient_elements if is_fused else _gradient_elements
+    elements += gradients(shape, division)
     return round(tokens * elements * item_bytes)
 
 
@@ -138,6 +157,20 @@ def _gradient_elements(shape: ModelShape, division: Division) -> float:
         units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards
     # Of the gated product, of gate and up; of a layer's input, and tokens gathered for a product.
     return 3 * units + 2 * shape.hidden
+
+
+def _fused_gradient_elements(shape: ModelShape, division: Division) -> float:
+    """The same for TransformerEngine's layers, where what a product has used is freed.
+
+    As `megatron-rl rehearse` finds them.
+    """
+    own = shape.hidden / division.sequence_shards
+    if shape.experts:
+        # Rows on their way to experts and back: permuted, exchanged, sorted; and their gradients.
+        return 8 * shape.experts_per_token * own + shape.hidden
+    units = shape.ffn / division.tensor
+    # In the second product's backward pass, the gate's, and the first product's.
+    return max(shape.hidden + own + units, 2 * units + own, 2 * shape.hidden - units)
 
 
 def logits_bytes(rows: int, columns: int, chunk_rows: int | None = None) -> int:

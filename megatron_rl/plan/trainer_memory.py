@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.gpus import GIB
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, ModelConfig
 from megatron_rl.plan.activations import (
     Microbatch,
     Recompute,
@@ -94,6 +94,8 @@ class TrainerSetting:
     is_fp8: bool = False
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
+    has_fused_units: bool = False
+    """Gated MLPs are one kernel (`expert.model.fusions`)."""
     overlap_bytes_per_hidden: int = 0
     """Of the buffers of expert.parallel.overlap_tensor, for each element of a hidden state."""
 
@@ -140,8 +142,14 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         compares_vocabularies=config.algorithm.kl.is_exact,
         is_fp8=config.model.fp8 != "none",
         is_offloaded=config.optimizer.offload,
+        has_fused_units=_fuses_units(config.model),
         overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
     )
+
+
+def _fuses_units(model: ModelConfig) -> bool:
+    """As `backend/fusions.py` decides on a CUDA host with TransformerEngine."""
+    return model.layers != "local" and (model.fusions == "auto" or "swiglu" in model.fusions)
 
 
 def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
@@ -173,6 +181,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             item_bytes=setting.item_bytes,
             recompute=setting.recompute,
             modules=setting.recompute_modules,
+            is_fused=setting.has_fused_units,
         ),
         logits=logits,
         sync_buffers=setting.sync_buffer_bytes

@@ -117,13 +117,13 @@ def test_a_proposed_setting_fits(config_path: Path, overrides: list[str], first:
 
 
 def test_modules_are_recomputed_before_whole_layers_are(config_path: Path) -> None:
-    """By memory: at 40,960 tokens the MLPs' activations suffice, at 98,304 they do not."""
-    few = "train.microbatch_tokens=40960", "generator.context_tokens=40960"
+    """By memory: at 49,152 tokens the MLPs' activations suffice, at 131,072 they do not."""
+    few = "train.microbatch_tokens=49152", "generator.context_tokens=49152"
     [problem] = planned(config_path, *few).problems
     remedy = problem.partition("nearest setting that fits: ")[2]
     assert remedy == 'model.recompute=selective model.recompute_modules=["mlp"]'
     assert make_plan(with_remedy(config_path, problem, *few), Hardware()).problems == ()
-    many = "train.microbatch_tokens=98304", "generator.context_tokens=98304"
+    many = "train.microbatch_tokens=131072", "generator.context_tokens=131072"
     [problem] = planned(config_path, *many).problems
     assert problem.endswith("nearest setting that fits: model.recompute=full")
 
