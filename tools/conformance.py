@@ -6,7 +6,8 @@ Nothing of them is imported: no GPU is needed, and branches that only a GPU take
 It reads our files, finds every name that comes from one of LIBRARIES with the keywords of its
 calls, and looks both up in the sources of the versions in requirements/gpu.txt. A library that is
 installed here in that version is read where it is; another one is downloaded into FOLDER
-(.cache/conformance). Environment variables that we set for a library must occur in its text.
+(.cache/conformance). Environment variables that we set for a library must occur in its text. So
+must the names and arguments of the stand-in for TransformerEngine that `megatron-rl rehearse` uses.
 
 Prints each mismatch with its place, and one JSON line. Exit code: 0 without mismatches, else 1.
 """
@@ -14,16 +15,18 @@ Prints each mismatch with its place, and one JSON line. Exit code: 0 without mis
 import argparse
 import ast
 import importlib.metadata
+import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.rehearsal import engine_stand_in
 from tools.library_sources import Sources
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +119,27 @@ def _imports(tree: ast.Module, packages: Sequence[str]) -> Iterator[tuple[str, s
                 yield local, module
 
 
+def stand_in_uses() -> Iterator[Use]:
+    """What a rehearsal's stand-in for TransformerEngine has, which the package must have too."""
+    place = str(Path(engine_stand_in.__file__).relative_to(ROOT))
+    for table in (engine_stand_in.NAMED_ALONE, engine_stand_in.STAND_INS):
+        for module, names in table.items():
+            for name in names:
+                yield Use(place, f"transformer_engine.{module}.{name}".replace("..", "."))
+    for module, names in engine_stand_in.STAND_INS.items():
+        for name, value in names.items():
+            whole = f"transformer_engine.{module}.{name}"
+            yield Use(place, whole, _keywords(value))
+            if isinstance(value, type) and hasattr(value, "forward"):
+                yield Use(place, f"{whole}.forward", _keywords(value.forward))
+
+
+def _keywords(function: Callable[..., object]) -> tuple[str, ...]:
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    found = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in found if each.kind in named and each.name != "self")
+
+
 def variables_in(paths: Iterable[Path], beginning: str) -> dict[str, str]:
     """Environment variables with this beginning in our files, each with its place."""
     pattern = re.compile(rf"[\"']({beginning}[A-Z0-9_]+)[\"']")
@@ -139,7 +163,7 @@ def check(libraries: Sequence[tuple[Library, str, Path]], paths: Sequence[Path])
     """Compare our files with libraries. libraries: each with its version and its sources."""
     found = Findings()
     packages = [package for library, _, _ in libraries for package in library.packages]
-    uses = {use for path in paths for use in uses_in(path, packages)}
+    uses = {use for path in paths for use in uses_in(path, packages)} | set(stand_in_uses())
     for library, version, folder in libraries:
         sources = Sources(folder, library.packages)
         theirs = (use for use in uses if use.name.partition(".")[0] in library.packages)

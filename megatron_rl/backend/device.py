@@ -68,6 +68,10 @@ class Backend:
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=self.device if self.device.type == "cuda" else None,
         )
+        self.make_groups(parallel, seed=seed, timeout_s=timeout_s)
+
+    def make_groups(self, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> None:
+        """Make Megatron's groups of the joined ranks, and seed this one. Collective."""
         # Megatron's extra gloo groups serve checkpoints of the old distributed-optimizer formats.
         parallel_state.initialize_model_parallel(
             parallel.tensor,
@@ -252,12 +256,12 @@ def missing_for_determinism(device: str, environment: Mapping[str, str]) -> dict
     return {name: value for name, value in wanted.items() if environment.get(name) != value}
 
 
-def select_backend(model: ModelConfig) -> Backend:
-    """Choose for this host and prepare the process: device, patches, fused Adam.
+def choose_layers(model: ModelConfig, *, has_cuda: bool, has_engine: bool) -> Layers:
+    """Whose layers the model is built of, on a host with or without CUDA and TransformerEngine.
 
     Raises InputError when the config asks for what this host cannot give.
     """
-    has_engine = torch.cuda.is_available() and HAVE_TE
+    has_engine = has_cuda and has_engine
     if model.layers == "transformer_engine" and not has_engine:
         raise InputError(
             "expert.model.layers = 'transformer_engine' needs a CUDA device and the package "
@@ -269,15 +273,30 @@ def select_backend(model: ModelConfig) -> Backend:
             f"model.fp8 = {model.fp8!r} needs a CUDA device and the package transformer-engine, "
             "and one of them is missing here: nearest possible: 'none'"
         )
+    return layers
+
+
+def select_backend(model: ModelConfig) -> Backend:
+    """Choose for this host and prepare the process: device, patches, fused Adam.
+
+    Raises InputError when the config asks for what this host cannot give.
+    """
+    has_cuda = torch.cuda.is_available()
+    layers = choose_layers(model, has_cuda=has_cuda, has_engine=HAVE_TE)
     adam.replace_torch_fallback()
-    if not torch.cuda.is_available():
+    if not has_cuda:
         patches.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Backend(torch.device("cpu"), "gloo", layers)
+    prepare_cuda(layers)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Backend(device, "nccl", layers)
+
+
+def prepare_cuda(layers: Layers) -> None:
+    """What Megatron-Core needs in a process that trains on CUDA."""
     if not HAVE_TE:
         patches.define_router_product()
     if layers == "transformer_engine":
         fusions.accumulate_without_apex()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return Backend(device, "nccl", layers)

@@ -36,6 +36,8 @@ COMMANDS = tuple(
         ("config", "config", "Explain, show, compare and migrate keys.", _PLAN, True),
         ("plan", "plan", "Estimate what a run needs, and if it fits.", _PLAN, False),
         ("plan-weights", "plan", "Show what a weight sync moves between ranks.", _PLAN, False),
+        ("rehearse", "rehearse", "Take a step of every distinct rank, without GPUs.", _PLAN,
+         False),
         ("simulate", "simulate", "Predict step time, idle shares, staleness.", _PLAN,
          False),
         ("algorithms", "algorithms", "List the presets of the objective.", _PLAN, False),

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.conformance import LIBRARIES, OURS, ROOT, Library, check, pinned, sources_of, uses_in
+from megatron_rl.rehearsal.engine_stand_in import VERSION
+from tools.conformance import (
+    LIBRARIES,
+    OURS,
+    ROOT,
+    Library,
+    check,
+    pinned,
+    sources_of,
+    stand_in_uses,
+    uses_in,
+)
 from tools.library_sources import Sources
 
 LIBRARY = {
@@ -107,6 +118,33 @@ def test_the_installed_libraries_of_the_pins_have_all_that_we_use(tmp_path: Path
     assert not list(tmp_path.iterdir())
     found = check(libraries, ours())
     assert found.mismatches == [] and found.uses > 200
+
+
+def test_the_stand_in_of_a_rehearsal_is_of_the_pinned_version() -> None:
+    assert pinned("transformer-engine") == VERSION
+    uses = {use.name: use.keywords for use in stand_in_uses()}
+    assert "m_splits" in uses["transformer_engine.pytorch.GroupedLinear.forward"]
+    assert "tp_group" in uses["transformer_engine.pytorch.Linear"]
+
+
+def test_an_argument_that_the_engine_does_not_have_is_found(tmp_path: Path) -> None:
+    """A package with all names of the stand-in, in one of whose layers an argument is missing."""
+    for use in stand_in_uses():
+        *module, name = use.name.removesuffix(".forward").split(".")
+        path = tmp_path.joinpath(*module) / "__init__.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"def {name}(**others): ...\n")
+    path = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
+    path.write_text(path.read_text() + "class RMSNorm:\n    def __init__(self, hidden_size): ...\n"
+                    "    def forward(self, inputs): ...\n")  # fmt: skip
+    library = Library("transformer-engine", ("transformer_engine",))
+    found = check([(library, VERSION, tmp_path)], [])
+    assert [line for line in found.mismatches if "takes no" in line] == [
+        line for line in found.mismatches if "pytorch.RMSNorm:" in line
+    ]
+    [line] = [line for line in found.mismatches if "takes no" in line]
+    assert "takes no eps" in line
 
 
 @pytest.mark.timeout(120)

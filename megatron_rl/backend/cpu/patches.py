@@ -1,8 +1,8 @@
 """What megatron-core 0.16.1 needs to run well without CUDA: one small function per patch.
 
-Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing).
-`install` applies the table once; tests/backend leaves each patch out in turn and sees the operation
-that it serves fail.
+Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing), and in
+part by rehearsed ranks, whose tensors have no data. `install` applies the table once; tests/backend
+leaves each patch out in turn and sees the operation that it serves fail.
 """
 
 import functools
@@ -23,12 +23,22 @@ from torch.utils._device import _device_constructors
 
 from megatron_rl.backend.products import add_product, note_added
 
-_CPU = torch.device("cpu")
+OF_THE_DEVICE = (
+    "current_device", "device_literals", "move_to_device", "type_names", "synchronize",
+    "generator", "set_generator",
+)  # fmt: skip
+"""Patches that name another device; the others replace what a CPU cannot do or does slowly."""
+_device = torch.device("cpu")
 _installed: set[str] = set()
 
 
-def install(leave_out: Collection[str] = ()) -> None:
-    """Apply the patches that are not applied yet; `leave_out` is for tests."""
+def install(leave_out: Collection[str] = (), device: torch.device = _device) -> None:
+    """Apply the patches that are not applied yet.
+
+    device: what stands for CUDA's. Tests and rehearsed ranks leave some out.
+    """
+    global _device  # noqa: PLW0603 - one device a process, as torch.cuda has
+    _device = device
     for name, patch in PATCHES.items():
         if name not in _installed and name not in leave_out:
             patch()
@@ -37,7 +47,7 @@ def install(leave_out: Collection[str] = ()) -> None:
 
 def _current_device() -> None:
     """Megatron allocates buffers on torch.cuda.current_device()."""
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: _device
 
 
 def _device_literals() -> None:
@@ -46,17 +56,17 @@ def _device_literals() -> None:
     # ones below, it would not know the real ones again, and that context would do nothing:
     # transformers would leave what it creates on "meta" unset, such as rotary frequencies.
     _device_constructors()
-    for name in ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like", "arange"):
+        setattr(torch, name, _on_device(getattr(torch, name)))
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_device(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         # str() also covers "cuda:0" and torch.device; the comparisons before it are cheaper.
-        if device is not None and device is not _CPU and str(device).startswith("cuda"):
-            kwargs["device"] = _CPU
+        if device is not None and device is not _device and str(device).startswith("cuda"):
+            kwargs["device"] = _device
         return factory(*args, **kwargs)
 
     return make
@@ -64,7 +74,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _move_to_device() -> None:
     """Megatron moves the last stage's copy of a tied embedding with Tensor.cuda()."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(_device)
 
 
 def _type_names() -> None:
@@ -79,7 +89,9 @@ def _type_names() -> None:
         # Only for the optimizer: other code may rely on the true name.
         caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
         if caller.startswith("megatron.core.optimizer"):
-            return answer.replace("torch.", "torch.cuda.", 1)
+            return answer.replace(f"torch.{_device.type}.", "torch.").replace(
+                "torch.", "torch.cuda.", 1
+            )
         return answer
 
     torch.Tensor.type = type_name

@@ -14,7 +14,7 @@ from megatron_rl.cli.data import TOOLS
 ROOT = Path(__file__).resolve().parents[3]
 WANTED = (
     "run eval sft convert plan plan-weights simulate data sweep verify analyse audit status report "
-    "view doctor config algorithms metrics prepare node join init replay"
+    "view doctor config algorithms metrics prepare node join init replay rehearse"
 )
 HEAVY = {"torch", "numpy", "transformers", "megatron", "sglang", "zmq", "matplotlib", "plotly",
          "pandas", "scipy", "aiohttp", "msgspec"}  # fmt: skip

@@ -1,0 +1,114 @@
+"""`megatron-rl rehearse`: a training step of every distinct rank, without GPUs."""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command, plain_app
+from megatron_rl.cli.command_line.parameters import ConfigFile, Json, MoreConfigs, Overrides
+from megatron_rl.cli.run import KEYS_HELP
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import DEFAULT, GPUS, find_gpu
+from megatron_rl.config.shipped import config_path
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.hub_models import pin_models
+
+if TYPE_CHECKING:
+    from megatron_rl.rehearsal.rehearse import Rehearsal
+
+app = plain_app()
+
+
+class Ranks(StrEnum):
+    """Which ranks are rehearsed."""
+
+    SAMPLE = "sample"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class RehearseOptions:
+    """Options of `rehearse`."""
+
+    config: ConfigFile
+    overrides: Overrides = field(default_factory=list)
+    more: MoreConfigs = field(default_factory=list)
+    gpus: int | None = None
+    """GPUs of the trainer: sets parallel.data; default: as configured."""
+    ranks: Ranks = Ranks.SAMPLE
+    """Ranks that take the step: of each stage those at both ends of other dimensions, or all."""
+    microbatches: int | None = None
+    """Microbatches of each data-parallel rank; default: as planned, at most 2 * stages + 1."""
+    mean_tokens: int | None = None
+    """Mean tokens of a sequence; default: half of generator.context_tokens."""
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help=f"GPU whose memory must hold the step, one of {', '.join(GPUS)}.",
+            autocompletion=lambda: list(GPUS),
+        ),
+    ] = DEFAULT
+    processes: int = 2
+    """Number of ranks rehearsed at once."""
+    json: Json = False
+
+
+@command(app, "rehearse", "Take a step of every distinct rank, without GPUs.", epilog=KEYS_HELP)
+def rehearse(options: RehearseOptions, console: Console) -> int:
+    """Exit code: 0, 1 (the step would hang, fail or not fit), 2 (bad input)."""
+    for name in ("gpus", "microbatches", "mean_tokens", "processes"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    find_gpu(options.gpu)
+    paths = [config_path(name) for name in (options.config, *options.more)]
+    config = _divided(load_config(paths, options.overrides), options.gpus)
+    config = pin_models(config, None, only_sizes=True)
+    from megatron_rl.rehearsal.rehearse import Options
+    from megatron_rl.rehearsal.rehearse import rehearse as take
+    from megatron_rl.rehearsal.report import print_rehearsal
+
+    found = take(
+        config,
+        Options(
+            choice=options.ranks.value,
+            microbatches=options.microbatches,
+            mean_tokens=options.mean_tokens,
+            processes=options.processes,
+            gpu=options.gpu,
+        ),
+    )
+    found = _with_engine(found, config)
+    print_rehearsal(found, console, as_json=options.json)
+    return 1 if found.problems else 0
+
+
+def _with_engine(found: "Rehearsal", config: Config) -> "Rehearsal":
+    """The same with what is known of the engines that the trainer's weights go to."""
+    # torch is slow to load.
+    from generation.rehearsed_engine import check_engine
+    from megatron_rl.weights.layout.shape import read_shape
+
+    if config.generator.engine != "sglang":
+        note = f"generator.engine={config.generator.engine!r} is not rehearsed"
+        return replace(found, notes=(*found.notes, note))
+    problems = check_engine(config, read_shape(config.model.path))
+    return replace(found, problems=(*found.problems, *problems))
+
+
+def _divided(config: Config, gpus: int | None) -> Config:
+    """The configuration with as many data-parallel ranks as these GPUs make. Raises InputError."""
+    if gpus is None:
+        return config
+    parallel = config.parallel
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    if gpus % replica:
+        raise InputError(
+            f"--gpus {gpus} is no multiple of parallel.tensor x pipeline x context = {replica}"
+        )
+    data = {"data": gpus // replica}
+    return config.model_copy(update={"parallel": parallel.model_copy(update=data)})

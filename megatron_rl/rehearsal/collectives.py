@@ -1,0 +1,79 @@
+"""torch's collectives as events. They are seen where torch dispatches them, whoever calls them."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
+
+from megatron_rl.rehearsal.values import tensors_in
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+"""Operation of torch's c10d -> kind of an event."""
+_OUTPUT_FIRST = {
+    "allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "reduce_scatter_",
+    "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_",
+}  # fmt: skip
+"""Their first argument receives, and their second is given."""
+
+
+def name_of(operation: Any) -> str:
+    """Of an operation of torch.ops.c10d, such as "allreduce_"."""
+    return operation._schema.name.partition("::")[2]
+
+
+def group_of(args: tuple[Any, ...]) -> ProcessGroup:
+    """The process group among the arguments."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return ProcessGroup.unbox(each)
+    raise ValueError("a collective without a process group")
+
+
+def detail_of(args: tuple[Any, ...], kind: str) -> str:
+    """The root of a broadcast, on which all ranks must agree.
+
+    torch does not tell Python which reduction an argument is.
+    """
+    return f"root {args[2]}" if kind == "broadcast" else ""
+
+
+def given_by(operation: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors that the rank gives; of a receive, those that it gets."""
+    return tensors_in(args[1 if operation in _OUTPUT_FIRST else 0])
+
+
+def answer(operation: Any, args: tuple[Any, ...]) -> Any:
+    """What the operation returns where nothing is sent."""
+    work = Work.boxed(FakeWork())
+    return (args[0], work) if len(operation._schema.returns) == 2 else work
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Description and ranks: equal on all of its ranks, and no other group's."""
+    ranks = dist.get_process_group_ranks(group)
+    listed = ",".join(map(str, ranks))
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(ranks) > 8 and len(steps) == 1:
+        listed = f"{ranks[0]}..{ranks[-1]} step {steps.pop()}"
+    return f"{group.group_desc or 'group'} [{listed}]"

@@ -1,0 +1,227 @@
+"""Whether all rehearsed ranks issue the same collectives, and none waits for ever. Pure.
+
+Each rank's events are played in its order. A collective ends when every rehearsed rank of its group
+has come to it; a batch of sends and receives ends when each has its counterpart; a receive of its
+own, when it has been sent. Sends of their own wait for nobody. Ranks that were not rehearsed are
+taken to do their part.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.rehearsal.events import Event, Trace
+
+MAX_FINDINGS = 20
+_SHOWN_FRAMES = 6
+
+
+@dataclass(eq=False)
+class _Player:
+    """A rank, and how far it has come."""
+
+    trace: Trace
+    at: int = 0
+    done: set[int] = field(default_factory=set)
+    """Events of the batch that it has come to which have their counterparts."""
+
+    @property
+    def event(self) -> Event | None:
+        events = self.trace.events
+        return events[self.at] if self.at < len(events) else None
+
+    def batch(self) -> range:
+        """Places of the events that are issued at once with the next one."""
+        events, end = self.trace.events, self.at + 1
+        number = events[self.at].batch
+        while number and end < len(events) and events[end].batch == number:
+            end += 1
+        return range(self.at, end)
+
+
+def find_faults(traces: Sequence[Trace]) -> list[str]:
+    """Every difference among the ranks, for people; empty: a step of theirs ends."""
+    game = _Game(traces)
+    game.play()
+    return [*_counts(traces), *game.findings]
+
+
+def _counts(traces: Sequence[Trace]) -> Iterator[str]:
+    """Ranks that train on another number of microbatches than the first."""
+    for trace in traces[1:]:
+        if trace.microbatches != traces[0].microbatches:
+            yield (
+                f"rank {trace.rank} takes {trace.microbatches} microbatches, and rank "
+                f"{traces[0].rank} takes {traces[0].microbatches}: every rank needs as many"
+            )
+
+
+class _Game:
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.findings: list[str] = []
+        self._players = {trace.rank: _Player(trace) for trace in traces}
+        self._groups: dict[str, list[int]] = {}
+        for trace in traces:
+            for name, ranks in trace.groups.items():
+                self._groups[name] = [rank for rank in ranks if rank in self._players]
+        # Sends under way: (from, to, group) -> places in the sender's events.
+        self._sent: Mapping[tuple[int, int, str], list[int]] = defaultdict(list)
+
+    def play(self) -> None:
+        """To the end, or until nobody can move."""
+        while any(self._move(player) for player in list(self._players.values())):
+            if len(self.findings) >= MAX_FINDINGS:
+                return
+        stuck = [player for player in self._players.values() if player.event is not None]
+        if stuck:
+            self.findings.append(self._describe_deadlock(stuck))
+        for (sender, receiver, group), places in self._sent.items():
+            if places:
+                event = self._players[sender].trace.events[places[0]]
+                self.findings.append(
+                    f"rank {sender} sends {len(places)} times to rank {receiver} in {group}, which "
+                    f"never receives it\n{self._stack(sender, event)}"
+                )
+
+    def _move(self, player: _Player) -> bool:
+        event = player.event
+        if event is None:
+            return False
+        if event.kind in ("send", "recv"):
+            return self._move_pairs(player)
+        return self._move_group(player, event)
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def _move_group(self, player: _Player, event: Event) -> bool:
+        members = [self._players[rank] for rank in self._groups[event.group]]
+        theirs = [other.event for other in members]
+        if not all(_has_come_to(other, event.group) for other in theirs):
+            return False
+        for other, its in zip(members, theirs, strict=True):
+            assert its is not None
+            if _signature(its) != _signature(event):
+                self.findings.append(
+                    f"rank {player.trace.rank} and rank {other.trace.rank} disagree on what "
+                    f"{event.group} does next: {_words(event)}, {_words(its)}\n"
+                    + self._both_stacks((player.trace.rank, event), (other.trace.rank, its))
+                )
+                break
+        for other in members:
+            other.at += 1
+        return True
+
+    # --- sends and receives ---------------------------------------------------------------------
+
+    def _move_pairs(self, player: _Player) -> bool:
+        """Do what can be done of the batch that the rank has come to."""
+        places, has_moved = player.batch(), False
+        for place in places:
+            if place in player.done:
+                continue
+            event = player.trace.events[place]
+            if event.kind == "send":
+                self._send(player, place)
+            elif not self._receive(player, event):
+                continue
+            player.done.add(place)
+            has_moved = True
+        if player.done.issuperset(places):
+            player.at = places.stop
+            player.done.clear()
+            return True
+        return has_moved
+
+    def _send(self, player: _Player, place: int) -> None:
+        event = player.trace.events[place]
+        if event.peer in self._players:
+            self._sent[player.trace.rank, event.peer, event.group].append(place)
+
+    def _receive(self, player: _Player, event: Event) -> bool:
+        if event.peer not in self._players:
+            return True
+        waiting = self._sent[event.peer, player.trace.rank, event.group]
+        if not waiting:
+            return False
+        sent = self._players[event.peer].trace.events[waiting.pop(0)]
+        if (sent.bytes, sent.dtype) != (event.bytes, event.dtype):
+            self.findings.append(
+                f"rank {event.peer} sends {_words(sent)}, and rank {player.trace.rank} receives "
+                f"{_words(event)}\n"
+                + self._both_stacks((event.peer, sent), (player.trace.rank, event))
+            )
+        return True
+
+    # --- for people -----------------------------------------------------------------------------
+
+    def _describe_deadlock(self, stuck: Sequence[_Player]) -> str:
+        """Two ranks that wait, the first of them for the second."""
+        one, other = stuck[0], self._awaited(stuck[0])
+        seen = [one]
+        while other is not None and other.event is not None and other not in seen:
+            seen.append(other)
+            one, other = other, self._awaited(other)
+        # Now it waits for one of those before, or for one that has ended.
+        assert other is not None, "a rank that waits for nobody moves"
+        waits = one.event
+        assert waits is not None
+        theirs = other.event
+        if theirs is None:
+            return (
+                f"rank {one.trace.rank} waits in {_words(waits)} of {waits.group} for rank "
+                f"{other.trace.rank}, which has ended its step\n"
+                + self._stack(one.trace.rank, waits)
+            )
+        return (
+            f"deadlock: rank {one.trace.rank} waits in {_words(waits)} of {waits.group}, and rank "
+            f"{other.trace.rank} in {_words(theirs)} of {theirs.group}\n"
+            + self._both_stacks((one.trace.rank, waits), (other.trace.rank, theirs))
+        )
+
+    def _awaited(self, player: _Player) -> _Player | None:
+        """A rank without which this one cannot go on."""
+        event = player.event
+        if event is None:
+            return None
+        if event.kind in ("send", "recv"):
+            left = [
+                player.trace.events[place] for place in player.batch() if place not in player.done
+            ]
+            return self._players[left[0].peer]
+        for rank in self._groups[event.group]:
+            other = self._players[rank]
+            if not _has_come_to(other.event, event.group):
+                return other
+        return None
+
+    def _stack(self, rank: int, event: Event) -> str:
+        frames = self._players[rank].trace.stack_of(event)[:_SHOWN_FRAMES]
+        return "\n".join(f"    {frame}" for frame in frames)
+
+    def _both_stacks(self, one: tuple[int, Event], other: tuple[int, Event]) -> str:
+        """Side by side."""
+        left = [f"rank {one[0]}", *self._players[one[0]].trace.stack_of(one[1])[:_SHOWN_FRAMES]]
+        right = [
+            f"rank {other[0]}",
+            *self._players[other[0]].trace.stack_of(other[1])[:_SHOWN_FRAMES],
+        ]
+        width = max(map(len, left)) + 2
+        rows = max(len(left), len(right))
+        left += [""] * (rows - len(left))
+        right += [""] * (rows - len(right))
+        return "\n".join(f"    {a:<{width}}{b}" for a, b in zip(left, right, strict=True))
+
+
+def _has_come_to(event: Event | None, group: str) -> bool:
+    """Whether a rank whose next event it is takes part in the group's next collective."""
+    return event is not None and event.group == group and event.kind not in ("send", "recv")
+
+
+def _signature(event: Event) -> tuple[str, int, str, str]:
+    return event.kind, event.bytes, event.dtype, event.detail
+
+
+def _words(event: Event) -> str:
+    peer = f" with rank {event.peer}" if event.peer >= 0 else ""
+    detail = f" ({event.detail})" if event.detail else ""
+    return f"{event.kind}{detail} of {event.bytes} bytes of {event.dtype or 'nothing'}{peer}"

@@ -1,0 +1,227 @@
+"""One trainer rank takes one whole step of the product's own trainer, on tensors without data.
+
+Runs in a process of its own for each rank (`ranks.py`).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.rehearsal import observed
+from megatron_rl.rehearsal.device import DEVICE, select_rehearsed
+from megatron_rl.rehearsal.events import Trace
+from megatron_rl.rehearsal.tracer import Tracer
+from megatron_rl.trainer.forward_backward import ForwardStep, PassInputs
+from megatron_rl.trainer.model.build import build_model
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.step import Totals, Trainer
+from megatron_rl.weights.layout.shape import ModelShape
+
+PASSES = "passes"
+"""Phase of the forward and backward passes of a step's microbatches."""
+BETWEEN = "step"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each data-parallel rank trains on."""
+
+    microbatches: int
+    tokens: int
+    """Of a microbatch, over all context ranks."""
+    sequence_tokens: int
+    """Of each sequence; the last of a microbatch is shorter."""
+
+
+def rehearse_rank(
+    cfg: Config,
+    shape: ModelShape,
+    rank: int,
+    work: Work,
+    *,
+    change: Callable[["TracedTrainer", Work], Work] = lambda trainer, work: work,
+) -> Trace:
+    """The trace of one rank's step. Changes torch for the whole process.
+
+    change: called with the trainer before the step; returns the rank's work.
+    """
+    started = time.monotonic()
+    backend = select_rehearsed(cfg.model, rank)
+    backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=60)
+    tracer = Tracer(DEVICE)
+    observed.add_flops, observed.read_lengths = tracer.add_flops, tracer.lengths
+    with tracer, batches_marked(tracer), modules_named(tracer):
+        with tracer.in_phase("build"):
+            tracer.memory.purpose = "weights and gradients"
+            chunks = build_model(backend, cfg, shape)
+            policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
+            tracer.memory.purpose = "optimizer"
+            trainer = TracedTrainer(policy, cfg, tracer)
+        tracer.received = _sizes_of(policy, work)
+        tracer.assumed = partial(_even_choices, shape)
+        # The first step of an optimizer makes its moments.
+        trainer.take(share_of(replace(work, microbatches=policy.microbatch_multiple), cfg))
+        tracer.begin_again()
+        work = change(trainer, work)
+        trainer.take(share_of(work, cfg))
+    return Trace(
+        rank=rank,
+        groups=tracer.groups,
+        events=tracer.events,
+        stacks=tracer.stacks,
+        reads=tracer.reads,
+        peak_bytes=tracer.memory.peak,
+        peaks=dict(tracer.memory.peaks),
+        peak_parts=tracer.memory.peak_parts,
+        flops=tracer.flops,
+        kernels=dict(tracer.kernels),
+        microbatches=trainer.microbatches,
+        parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        seconds=time.monotonic() - started,
+    )
+
+
+class TracedTrainer(Trainer):
+    """The product's trainer, which tells the tracer its phases."""
+
+    def __init__(self, policy: Policy, cfg: Config, tracer: Tracer) -> None:
+        objective = find_objective(cfg.algorithm)
+        train = cfg.train.model_copy(update={"profile_steps": (), "max_mismatch": 0})
+        super().__init__(policy, objective, cfg.optimizer, 100, train=train)
+        self._tracer = tracer
+        self.microbatches = 0
+        """Of the last step."""
+        self._passes.forward_backward = self._traced(self._passes.forward_backward)
+
+    def _traced(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def take(inputs: PassInputs, step: ForwardStep, *, is_training: bool) -> Any:
+            if is_training:
+                self.microbatches = len(inputs)
+            with self._tracer.in_phase(PASSES):
+                return forward_backward(inputs, step, is_training=is_training)
+
+        return take
+
+    def take(self, minibatch: MinibatchShare) -> None:
+        """One step on one minibatch, as `train.take_step` does it."""
+        with self._tracer.in_phase("prepare"):
+            prepared = self.prepare([minibatch])
+        with self._tracer.in_phase(BETWEEN):
+            self._tracer.memory.purpose = "optimizer"
+            self.update(minibatch, version=0, prepared=prepared.pop())
+            self.gather()
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Totals:
+        """As the trainer's; the peak's parts are those of its passes."""
+        self._tracer.memory.purpose = "batch, exchanged tensors, gradients of activations"
+        totals = super().accumulate(*args, **kwargs)
+        self._tracer.memory.purpose = "optimizer"
+        return totals
+
+
+def share_of(work: Work, cfg: Config) -> MinibatchShare:
+    """Full microbatches of sequences of equal lengths, in groups of one."""
+    rows = []
+    for _ in range(work.microbatches):
+        left = work.tokens
+        row: list[TrainSequence] = []
+        while left:
+            length = min(work.sequence_tokens, left)
+            # Two tokens are the fewest that predict anything.
+            if left - length == 1:
+                length -= 1
+            row.append(_sequence(length, len(row)))
+            left -= length
+        rows.append(row)
+    count = max(map(len, rows))
+    return MinibatchShare(rows, groups=count, members=1, temperature=cfg.sampling.temperature)
+
+
+def _sequence(length: int, group: int) -> TrainSequence:
+    prompt = max(1, length // 8)
+    completion = length - prompt
+    return TrainSequence(
+        np.zeros(length, np.int32),
+        prompt,
+        np.zeros(completion, np.float32),
+        np.zeros(completion, np.int32),
+        advantage=1.0,
+        weight=1.0,
+        group=group,
+    )
+
+
+def _sizes_of(policy: Policy, work: Work) -> Callable[[Tensor], Tensor | None]:
+    """The sizes that another pipeline stage sends: all microbatches have the same."""
+    parallel = policy.parallel
+    positions = policy.fixed_positions or work.tokens + -work.tokens % policy.position_multiple
+    positions //= parallel.context
+    if policy.has_sequence_parallelism:
+        positions //= parallel.tensor
+    sizes = torch.tensor([positions, 1, policy.shape.hidden])
+
+    def received(tensor: Tensor) -> Tensor | None:
+        return sizes if tensor.dtype is torch.int64 and tensor.numel() == 3 else None
+
+    return received
+
+
+def _even_choices(shape: ModelShape, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Tokens of each expert from the map of choices, [tokens, experts] bool: all have as many."""
+    if func is not torch.ops.aten.sum.dim_IntList or args[0].dtype is not torch.bool:
+        return None
+    if args[0].dim() != 2 or args[0].shape[1] != shape.experts or list(args[1]) != [0]:
+        return None
+    each, rest = divmod(len(args[0]) * shape.experts_per_token, shape.experts)
+    return torch.tensor([each + (expert < rest) for expert in range(shape.experts)])
+
+
+@contextmanager
+def batches_marked(tracer: Tracer) -> Iterator[None]:
+    """Within the block the tracer knows which sends and receives are issued at once."""
+    original = dist.batch_isend_irecv
+
+    def issue(operations: Sequence[dist.P2POp]) -> list[Any]:
+        with tracer.batch():
+            return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+    dist.batch_isend_irecv = issue
+    try:
+        yield
+    finally:
+        dist.batch_isend_irecv = original
+
+
+@contextmanager
+def modules_named(tracer: Tracer) -> Iterator[None]:
+    """Within the block memory of a forward pass belongs to the module that allocates it."""
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        stack.append(tracer.memory.purpose)
+        tracer.memory.purpose = f"passes: {type(module).__name__}"
+
+    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
+        tracer.memory.purpose = stack.pop()
+
+    hooks = [
+        torch_module.register_module_forward_pre_hook(enter),
+        torch_module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

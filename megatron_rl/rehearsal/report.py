@@ -1,0 +1,110 @@
+"""Prints a rehearsal, for people or for programs."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from megatron_rl.config.gpus import GIB
+from megatron_rl.rehearsal.rehearse import PASSES, Rehearsal, Stage
+
+MAX_COLUMNS = 4
+_GROUPS = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data",
+    "EXPERT_DATA_PARALLEL_GROUP": "data",
+}
+"""Megatron's description of a group -> dimension; others come to "all"."""
+
+
+def print_rehearsal(found: Rehearsal, console: Console, *, as_json: bool) -> None:
+    """Figures of each stage, then problems and notes."""
+    if as_json:
+        console.print(json.dumps(as_tree(found), indent=2), markup=False, soft_wrap=True)
+        return
+    title = (
+        f"{len(found.ranks)} of {found.world_size} ranks, {found.microbatches} microbatches of "
+        f"{found.tokens:,} tokens, {found.seconds:.0f} s"
+    )
+    stages = (Column(f"stage {stage.number}", justify="right") for stage in _shown(found))
+    table = Table(Column("quantity", no_wrap=True), *stages, title=title, title_justify="left")
+    for name, values in _rows(found):
+        table.add_row(name, *values)
+    console.print(table, markup=False)
+    for text in found.problems:
+        console.print(f"problem: {text}", markup=False, highlight=False, soft_wrap=True)
+    for text in found.notes:
+        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+    if not found.problems:
+        say = "no problem found: all ranks issue the same collectives, and none waits for ever"
+        console.print(say, markup=False, highlight=False, soft_wrap=True)
+
+
+def as_tree(found: Rehearsal) -> dict[str, Any]:
+    """As JSON's types; bytes, FLOPs and counts."""
+    return {
+        "ranks": list(found.ranks),
+        "world_size": found.world_size,
+        "microbatches": found.microbatches,
+        "tokens": found.tokens,
+        "seconds": round(found.seconds, 1),
+        "stages": [_stage_tree(stage) for stage in found.stages],
+        "problems": list(found.problems),
+        "notes": list(found.notes),
+    }
+
+
+def _stage_tree(stage: Stage) -> dict[str, Any]:
+    trace = stage.trace
+    return {
+        "stage": stage.number,
+        "rank": trace.rank,
+        "parameters": trace.parameters,
+        "peak_bytes": trace.peak_bytes,
+        "planned_bytes": stage.planned.total - stage.planned.reserve,
+        "peak_parts": trace.peak_parts,
+        "flops": trace.flops,
+        "kernels": trace.kernels.get(PASSES, 0),
+        "host_waits": _waits(stage),
+        "collectives": len(trace.events),
+        "bytes": _sent(stage),
+    }
+
+
+def _shown(found: Rehearsal) -> tuple[Stage, ...]:
+    """All stages, or as many as a screen holds; --json has all."""
+    stages = found.stages
+    return stages if len(stages) <= MAX_COLUMNS else (*stages[:2], stages[-1])
+
+
+def _rows(found: Rehearsal) -> Iterable[tuple[str, list[str]]]:
+    stages, count = _shown(found), found.microbatches
+    yield "parameters of a rank", [f"{stage.trace.parameters:,}" for stage in stages]
+    yield "peak of tensors", [f"{stage.trace.peak_bytes / GIB:.1f} GiB" for stage in stages]
+    yield "  over the plan's", [f"{stage.memory_ratio:.3f}" for stage in stages]
+    yield "FLOPs of a step", [f"{stage.trace.flops / 1e12:,.1f} T" for stage in stages]
+    kernels = [stage.trace.kernels.get(PASSES, 0) // count for stage in stages]
+    yield "kernels of a microbatch", [f"{number:,}" for number in kernels]
+    yield "host waits of a microbatch", [f"{_waits(stage) / count:.1f}" for stage in stages]
+    yield "collectives of a step", [f"{len(stage.trace.events):,}" for stage in stages]
+    sent = [_sent(stage) for stage in stages]
+    for name in dict.fromkeys(name for each in sent for name in each):
+        yield f"  GiB sent, {name}", [f"{each.get(name, 0) / GIB:.1f}" for each in sent]
+
+
+def _waits(stage: Stage) -> int:
+    return sum(read.count for read in stage.trace.reads if read.phase == PASSES)
+
+
+def _sent(stage: Stage) -> dict[str, int]:
+    """Bytes that the rank gives to collectives, by dimension."""
+    found: dict[str, int] = {}
+    for group, size in stage.trace.bytes_by_group().items():
+        name = _GROUPS.get(group, "all")
+        found[name] = found.get(name, 0) + size
+    return found

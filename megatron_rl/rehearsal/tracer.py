@@ -1,0 +1,263 @@
+"""Sees every operation of torch on tensors without data, and answers in the device's place.
+
+Values that the host reads are true where they are known (`values.py`), and else 1: a step goes on
+as if every gradient were finite. Each read is recorded, as it makes a CUDA rank wait.
+"""
+
+import itertools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron_rl.rehearsal.collectives import (
+    KINDS,
+    answer,
+    detail_of,
+    given_by,
+    group_name,
+    group_of,
+    name_of,
+)
+from megatron_rl.rehearsal.events import Event, HostRead, Stack
+from megatron_rl.rehearsal.memory import Memory
+from megatron_rl.rehearsal.values import KnownValues, tensors_in
+
+STACK_FRAMES = 14
+_SKIPPED = ("/torch/", "/megatron_rl/rehearsal/", "/contextlib.py", "/functools.py")
+"""Frames that say nothing of where a call comes from."""
+aten = torch.ops.aten
+
+
+class Tracer(TorchDispatchMode):
+    """Records a rank's step. device: the one whose tensors are traced."""
+
+    def __init__(self, device: torch.device, *, answers: bool = True) -> None:
+        """answers: operations have no data, and collectives no peers; False: only watch."""
+        super().__init__()
+        self.device = device
+        self.events: list[Event] = []
+        self.groups: dict[str, list[int]] = {}
+        self.memory = Memory()
+        self.flops = 0
+        self.kernels: Counter[str] = Counter()
+        self.phase = ""
+        self.received: Callable[[Tensor], Tensor | None] = lambda tensor: None
+        """Values of integers that another rank sends."""
+        self.assumed: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda func, args: None
+        """Values of a result that follows from unknown ones, where a step depends on it."""
+        self._answers = answers
+        self._values = KnownValues(device)
+        self._stacks: dict[Stack, int] = {}
+        self._reads: Counter[tuple[str, int, bool]] = Counter()
+        self._batch = 0
+        self._batches = 0
+
+    # --- what was recorded ----------------------------------------------------------------------
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """All stacks; events and reads have places in it."""
+        return list(self._stacks)
+
+    @property
+    def reads(self) -> list[HostRead]:
+        """Places where the host waited, with their counts."""
+        return [HostRead(*place, count) for place, count in self._reads.items()]
+
+    def begin_again(self) -> None:
+        """Forget what was recorded; tensors that live still count."""
+        self.events.clear()
+        self.kernels.clear()
+        self._reads.clear()
+        self.flops = self._batches = 0
+        self.memory.begin_again()
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """What follows belongs to this phase."""
+        before = self.phase
+        self.phase = self.memory.phase = name
+        try:
+            yield
+        finally:
+            self.phase = self.memory.phase = before
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Sends and receives within are issued at once."""
+        self._batches += 1
+        self._batch = self._batches
+        try:
+            yield
+        finally:
+            self._batch = 0
+
+    def add_flops(self, count: int) -> None:
+        """Of an operation whose shapes torch's own counter does not know."""
+        self.flops += count
+
+    def lengths(self, bounds: Tensor) -> list[int]:
+        """Lengths of packed sequences, as a kernel reads them from its device."""
+        known = self._values.of(bounds)
+        assert known is not None, "bounds of sequences come from the host"
+        return known.diff().tolist()
+
+    # --- operations -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if not self._answers:
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+            return result
+        if func is aten._local_scalar_dense.default and self._is_ours(args[0]):
+            return self._host_value(args[0]).reshape(()).item()
+        if func is aten._to_copy.default and self._is_ours(args[0]) and _goes_to_host(kwargs):
+            return self._host_value(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and self._is_ours(args[1]) and not self._is_ours(args[0]):
+            return args[0].copy_(self._host_value(args[1]))
+        if func is aten.index_put_.default and args[2].numel() == 1:
+            # CUDA fills by the mask, and does not count its places.
+            return args[0]
+        args = self._without_masks(func, args)
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        if (values := self.assumed(func, args)) is not None:
+            self._values.set(result, values)
+        else:
+            self._values.follow(func, args, kwargs, result)
+        if func in (aten._to_copy.default, aten.copy_.default):
+            self._brought(func, args, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count memory, FLOPs and kernels."""
+        outputs = [each for each in tensors_in(result) if self._is_ours(each)]
+        for each in outputs:
+            self.memory.note(each)
+        if func._overloadpacket in flop_registry and outputs:
+            factors = [each for each in args if isinstance(each, Tensor)]
+            self.flops += flop_registry[func._overloadpacket](*factors, out_val=result)
+        if outputs and not func.is_view and "empty" not in func._schema.name:
+            self.kernels[self.phase] += 1
+
+    def _is_ours(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.device.type
+
+    def _host_value(self, tensor: Tensor) -> Tensor:
+        """The value that the host reads, and a record that it waits."""
+        self._reads[self.phase, self._stack(), _is_own_code()] += 1
+        known = self._values.of(tensor)
+        if known is not None:
+            return known.clone()
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+
+    def _brought(self, func: Any, args: Any, result: Tensor) -> None:
+        """Values that came from the host are known."""
+        source = args[1] if func is aten.copy_.default else args[0]
+        if not self._is_ours(source) and self._is_ours(result):
+            self._values.set(result, source.expand(result.shape))
+
+    def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Indexing by a known mask as indexing by numbers, whose count the host must wait for."""
+        if func not in (aten.index.Tensor, aten.index_put_.default, aten.nonzero.default):
+            return args
+        if func is aten.nonzero.default or args[1] is None:
+            return args
+        found: list[Tensor | None] = []
+        for each in args[1]:
+            if not (isinstance(each, Tensor) and each.dtype is torch.bool and self._is_ours(each)):
+                found.append(each)
+                continue
+            places = self._host_value(each).nonzero(as_tuple=True)
+            found += [place.to(self.device) for place in places]
+        return (args[0], found, *args[2:])
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        name = name_of(func)
+        kind = KINDS.get(name)
+        if kind is None:
+            raise NotImplementedError(f"a rehearsal does not know torch's collective {name}")
+        group = group_of(args)
+        given = given_by(name, args)
+        ranks = dist.get_process_group_ranks(group)
+        label = group_name(group)
+        self.groups.setdefault(label, ranks)
+        is_pair = kind in ("send", "recv")
+        self.events.append(
+            Event(
+                kind=kind,
+                group=label,
+                bytes=sum(each.numel() * each.element_size() for each in given),
+                dtype="" if kind == "barrier" else str(given[0].dtype).removeprefix("torch."),
+                detail=detail_of(args, kind),
+                peer=ranks[args[2]] if is_pair else -1,
+                batch=self._batch if is_pair else 0,
+                phase=self.phase,
+                stack=self._stack(),
+            )
+        )
+        if not self._answers:
+            return func(*args, **kwargs)
+        self._follow(kind, name, args, ranks)
+        return answer(func, args)
+
+    def _follow(self, kind: str, name: str, args: tuple[Any, ...], ranks: Sequence[int]) -> None:
+        """Values after a collective: other ranks hold the same as this one."""
+        if kind == "recv":
+            for tensor in given_by(name, args):
+                values = self.received(tensor)
+                self._values.forget(tensor)
+                if values is not None:
+                    self._values.set(tensor, values)
+        elif name == "_allgather_base_":
+            own = self._values.of(args[1])
+            if own is None:
+                self._values.forget(args[0])
+            else:
+                repeated = own.reshape(-1).repeat(len(ranks)).reshape(args[0].shape)
+                self._values.set(args[0], repeated)
+        elif kind in ("all_to_all", "reduce_scatter", "all_gather"):
+            for tensor in tensors_in(args[0]):
+                self._values.forget(tensor)
+
+    def _stack(self) -> int:
+        """Place of the caller's stack."""
+        found = []
+        for frame in itertools.islice(_callers(), STACK_FRAMES):
+            short = "/".join(frame.f_code.co_filename.rsplit("/", 3)[1:])
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        return self._stacks.setdefault(tuple(found), len(self._stacks))
+
+
+def _callers() -> Iterator[types.FrameType]:
+    """Frames from the innermost on, without those of torch and of this package."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not any(part in frame.f_code.co_filename for part in _SKIPPED):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_own_code() -> bool:
+    return "site-packages" not in next(_callers()).f_code.co_filename
+
+
+def _goes_to_host(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu"

@@ -1,0 +1,80 @@
+"""Shipped examples are rehearsed at real size: no problem, and the memory that the plan says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main as cli
+from megatron_rl.config.files import load_config
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.protocol.process import EXIT_BAD_INPUT
+from megatron_rl.rehearsal.rehearse import chosen_ranks, rehearsable
+from tests.rehearsal.shapes import EXAMPLES, QWEN25_15B, TINY, write_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_no_problem_and_the_planned_memory(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_shape(tmp_path, EXAMPLES[name])
+    words = [str(ROOT / "examples" / f"{name}.toml"), f"model.path={model}", "--microbatches=2"]
+    assert cli.main(["rehearse", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert len(found["stages"]) == load_config(Path(words[0]), []).parallel.pipeline
+    for stage in found["stages"]:
+        assert stage["peak_bytes"] == pytest.approx(stage["planned_bytes"], rel=0.03)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(120)
+@pytest.mark.slow(15)
+def test_a_step_that_does_not_fit_says_which_stage_needs_how_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_shape(tmp_path, QWEN25_15B)
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n')
+    long = ["train.microbatch_tokens=16384", "generator.context_tokens=16384"]
+    words = [str(tmp_path / "run.toml"), *long, "--microbatches=1", "--gpu=a100-40g"]
+    assert cli.main(["rehearse", *words]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "problem: stage 0 needs " in text and "more than the " in text
+
+
+def test_a_sample_has_both_ends_of_each_dimension_at_every_stage() -> None:
+    parallel = ParallelConfig(tensor=4, context=2, pipeline=3, data=5)
+    found = chosen_ranks(parallel, "sample")
+    places = {(r % 4, r // 4 % 2, r // 8 % 5, r // 40) for r in found}
+    assert places == {
+        (t, c, d, p) for t in (0, 3) for c in (0, 1) for d in (0, 4) for p in range(3)
+    }
+    assert chosen_ranks(parallel, "all") == list(range(120))
+
+
+def test_what_cannot_be_rehearsed_is_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\nfp8 = "blockwise"\n')
+    cfg, notes = rehearsable(load_config(path, []))
+    assert cfg.model.fp8 == "none" and notes == ["model.fp8='blockwise' is rehearsed in bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus=6"], "--gpus 6 is no multiple of parallel.tensor x pipeline x context = 4"),
+        (["--microbatches=0"], "--microbatches 0 must be above 0"),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_starts(
+    tmp_path: Path, words: list[str], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\n')
+    assert cli.main(["rehearse", str(path), "parallel.tensor=4", *words]) == EXIT_BAD_INPUT
+    assert message in caplog.text

@@ -1,0 +1,106 @@
+"""Faults planted in the product's own trainer are found, each with where it is."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.rehearsal.rehearse import Options, Rehearsal, conclude, write_request
+from tests.rehearsal.shapes import QWEN25_15B, TINY, write_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = Options(choice="all", microbatches=3, mean_tokens=24)
+TINY_STEP = ("train.microbatch_tokens=64", "generator.context_tokens=64", "model.dtype=bfloat16",
+             "sampling.max_new_tokens=32",
+             "train.prompts_per_batch=8")  # fmt: skip
+LAYOUTS = {
+    "data": ("parallel.data=2",),
+    "pipeline": ("parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"),
+    "context": ("parallel.context=3",),
+    "interleaved": ("parallel.pipeline=2", "parallel.virtual_stages=2"),
+}
+CASES = {
+    "sound-data": "data", "sound-pipeline": "pipeline", "sound-context": "context",
+    "sound-interleaved": "interleaved", "skipped": "data", "swapped": "pipeline",
+    "unreceived": "pipeline", "read": "data", "fewer": "data",
+}  # fmt: skip
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow(40)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
+    """Rehearsals by name, from one process."""
+    folder = tmp_path_factory.mktemp("planted")
+    cases: dict[str, tuple[Config, Options]] = {}
+    tiny = write_shape(tmp_path_factory.mktemp("tiny"), TINY)
+    for name, layout in CASES.items():
+        cases[name] = _config(tiny, *TINY_STEP, *LAYOUTS[layout]), OPTIONS
+    large = write_shape(tmp_path_factory.mktemp("large"), QWEN25_15B)
+    one = _config(large, "train.microbatch_tokens=4096", "generator.context_tokens=4096",
+                  "model.recompute=full")  # fmt: skip
+    for name in ("sound-large", "wide"):
+        cases[name] = one, Options(microbatches=1)
+    for name, (cfg, options) in cases.items():
+        (folder / name).mkdir()
+        write_request(folder / name, cfg, options)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "tests.rehearsal.plants", str(folder)],
+        cwd=ROOT, env=environment, check=True, timeout=150,
+    )  # fmt: skip
+    return {name: conclude(folder / name, *case) for name, case in cases.items()}
+
+
+def _config(model: Path, *overrides: str) -> Config:
+    path = model / "run.toml"
+    path.write_text(f'[model]\npath = "{model}"\n')
+    return load_config(path, list(overrides))
+
+
+@pytest.mark.parametrize("name", ["data", "pipeline", "context", "interleaved", "large"])
+def test_the_products_own_step_has_no_fault(found: dict[str, Rehearsal], name: str) -> None:
+    assert found[f"sound-{name}"].problems == ()
+
+
+def test_a_reduction_that_one_rank_leaves_out(found: dict[str, Rehearsal]) -> None:
+    # Its next collective meets the reduction of the other rank, a step's metrics of the first.
+    [first, *_] = found["skipped"].problems
+    assert "rank 0" in first and "rank 1" in first
+    assert "step.py" in first and " accumulate" in first
+
+
+def test_groups_in_another_order_on_one_stage_are_a_deadlock(found: dict[str, Rehearsal]) -> None:
+    [problem] = found["swapped"].problems
+    assert problem.startswith("deadlock: rank ")
+    assert "MODEL_PARALLEL_GROUP [0,1,2,3]" in problem and "default_pg [0,1,2,3]" in problem
+    # Both stacks, side by side.
+    assert re.search(r"plants\.py:\d+ <\w+> +tests?/rehearsal/plants\.py:\d+", problem)
+
+
+def test_a_send_that_nobody_receives(found: dict[str, Rehearsal]) -> None:
+    told = [text.partition(" in ")[0] for text in found["unreceived"].problems]
+    assert told == ["rank 2 sends 1 times to rank 0", "rank 3 sends 1 times to rank 1"]
+
+
+def test_a_host_that_waits_for_the_loss(found: dict[str, Rehearsal]) -> None:
+    [problem] = found["read"].problems
+    assert "waits for the device 3 times in the passes" in problem
+    assert "plants.py" in problem and " take" in problem
+
+
+def test_a_tensor_that_stays_in_float32(found: dict[str, Rehearsal]) -> None:
+    sound, wide = found["sound-large"].stages[0], found["wide"].stages[0]
+    # 8 copies of 4,096 hidden states of 1,536 numbers.
+    assert wide.trace.peak_bytes - sound.trace.peak_bytes == 8 * 4096 * 1536 * 4
+    assert found["sound-large"].notes == ()
+
+
+def test_another_number_of_microbatches(found: dict[str, Rehearsal]) -> None:
+    assert found["fewer"].problems[0] == (
+        "rank 1 takes 2 microbatches, and rank 0 takes 3: every rank needs as many"
+    )
