@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,6 +55,8 @@ class RehearseOptions:
     ] = DEFAULT
     processes: int = 2
     """Number of ranks rehearsed at once."""
+    timeline: Path | None = None
+    """Also write a timeline of the rehearsed ranks for ui.perfetto.dev."""
     json: Json = False
 
 
@@ -71,6 +74,7 @@ def rehearse(options: RehearseOptions, console: Console) -> int:
     from megatron_rl.rehearsal.rehearse import Options
     from megatron_rl.rehearsal.rehearse import rehearse as take
     from megatron_rl.rehearsal.report import print_rehearsal
+    from megatron_rl.rehearsal.timeline import as_perfetto
 
     found = take(
         config,
@@ -83,6 +87,8 @@ def rehearse(options: RehearseOptions, console: Console) -> int:
         ),
     )
     found = _with_engine(found, config)
+    if options.timeline is not None:
+        options.timeline.write_text(as_perfetto(found.clock))
     print_rehearsal(found, console, as_json=options.json)
     return 1 if found.problems else 0
 

@@ -27,6 +27,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 0
     """Number of the batch that issued it with others at once; 0: alone."""
     phase: str = ""
+    flops: int = 0
+    """That the rank has computed in the step before it."""
     stack: int = 0
     """Place in Trace.stacks."""
 

@@ -24,6 +24,10 @@ class _Player:
     at: int = 0
     done: set[int] = field(default_factory=set)
     """Events of the batch that it has come to which have their counterparts."""
+    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of its receives that are done: (rank, place) of the send."""
+    has_begun: bool = False
+    """The watcher knows that it has come to the batch."""
 
     @property
     def event(self) -> Event | None:
@@ -39,9 +43,25 @@ class _Player:
         return range(self.at, end)
 
 
-def find_faults(traces: Sequence[Trace]) -> list[str]:
+class Watcher:
+    """Hears how a step goes on, in an order in which causes come before effects. Does nothing.
+
+    Ranks and places are those of traces and their events.
+    """
+
+    def met(self, members: Sequence[int], places: Sequence[int]) -> None:
+        """Ranks have ended a collective together."""
+
+    def exchanged(self, rank: int, places: range, sources: Mapping[int, tuple[int, int]]) -> None:
+        """A rank has ended a batch. sources: of each receive, (rank, place) of its send."""
+
+    def reached(self, rank: int, places: range) -> None:
+        """A rank has come to a batch of sends and receives."""
+
+
+def find_faults(traces: Sequence[Trace], watcher: Watcher | None = None) -> list[str]:
     """Every difference among the ranks, for people; empty: a step of theirs ends."""
-    game = _Game(traces)
+    game = _Game(traces, watcher or Watcher())
     game.play()
     return [*_counts(traces), *game.findings]
 
@@ -57,8 +77,9 @@ def _counts(traces: Sequence[Trace]) -> Iterator[str]:
 
 
 class _Game:
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[Trace], watcher: Watcher) -> None:
         self.findings: list[str] = []
+        self._watcher = watcher
         self._players = {trace.rank: _Player(trace) for trace in traces}
         self._groups: dict[str, list[int]] = {}
         for trace in traces:
@@ -69,9 +90,14 @@ class _Game:
 
     def play(self) -> None:
         """To the end, or until nobody can move."""
-        while any(self._move(player) for player in list(self._players.values())):
-            if len(self.findings) >= MAX_FINDINGS:
-                return
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for player in self._players.values():
+                while self._move(player):
+                    has_moved = True
+                    if len(self.findings) >= MAX_FINDINGS:
+                        return
         stuck = [player for player in self._players.values() if player.event is not None]
         if stuck:
             self.findings.append(self._describe_deadlock(stuck))
@@ -107,6 +133,7 @@ class _Game:
                     + self._both_stacks((player.trace.rank, event), (other.trace.rank, its))
                 )
                 break
+        self._watcher.met([m.trace.rank for m in members], [m.at for m in members])
         for other in members:
             other.at += 1
         return True
@@ -116,19 +143,24 @@ class _Game:
     def _move_pairs(self, player: _Player) -> bool:
         """Do what can be done of the batch that the rank has come to."""
         places, has_moved = player.batch(), False
+        if not player.has_begun:
+            player.has_begun = True
+            self._watcher.reached(player.trace.rank, places)
         for place in places:
             if place in player.done:
                 continue
             event = player.trace.events[place]
             if event.kind == "send":
                 self._send(player, place)
-            elif not self._receive(player, event):
+            elif not self._receive(player, place):
                 continue
             player.done.add(place)
             has_moved = True
         if player.done.issuperset(places):
-            player.at = places.stop
+            self._watcher.exchanged(player.trace.rank, places, player.sources)
+            player.at, player.has_begun = places.stop, False
             player.done.clear()
+            player.sources.clear()
             return True
         return has_moved
 
@@ -137,13 +169,16 @@ class _Game:
         if event.peer in self._players:
             self._sent[player.trace.rank, event.peer, event.group].append(place)
 
-    def _receive(self, player: _Player, event: Event) -> bool:
+    def _receive(self, player: _Player, place: int) -> bool:
+        event = player.trace.events[place]
         if event.peer not in self._players:
             return True
         waiting = self._sent[event.peer, player.trace.rank, event.group]
         if not waiting:
             return False
-        sent = self._players[event.peer].trace.events[waiting.pop(0)]
+        source = waiting.pop(0)
+        player.sources[place] = event.peer, source
+        sent = self._players[event.peer].trace.events[source]
         if (sent.bytes, sent.dtype) != (event.bytes, event.dtype):
             self.findings.append(
                 f"rank {event.peer} sends {_words(sent)}, and rank {player.trace.rank} receives "

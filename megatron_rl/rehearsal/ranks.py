@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.protocol.process import set_up_logging
+from megatron_rl.protocol.process import die_with_parent, set_up_logging
 from megatron_rl.rehearsal import engine_stand_in
 from megatron_rl.rehearsal.events import REQUEST, Request, write_trace
 
@@ -50,6 +50,7 @@ def serve(folder: Path, request: Request, change: Change | None = None) -> None:
             if pid == 0:
                 status = 1
                 try:
+                    die_with_parent()
                     rehearse(rank)
                     status = 0
                 finally:

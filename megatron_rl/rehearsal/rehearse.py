@@ -17,13 +17,14 @@ from typing import Literal
 import msgspec
 
 from megatron_rl.config.files import dump_toml
-from megatron_rl.config.gpus import GIB, GPUS
+from megatron_rl.config.gpus import GIB, find_gpu
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.activations import Microbatch
 from megatron_rl.plan.trainer_memory import RankMemory, TrainerSetting, rank_memory, setting_of
 from megatron_rl.rehearsal.events import REQUEST, Request, Trace, read_trace
 from megatron_rl.rehearsal.match import find_faults
+from megatron_rl.rehearsal.timeline import Clock
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 PASSES = "passes"
@@ -73,6 +74,8 @@ class Rehearsal:
     problems: tuple[str, ...]
     """Reasons why the step would hang, fail, not fit, or wait for its host in every microbatch."""
     notes: tuple[str, ...]
+    clock: Clock
+    """When each rehearsed rank computes, exchanges and waits."""
     seconds: float = 0.0
 
 
@@ -124,6 +127,10 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
         sync_buffer_bytes=0,
     )
     stages = tuple(_stages(read_shape(cfg.model.path), cfg, traces, setting))
+    clock = Clock(traces, find_gpu(options.gpu).bf16_flops)
+    faults = find_faults(traces, clock) if not errors else []
+    if not errors:
+        clock.end()
     return Rehearsal(
         ranks=tuple(request.ranks),
         world_size=cfg.parallel.world_size,
@@ -132,11 +139,12 @@ def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
         stages=stages,
         problems=(
             *errors,
-            *(find_faults(traces) if not errors else ()),
+            *faults,
             *_waits(traces),
             *_too_large(stages, options.gpu),
         ),
         notes=(*notes, *_differences(stages)),
+        clock=clock,
     )
 
 
@@ -254,7 +262,7 @@ def _differences(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _too_large(stages: Sequence[Stage], gpu: str) -> Iterator[str]:
-    room = GPUS[gpu].memory_bytes
+    room = find_gpu(gpu).memory_bytes
     for stage in stages:
         needed = stage.trace.peak_bytes + stage.planned.reserve
         if needed > room:

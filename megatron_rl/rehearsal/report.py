@@ -53,13 +53,14 @@ def as_tree(found: Rehearsal) -> dict[str, Any]:
         "microbatches": found.microbatches,
         "tokens": found.tokens,
         "seconds": round(found.seconds, 1),
-        "stages": [_stage_tree(stage) for stage in found.stages],
+        "estimated_step_s": found.clock.seconds,
+        "stages": [_stage_tree(found, stage) for stage in found.stages],
         "problems": list(found.problems),
         "notes": list(found.notes),
     }
 
 
-def _stage_tree(stage: Stage) -> dict[str, Any]:
+def _stage_tree(found: Rehearsal, stage: Stage) -> dict[str, Any]:
     trace = stage.trace
     return {
         "stage": stage.number,
@@ -73,6 +74,7 @@ def _stage_tree(stage: Stage) -> dict[str, Any]:
         "host_waits": _waits(stage),
         "collectives": len(trace.events),
         "bytes": _sent(stage),
+        "shares": {n: _share(found, stage, n) for n in ("computes", "exchanges", "waits")},
     }
 
 
@@ -92,9 +94,17 @@ def _rows(found: Rehearsal) -> Iterable[tuple[str, list[str]]]:
     yield "kernels of a microbatch", [f"{number:,}" for number in kernels]
     yield "host waits of a microbatch", [f"{_waits(stage) / count:.1f}" for stage in stages]
     yield "collectives of a step", [f"{len(stage.trace.events):,}" for stage in stages]
+    for name in ("computes", "exchanges", "waits"):
+        yield f"share of the time it {name}", [f"{_share(found, s, name):.0%}" for s in stages]
     sent = [_sent(stage) for stage in stages]
     for name in dict.fromkeys(name for each in sent for name in each):
         yield f"  GiB sent, {name}", [f"{each.get(name, 0) / GIB:.1f}" for each in sent]
+
+
+def _share(found: Rehearsal, stage: Stage, name: str) -> float:
+    """Of the estimated time of a step, what the stage's rank spends so."""
+    seconds = found.clock.seconds
+    return getattr(found.clock.ranks[stage.trace.rank], name) / seconds if seconds else 0.0
 
 
 def _waits(stage: Stage) -> int:

@@ -209,6 +209,7 @@ class Tracer(TorchDispatchMode):
                 peer=ranks[args[2]] if is_pair else -1,
                 batch=self._batch if is_pair else 0,
                 phase=self.phase,
+                flops=self.flops,
                 stack=self._stack(),
             )
         )
