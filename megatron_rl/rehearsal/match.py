@@ -101,7 +101,7 @@ class _Game:
         stuck = [player for player in self._players.values() if player.event is not None]
         if stuck:
             self.findings.append(self._describe_deadlock(stuck))
-        for (sender, receiver, group), places in self._sent.items():
+        for (sender, receiver, group), places in sorted(self._sent.items()):
             if places:
                 event = self._players[sender].trace.events[places[0]]
                 self.findings.append(

@@ -104,12 +104,10 @@ def asdict_of(event: Any) -> dict[str, Any]:
     return {name: found[name] for name in ("kind", "group", "bytes", "dtype", "detail", "peer")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
-    [
-        ("parallel.tensor=2", "parallel.sequence=true"),
-        pytest.param(("parallel.pipeline=2",), marks=pytest.mark.exhaustive),
-    ],
+    [("parallel.tensor=2", "parallel.sequence=true"), ("parallel.pipeline=2",)],
     ids=["tensor", "pipeline"],
 )
 def test_real_ranks_issue_the_rehearsed_collectives(
