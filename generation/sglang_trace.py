@@ -59,7 +59,7 @@ class RankTrace(msgspec.Struct, frozen=True):
     loaded: list[Slice]
     """SGLang's copies from the checkpoint into parameters."""
     odd: list[str]
-    """SGLang's copies that are no rectangle of a tensor, in words."""
+    """Copies by SGLang that are not rectangles of a tensor, in words."""
 
 
 def trace_rank(question: Question, rank: int) -> bytes:

@@ -118,7 +118,7 @@ def _install_reading_factory() -> None:
 
 
 def _gather_own(found: list[Any], own: Any, group: Any = None) -> None:
-    """Megatron compares the kinds of parameters of all ranks, which are those of this one."""
+    """Give every rank this rank's object. Megatron gathers kinds of parameters, which are equal."""
     found[:] = [own] * len(found)
 
 

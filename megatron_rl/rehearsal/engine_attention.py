@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.plan.flops import causal_pairs
 from megatron_rl.rehearsal import observed
 
 
@@ -20,13 +21,8 @@ def attention_flops(
     lengths: Sequence[int], heads: int, dim: int, ranks: int, window: int | None
 ) -> int:
     """Of the forward pass of causal attention on one of the context ranks: two products."""
-    total = 0
-    for length in lengths:
-        seen = length * (length + 1) // 2
-        if window is not None and window + 1 < length:
-            beyond = length - window - 1
-            seen -= beyond * (beyond + 1) // 2
-        total += seen
+    # Here a window counts the positions before a query's own.
+    total = sum(causal_pairs(n, None if window is None else window + 1) for n in lengths)
     return 4 * heads * dim * total // ranks
 
 

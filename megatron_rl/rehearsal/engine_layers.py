@@ -169,7 +169,7 @@ class _Layer(torch.nn.Module):
     """What Megatron expects of every layer of the engine."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing: extra state is that of FP8."""
+        """Does nothing, as extra state belongs to FP8."""
 
     def get_extra_state(self) -> None:
         """As above."""

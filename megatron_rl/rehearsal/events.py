@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 
 REQUEST = "request.json"
+PASSES = "passes"
+"""Phase of the forward and backward passes of a step's microbatches."""
 Stack = tuple[str, ...]
 """FILE:LINE FUNCTION, the innermost call first."""
 

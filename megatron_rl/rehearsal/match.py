@@ -27,7 +27,7 @@ class _Player:
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of its receives that are done: (rank, place) of the send."""
     has_begun: bool = False
-    """The watcher knows that it has come to the batch."""
+    """The watcher was told that the rank has reached its batch."""
 
     @property
     def event(self) -> Event | None:
@@ -46,7 +46,7 @@ class _Player:
 class Watcher:
     """Hears how a step goes on, in an order in which causes come before effects. Does nothing.
 
-    Ranks and places are those of traces and their events.
+    A rank is that of a trace; a place is an index into its events.
     """
 
     def met(self, members: Sequence[int], places: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class _Game:
     # --- sends and receives ---------------------------------------------------------------------
 
     def _move_pairs(self, player: _Player) -> bool:
-        """Do what can be done of the batch that the rank has come to."""
+        """Complete those sends and receives of the rank's batch whose counterparts are there."""
         places, has_moved = player.batch(), False
         if not player.has_begun:
             player.has_begun = True

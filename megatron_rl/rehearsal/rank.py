@@ -21,7 +21,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.rehearsal import observed
 from megatron_rl.rehearsal.device import DEVICE, select_rehearsed
-from megatron_rl.rehearsal.events import Trace
+from megatron_rl.rehearsal.events import PASSES, Trace
 from megatron_rl.rehearsal.tracer import Tracer
 from megatron_rl.trainer.forward_backward import ForwardStep, PassInputs
 from megatron_rl.trainer.model.build import build_model
@@ -29,8 +29,6 @@ from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.step import Totals, Trainer
 from megatron_rl.weights.layout.shape import ModelShape
 
-PASSES = "passes"
-"""Phase of the forward and backward passes of a step's microbatches."""
 BETWEEN = "step"
 
 
@@ -124,7 +122,7 @@ class TracedTrainer(Trainer):
             self.gather()
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Totals:
-        """As the trainer's; the peak's parts are those of its passes."""
+        """As the trainer's. Names the purpose of what it allocates."""
         self._tracer.memory.purpose = "batch, exchanged tensors, gradients of activations"
         totals = super().accumulate(*args, **kwargs)
         self._tracer.memory.purpose = "optimizer"

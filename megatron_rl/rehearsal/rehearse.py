@@ -22,12 +22,11 @@ from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.activations import Microbatch
 from megatron_rl.plan.trainer_memory import RankMemory, TrainerSetting, rank_memory, setting_of
-from megatron_rl.rehearsal.events import REQUEST, Request, Trace, read_trace
+from megatron_rl.rehearsal.events import PASSES, REQUEST, Request, Trace, read_trace
 from megatron_rl.rehearsal.match import find_faults
 from megatron_rl.rehearsal.timeline import Clock
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
-PASSES = "passes"
 Choice = Literal["sample", "all"]
 RANK_LIMIT_S = 300.0
 START_LIMIT_S = 120.0
@@ -113,7 +112,7 @@ def write_request(folder: Path, cfg: Config, options: Options) -> Request:
 
 
 def conclude(folder: Path, cfg: Config, options: Options) -> Rehearsal:
-    """What the traces in a folder come to, once its ranks have been rehearsed."""
+    """The result of the traces in a folder, after its ranks have been rehearsed."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     cfg, notes = rehearsable(cfg)
     errors = list(_errors(folder, request.ranks))

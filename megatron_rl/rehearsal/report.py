@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_rl.config.gpus import GIB
-from megatron_rl.rehearsal.rehearse import PASSES, Rehearsal, Stage
+from megatron_rl.rehearsal.events import PASSES
+from megatron_rl.rehearsal.rehearse import Rehearsal, Stage
 
 MAX_COLUMNS = 4
 _GROUPS = {
