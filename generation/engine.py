@@ -110,6 +110,8 @@ class Completion:
     """"stop" or "length"."""
     expert_choices: bytes = b""
     """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for."""
+    cached_tokens: int = 0
+    """Prompt tokens from the prefix cache, if the engine says so."""
     first_token_at: float = -1.0
     """Time of the first token by this node's time.monotonic(); -1: not known."""
 

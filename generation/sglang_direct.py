@@ -75,6 +75,7 @@ def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
         spans,
         ended.finish,
         expert_choices=ended.expert_choices,
+        cached_tokens=ended.cached_tokens,
         first_token_at=ended.first_token_at,
     )
 

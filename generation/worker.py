@@ -36,9 +36,10 @@ from pathlib import Path
 
 from generation.async_sockets import AsyncDealer
 from generation.engine import Engine, EngineError, engine_setup, load_engine
+from generation.episodes import Environments, Episodes, capacity_of, open_environments
 from generation.health import Activity, EngineHealth, watch_work
 from generation.meeting import call_path
-from generation.rollouts import make_rollout
+from generation.rollouts import Completions, Work
 from generation.sglang_nodes import SpreadSGLangEngine
 from generation.tasks import LeaveRequest, end_with_first, interrupted
 from generation.unconfirmed import Unconfirmed
@@ -77,7 +78,6 @@ GOODBYE_S = 5.0
 RECEIVE_S = 60.0
 FAIL_PAUSE_S = 1.0
 """Seconds before a failure is reported: SGLang's server outlives its scheduler by less."""
-RENDERED_PROMPTS = 256
 SERVED = ("sglang", "vllm")
 """Engines that are a child of this process, which therefore needs no torch."""
 
@@ -94,27 +94,26 @@ class GeneratorWorker:
         *,
         gold: GoldConfig | None = None,
         request_timeout_s: float = 300.0,
+        environments: Environments | None = None,
     ) -> None:
         """gold: find the place of the reference answer in completions.
 
-        request_timeout_s: of the engine, after which it hangs.
+        request_timeout_s: of the engine, after which it hangs. environments: of its tasks, if any.
         """
-        self._health = EngineHealth.of(engine, request_timeout_s)
-        self._gold = gold
+        work = Work(engine, renderer, EngineHealth.of(engine, request_timeout_s), Activity())
+        self._health, self._activity = work.health, work.activity
+        self._completions = Completions(work, gold)
+        self._episodes = Episodes(work, environments or Environments({}))
         self._engine = engine
-        self._renderer = renderer
         self._queue = queue
         self._capacity = capacity
         self._session = time.time_ns()
-        self._rendered: dict[tuple[str, str, int], list[int]] = {}
-        """(prompt, task, length limit) -> ids, in order of last use."""
         self._owed: dict[int, set[int]] = {}
         """Lease -> indices of completions that the queue awaits."""
         self._unconfirmed = Unconfirmed()
         self._serving: dict[int, asyncio.Task[None]] = {}
         """Lease -> its task."""
         self._is_leaving = False
-        self._activity = Activity()
         self._weights: WeightClient | None = None
 
     async def run(self, weights: AsyncDealer, leave: LeaveRequest | None = None) -> None:
@@ -145,6 +144,7 @@ class GeneratorWorker:
                 is_held,
                 self._unfinished(),
                 activity=self._activity.report(time.monotonic()),
+                active=self._episodes.pop_active(),
                 is_leaving=self._is_leaving,
             )
         )
@@ -230,24 +230,21 @@ class GeneratorWorker:
     async def _serve(self, lease: Lease) -> None:
         """Generate the completions of a lease; report each failure with its reason."""
         waiting = self._owed.setdefault(lease.lease_id, set(lease.indices))
-        began_at = time.monotonic()
-        self._activity.change(began_at, len(waiting))
         try:
             if self._engine.version < 0:
                 # For a dead generator of this name, or sent before the queue knew of the fence.
                 raise EngineError("it has no weights of the trainer yet")
-            prompt_ids = self._render(lease)
-            answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
-            async with aclosing(answers):
-                async for completion in answers:
-                    waiting.discard(completion.index)
-                    self._health.note_progress()
-                    self._activity.change(time.monotonic(), -1, len(completion.token_ids))
-                    rollout = make_rollout(
-                        lease, prompt_ids, completion,
-                        renderer=self._renderer, gold=self._gold, began_at=began_at,
-                    )  # fmt: skip
-                    done = RolloutDone(rollout)
+            is_episode = lease.prompt.task in self._episodes.targets
+            source = self._episodes if is_episode else self._completions
+            rollouts = source.rollouts(lease)
+            async with aclosing(rollouts):
+                async for one in rollouts:
+                    waiting.discard(one.index)
+                    if isinstance(one, RolloutFailed):
+                        log.warning("prompt %s: %s", lease.prompt.id, one.reason)
+                        self._queue.send(one)
+                        continue
+                    done = RolloutDone(one)
                     self._unconfirmed.note_sent(done, time.monotonic())
                     self._queue.send(done)
         except EngineError as error:
@@ -256,22 +253,6 @@ class GeneratorWorker:
             self._fail(lease, waiting, str(error))
         except RenderError as error:
             self._fail(lease, waiting, str(error), drop_as=PROMPT_UNRENDERABLE)
-        finally:
-            self._activity.change(time.monotonic(), -len(waiting))
-
-    def _render(self, lease: Lease) -> list[int]:
-        """Token ids of the prompt, cached: a group has many leases, and tokenizing blocks."""
-        limit = lease.sampling.max_new_tokens
-        key = (lease.prompt.id, lease.prompt.task, limit)
-        if (ids := self._rendered.pop(key, None)) is None:
-            prompt = lease.prompt
-            ids = self._renderer.render(
-                prompt.messages, limit, task=prompt.task, is_program=prompt.is_program
-            )
-        self._rendered[key] = ids
-        if len(self._rendered) > RENDERED_PROMPTS:
-            del self._rendered[next(iter(self._rendered))]
-        return ids
 
     def _forget(self, lease_id: int, task: object) -> None:
         del self._serving[lease_id]
@@ -333,15 +314,17 @@ async def generate_for(
             if leave.asked.is_set():
                 return
             with connect(f"{host}:{ports.prompts}", endpoint=PROMPTS) as queue:
-                worker = GeneratorWorker(
-                    engine,
-                    renderer,
-                    queue,
-                    config.generator.max_running,
-                    gold=config.algorithm.used_gold,
-                    request_timeout_s=config.generator.request_timeout_s,
-                )
-                await worker.run(weights, leave)
+                async with open_environments(config, identity) as environments:
+                    worker = GeneratorWorker(
+                        engine,
+                        renderer,
+                        queue,
+                        capacity_of(config),
+                        gold=config.algorithm.used_gold,
+                        request_timeout_s=config.generator.request_timeout_s,
+                        environments=environments,
+                    )
+                    await worker.run(weights, leave)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

@@ -26,6 +26,7 @@ LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC = (
 MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
 PLAN, OBSERVE = "megatron_rl/plan", "megatron_rl/observe"
 REHEARSAL = "megatron_rl/rehearsal"
+ENVIRONMENTS = "verification/environments"
 COMMAND_LINE, LAUNCHER = "megatron_rl/cli/command_line", "megatron_rl/launcher"
 ALLOWED: dict[str, set[str]] = {
     CONFIG: set(),
@@ -47,7 +48,8 @@ ALLOWED: dict[str, set[str]] = {
         CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, WEIGHT_SYNC,
         MODEL,
     },
-    "generation": {CONFIG, PROTOCOL, CPU_SGLANG, LAYOUT, EXCHANGE},
+    ENVIRONMENTS: {CONFIG, PROTOCOL},
+    "generation": {CONFIG, PROTOCOL, CPU_SGLANG, LAYOUT, EXCHANGE, ENVIRONMENTS},
     "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
     PLAN: {CONFIG, LAYOUT},
     REHEARSAL: {CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, MODEL, TRAINER, PLAN},

@@ -8,6 +8,8 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
 VOCAB = 200
 GROUPS, MEMBERS = 3, 3
+GIVEN = {3: [(5, 9), (12, 14)], 5: [(4, 6)]}
+"""Sequence -> its given ranges: these two are conversations."""
 
 
 def make_sequences(
@@ -18,18 +20,22 @@ def make_sequences(
     """
     rng = np.random.default_rng(seed)
     lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
-    total = sum(completion for _, completion in lengths)
+    targets = [
+        completion - sum(end - start for start, end in GIVEN.get(number, []))
+        for number, (_, completion) in enumerate(lengths)
+    ]
     sequences = [
         TrainSequence(
             token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
             prompt_length=prompt,
-            generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
-            token_versions=np.zeros(completion, np.int32),
+            generator_logprobs=rng.normal(-5, 0.3, targets[number]).astype(np.float32),
+            token_versions=np.zeros(targets[number], np.int32),
             advantage=float(rng.normal()),
-            weight=1 / total,
+            weight=1 / sum(targets),
             reward=float(number % 2),
             group=number // MEMBERS,
             member=number % MEMBERS,
+            given=GIVEN.get(number, []),
             gold_tokens=min(3, completion - 1) if has_gold and number < 2 * MEMBERS else 0,
         )
         for number, (prompt, completion) in enumerate(lengths)

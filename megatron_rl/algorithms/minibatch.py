@@ -44,7 +44,14 @@ class AdvantageFunctions:
 
     def advantages(self, groups: Sequence[GroupView]) -> list[np.ndarray]:
         """[n] float64 per group."""
-        advantages = [self.estimator(group, self.cfg.advantage_estimator) for group in groups]
+        return self.normalize([self.estimate(group) for group in groups])
+
+    def estimate(self, group: GroupView) -> np.ndarray:
+        """[n] float64 of a group, not normalized."""
+        return self.estimator(group, self.cfg.advantage_estimator)
+
+    def normalize(self, advantages: list[np.ndarray]) -> list[np.ndarray]:
+        """The estimates of a minibatch, [n] float64 per group, normalized."""
         return self.normalization(advantages, self.cfg.normalization)
 
     def weights(self, groups: Sequence[GroupView]) -> list[np.ndarray]:

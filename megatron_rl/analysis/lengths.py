@@ -95,7 +95,7 @@ def read_lengths(run_dir: Path) -> Lengths:
             else:
                 prompt = prompts.setdefault(record.prompt_id, len(prompts))
                 reward = record.reward - record.parts.get(LENGTH_PART, 0.0)
-                rows.append((file.step, prompt, record.tokens, reward))
+                rows.append((file.step, prompt, record.sampled_tokens, reward))
     if torn:
         left_out["line cut short"] = torn.total()
     if not rows:

@@ -356,6 +356,12 @@ REFUSALS = (
         "model.megatron_path={model.megatron_path}: make a folder of it with `megatron-rl convert` "
         "and give that as algorithm.reference.policy",
     ),
+    Refusal(
+        lambda c: bool(c.reward.environments) and (c.train.router_replay or _has_gold(c)),
+        "reward.tasks.*.environment excludes train.router_replay={train.router_replay} and "
+        "algorithm.gold.groups={algorithm.gold.groups!r}: conversations record neither choices of "
+        "experts nor a place for the reference answer; set both to their defaults",
+    ),
     # Replay.
     Refusal(
         lambda c: _replays(c) and _has_gold(c),

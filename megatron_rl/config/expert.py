@@ -38,6 +38,7 @@ _WAITS = (
 )
 """Deadlines; their defaults are multiplied by `run.patience`."""
 _OTHERS = (
+    "environments.*",
     "algorithm.advantage_estimator.temperature",
     "algorithm.gold.closing",
     "algorithm.gold.opening",
@@ -98,6 +99,7 @@ _OTHERS = (
     "reward.language_confidence",
     "reward.test_memory_bytes",
     "reward.unevaluated",
+    "scorer.dtype",
     "scorer.max_restarts",
     "scorer.max_running",
     "scorer.nice",

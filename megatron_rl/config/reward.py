@@ -35,12 +35,17 @@ class TaskConfig(Section):
     render.thinking first; box: an answer in \\boxed{}; code: a fenced block with a language tag;
     none: any text. auto: code where programs are compared, else box, and think_* for models that
     think (render.thinking)."""
-    compare: str
+    compare: str = ""
     """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
     as `f(answer: str, request: ScoreRequest) -> bool`. Tasks with the first four names have it."""
+    environment: str = Field(default="", pattern=r"^([\w.]+:\w+)?$")
+    """package.module:name of an environment, which holds a conversation with the policy and decides
+    the reward alone: docs/agents.md. It takes the place of format_check and compare."""
 
     def decided(self, *, thinks: bool) -> Self:
         """The task with its format check decided, for a model that thinks or does not."""
+        if self.environment:
+            return self.model_copy(update={"format_check": "none"})
         if self.format_check != "auto":
             return self
         form = "code" if self.compare == CODE else "box"
@@ -141,9 +146,12 @@ class RewardConfig(Section):
     def steps_of(self, task: str) -> tuple[Step, ...]:
         """Steps that may follow the format check of a completion of a task, in order.
 
-        Only this function decides the worker pools. The queue keeps room in the pools of all steps;
-        the verifier skips the first step if comparing texts decides.
+        Only this function decides the worker pools; a task with an environment has none. The queue
+        keeps room in the pools of all steps; the verifier skips the first step if comparing texts
+        decides.
         """
+        if self.all_tasks[task].environment:
+            return ()
         compare = self.all_tasks[task].compare
         pool = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
         steps = [Step("judge", pool)]
@@ -156,6 +164,11 @@ class RewardConfig(Section):
     def class_step(self, task: str) -> Step:
         """The step that compares two answers of a task if their texts differ."""
         return Step("pair", CUSTOM if ":" in self.all_tasks[task].compare else ANSWERS)
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """The environment of each task that has one."""
+        return {name: task.environment for name, task in self.tasks.items() if task.environment}
 
     @property
     def demands_thoughts(self) -> bool:
@@ -187,6 +200,21 @@ class RewardConfig(Section):
             if name in _DEFAULT_TASKS and isinstance(task, dict)
         }
         return {**given, "tasks": {**tasks, **known}}
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        for name, task in self.tasks.items():
+            if task.compare and task.environment:
+                raise ValueError(
+                    f"reward.tasks.{name}: compare={task.compare!r} and environment="
+                    f"{task.environment!r}: a task has only one of the two"
+                )
+            if task.environment and task.format_check not in ("auto", "none"):
+                raise ValueError(
+                    f"reward.tasks.{name}: format_check={task.format_check!r} with an environment, "
+                    "which judges replies itself: leave format_check out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
@@ -246,6 +274,31 @@ _CODE_POOL: dict[str, Any] = {
     "timeout_s": 200.0, "max_elapsed_s": 400.0, "memory_bytes": 4 << 30, "max_pending": 256,
 }  # fmt: skip
 _CUSTOM_POOL: dict[str, Any] = {"timeout_s": 10.0}
+
+
+class EnvironmentsConfig(Section):
+    """Processes of environments, which each generator starts."""
+
+    python: str = ""
+    """Interpreter of environments, from Python 3.9. It needs none of our packages. "": that of the
+    run."""
+    start_timeout_s: PositiveFloat = 60.0
+    """Seconds for the interpreter to start and to import the environment's module."""
+    turn_timeout_s: PositiveFloat = 60.0
+    """Seconds that an environment may take between two of its requests. Beyond it the environment
+    hangs: the conversation is held again elsewhere."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Seconds that an environment may take in one conversation. The time of the policy's replies
+    does not count."""
+    memory_bytes: PositiveInt = 4 << 30
+    """Address space of each process of a conversation, in bytes."""
+    max_episodes: PositiveInt = 64
+    """Number of conversations that a generator holds at once. A conversation that waits for its
+    environment takes no slot of the engine, so more than expert.generator.max_running can help."""
+    max_message_bytes: PositiveInt = 8 << 20
+    """Maximum length of a message between an environment and its generator, in bytes."""
+    variables: list[str] = []
+    """Names of environment variables that environments see, besides a few such as PATH."""
 
 
 class VerifierConfig(Section):

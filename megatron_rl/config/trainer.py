@@ -253,7 +253,8 @@ class SftConfig(Section):
     """Supervised cold start, and its SFT baseline."""
 
     dataset: Path | None = None
-    """JSONL file of {"messages", "response"}. Without it there is no cold start."""
+    """JSONL file of {"messages", "response"}; a line without response teaches all messages of the
+    assistant. Without it there is no cold start."""
     remark: str = ""
     """Remark about the SFT examples that is shown with the accuracies."""
     steps: int = Field(default=0, ge=0)

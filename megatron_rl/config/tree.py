@@ -21,7 +21,7 @@ from megatron_rl.config.generator import (
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import CurriculumConfig, PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
-from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.reward import EnvironmentsConfig, RewardConfig, VerifierConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
@@ -233,6 +233,7 @@ class Config(Section):
     scorer: ScorerConfig = ScorerConfig()
     reward: RewardConfig = RewardConfig()
     verifier: VerifierConfig = VerifierConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -139,6 +139,7 @@ def _sift(
             else "early" if is_early
             else "not_correct" if record.reason != "correct"
             else "cut_at_limit" if record.finish_reason == "length"
+            else "conversation" if record.sampled_tokens < record.tokens
             else "short" if record.tokens < options.min_tokens
             else ""
         )  # fmt: skip

@@ -16,6 +16,8 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Conversation, open_renderer
 from megatron_rl.protocol.render_probe import TaughtAnswer, probe_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
+from megatron_rl.protocol.tool_calls import ToolCallParser
+from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.whole_file import write_whole
 
@@ -97,7 +99,10 @@ def render_in_child(
         places = [place for place, mine in enumerate(limits) if mine == limit]
         found = renderer.find_refusals([conversations[place] for place in places], limit)
         refusals.update({places[index]: reason for index, reason in found.items()})
-    return refusals, probe_renderer(renderer, conversations, taught)
+    notes = probe_renderer(renderer, conversations, taught)
+    if config.reward.environments:
+        notes += [*Turns(renderer).notes, ToolCallParser(renderer).note]
+    return refusals, [note for note in notes if note]
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:

@@ -6,7 +6,7 @@ Used by the rollout queue, and by tools that need the same split.
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -166,10 +166,12 @@ def read_prompts(
         for source in sources
     ]
     loaded = _with_unique_ids([reading.prompts for reading in readings])
+    environments = reward.environments if reward else {}
+    loaded = [[_marked(prompt, environments) for prompt in prompts] for prompts in loaded]
     evaluated = {}
     for one in eval_sets:
         reading = _read_eval_set(one, seed, reward)
-        evaluated[one.name] = reading.prompts
+        evaluated[one.name] = [_marked(prompt, environments) for prompt in reading.prompts]
         readings.append(reading)
     return PromptMaterial(
         sources,
@@ -178,6 +180,12 @@ def read_prompts(
         notes=tuple(note for reading in readings for note in reading.notes),
         files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
     )
+
+
+def _marked(prompt: Prompt, environments: Container[str]) -> Prompt:
+    """The prompt; one whose task has an environment knows it."""
+    is_episode = prompt.task in environments
+    return msgspec.structs.replace(prompt, is_episode=True) if is_episode else prompt
 
 
 def _without_ungradable(

@@ -62,6 +62,10 @@ def of_records(records: Iterable[RolloutRecord]) -> list[ProblemSamples]:
     return [_of_prompt(sorted(found, key=lambda r: r.index)) for found in by_prompt.values()]
 
 
+def _is_well_formed(record: RolloutRecord) -> bool:
+    return record.is_outcome or record.parts.get("format", 0.0) > 0.0
+
+
 def _of_prompt(records: list[RolloutRecord]) -> ProblemSamples:
     first = records[0]
     classes = [record.answer_class for record in records]
@@ -73,9 +77,9 @@ def _of_prompt(records: list[RolloutRecord]) -> ProblemSamples:
         task=first.task,
         language=first.language,
         is_correct=np.array([record.reason == CORRECT for record in records]),
-        is_well_formed=np.array([record.parts.get("format", 0.0) > 0.0 for record in records]),
+        is_well_formed=np.array([_is_well_formed(record) for record in records]),
         is_cut=np.array([record.finish_reason == _CUT for record in records]),
-        tokens=np.array([record.tokens for record in records], np.int64),
+        tokens=np.array([record.sampled_tokens for record in records], np.int64),
         rewards=np.array([record.reward for record in records], np.float64),
         classes=np.array(classes, np.int64) if is_known else None,
     )

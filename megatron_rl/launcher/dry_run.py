@@ -81,8 +81,11 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
         say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)
-    reports = grade_made_up(choose_prompts(sets.all), config)
-    _print(reports, console)
+    environments = config.reward.environments
+    graded = [prompt for prompt in choose_prompts(sets.all) if prompt.task not in environments]
+    reports = grade_made_up(graded, config)
+    if reports:
+        _print(reports, console)
     say(console, *run_lines(config, machines), NOTHING)
     return int(any(report.problems for report in reports))
 

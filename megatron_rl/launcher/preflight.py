@@ -7,6 +7,7 @@ checks the configuration alone. Each check raises InputError.
 import importlib.metadata
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,8 @@ from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.sft_dataset import keep_sft_dataset
 from megatron_rl.weights.exchange.folder import check_folder
 from verification import settings
+from verification.environments.fork_client import check_target
+from verification.environments.settings import environment_settings
 
 _MEMORY_SAVER = "torch-memory-saver"
 _TAUGHT_EXAMPLES = 16
@@ -257,10 +260,21 @@ def check_replay(config: Config) -> None:
     check_sources(config)
 
 
+def check_environments(config: Config) -> None:
+    """Raise InputError for an environment that cannot be loaded; each starts once."""
+    for target in sorted(set(config.reward.environments.values())):
+        # It stays where the environment cannot be loaded, for the user to read.
+        folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
+        log_path = folder / "environment.log"
+        check_target(target, environment_settings(config.environments, log_path))
+        shutil.rmtree(folder)
+
+
 def check_prompts(config: Config) -> PromptReport:
     """All sources load, and there are enough train and held-out prompts."""
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
+    check_environments(config)
     material = material_of_run(config)
     sets = material.divide()
     settings.check_prompts(sets.all, config.reward)

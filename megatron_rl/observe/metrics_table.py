@@ -36,6 +36,12 @@ ROLLOUTS = (
           "raise sampling.max_new_tokens and generator.context_tokens"),
     Entry("reward/*", "mean of a part of the reward: correct, format, length, language, your own"),
     Entry("reason/*", "rollouts of the step by the reason of their score", kind="count"),
+    Entry("environment/turns", "mean replies of a conversation with an environment"),
+    Entry("environment/given_tokens", "mean tokens of a conversation that its environment or the "
+          "chat template gave, without loss"),
+    Entry("environment/wait_s", "mean seconds in which a conversation waited for its environment",
+          "a small share of the time of its replies",
+          "raise expert.environments.max_episodes, or make the environment faster"),
 )  # fmt: skip
 
 QUEUE = (

@@ -19,7 +19,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import ThinkTags
 
-Turn = dict[str, str]
+Turn = dict[str, Any]
+"""A message as templates take it: role, content, and what else they read, such as tool_calls."""
+Tool = dict[str, Any]
+"""As templates take it: {"type": "function", "function": {name, description, parameters}}."""
 _FAILURES = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError,
 )  # fmt: skip
@@ -76,14 +79,20 @@ class ChatTemplate:
                 "render.chat_template"
             ) from error
 
-    def render(self, turns: Sequence[Turn], *, opens_answer: bool = True) -> str:
+    def render(
+        self, turns: Sequence[Turn], *, opens_answer: bool = True, tools: Sequence[Tool] = ()
+    ) -> str:
         """The conversation as text. Raises RenderError if the template fails.
 
         opens_answer: end with what the template writes before an answer.
         """
         try:
             text = self._tokenizer.apply_chat_template(
-                list(turns), tokenize=False, add_generation_prompt=opens_answer, **self._given
+                list(turns),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **self._given,
             )
         except _FAILURES as error:
             raise RenderError(

@@ -1,5 +1,7 @@
 """Messages of the prompts endpoint, except leases and rollouts. Imported by every process."""
 
+from typing import Literal
+
 import msgspec
 
 from megatron_rl.protocol.limits import Count, Id, Seconds, Version
@@ -38,6 +40,8 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     """Ids of its unfinished leases; None: not reported."""
     activity: EngineActivity | None = None
     """Sums since the session began, so that a lost heartbeat loses nothing; None: not reported."""
+    active: list[Id] = []
+    """Leases whose conversations ended a turn since the last report: they are not stuck."""
     is_leaving: bool = False
     """It takes no further lease, and gives back those that it does not name. The queue answers one
     that names none with Stop, and forgets it."""
@@ -50,13 +54,15 @@ class Hold(msgspec.Struct, frozen=True, tag="Hold"):
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
-    """The engine could not generate this completion; the queue leases it again."""
+    """The engine, or the environment, failed this completion; the queue leases it again."""
 
     lease_id: Id
     index: Count
     reason: str
     drop_as: str = ""
     """Reason to drop the group at once, if another try must fail too: one of `drop_reasons.py`."""
+    fault: Literal["engine", "environment", "none"] = "engine"
+    """What failed; none: a completion that the queue itself cannot use."""
 
 
 class RolloutsTaken(msgspec.Struct, frozen=True, tag="RolloutsTaken"):

@@ -57,6 +57,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Held out only by a hash: it is trained on if no evaluation uses it."""
     other_answers: list[str] = []
     """Further accepted answers: a completion is right if it equals any."""
+    is_episode: bool = False
+    """An environment holds its conversation: prompts that begin alike are different games."""
 
     @property
     def answers(self) -> list[str]:
@@ -79,5 +81,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def normalized_question(self) -> str:
-        """Equal for prompts that differ only in case and spacing."""
+        """Equal for prompts that differ only in case and spacing; of an environment its id."""
+        if self.is_episode:
+            return self.id
         return normalized(" ".join(m.content for m in self.messages))

@@ -118,7 +118,7 @@ class Renderer:
         text = self._text(Conversation(task, messages, is_program))
         # Templates write special tokens such as <s> themselves.
         ids = self.encode(text)
-        refusal = self._refusal(len(ids), max_new_tokens)
+        refusal = self.find_refusal(len(ids), max_new_tokens)
         if refusal:
             raise RenderError(refusal)
         return ids
@@ -134,7 +134,7 @@ class Renderer:
         if self.tags is not None:
             response = continued(response, self.tags, self.tail(prompt))
         ids = self.render_response(response)
-        if refusal := self._refusal(len(prompt), len(ids)):
+        if refusal := self.find_refusal(len(prompt), len(ids)):
             raise RenderError(refusal)
         return RenderedExample(prompt, ids, response)
 
@@ -168,7 +168,7 @@ class Renderer:
             batch = unsure[start : start + _BATCH_PROMPTS]
             ids = self.tokenizer([text for _, text in batch], add_special_tokens=False)
             for (index, _), prompt_ids in zip(batch, ids["input_ids"], strict=True):
-                refusal = self._refusal(len(prompt_ids), max_new_tokens)
+                refusal = self.find_refusal(len(prompt_ids), max_new_tokens)
                 if refusal:
                     refusals[index] = refusal
         return refusals
@@ -180,11 +180,17 @@ class Renderer:
     def turns(self, conversation: Conversation) -> list[Turn]:
         """The messages, with the run's system prompt and example before them."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        key = _opening_key(conversation)
+        return self._opened(turns, _opening_key(conversation))
+
+    def opened(self, turns: Sequence[Turn], task: str) -> list[Turn]:
+        """The first messages of an environment, with the run's system prompt before them."""
+        return self._opened(list(turns), (task, False, False))
+
+    def _opened(self, turns: list[Turn], key: tuple[str, bool, bool]) -> list[Turn]:
         if key not in self.openings:
             known = sorted({task for task, _, _ in self.openings})
             raise InputError(
-                f"unknown task {conversation.task!r}: known are {known}, "
+                f"unknown task {key[0]!r}: known are {known}, "
                 "others are defined in [reward.tasks.NAME]"
             )
         # Many templates accept a system message only as the first message.
@@ -192,7 +198,7 @@ class Renderer:
             turns = [*self.openings[key], *turns]
         return turns
 
-    def _refusal(self, tokens: int, max_new_tokens: int) -> str:
+    def find_refusal(self, tokens: int, max_new_tokens: int) -> str:
         """Why a prompt of `tokens` tokens cannot be completed; empty when it can."""
         room = self.context_tokens - max_new_tokens
         if 0 < tokens <= room:

@@ -28,6 +28,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import end_of_lines
+from megatron_rl.protocol.rollout import TurnReturn, find_bad_spans, given_ranges
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,19 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The stage whose rules sampled and judged it; 0: the configuration itself."""
     other_answers: list[str] = []
     """Further accepted answers."""
+    row_starts: list[int] = []
+    """As in Rollout."""
+    environment_s: float = 0.0
+    """As in Rollout."""
+    is_outcome: bool = False
+    """As in Score."""
+    turn_returns: list[TurnReturn] = []
+    """As in Rollout."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of completion tokens that the policy sampled."""
+        return self.tokens - sum(end - start for start, end in given_ranges(self.spans))
 
 
 class RolloutFile(NamedTuple):
@@ -339,9 +353,8 @@ def _find_fault(
     record: RolloutRecord, prompt_ids: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> str:
     """Why arrays contradict the line or belong to another one; empty if they fit."""
-    edges = [0, *(span.end for span in record.spans)]
-    if [span.start for span in record.spans] != edges[:-1] or edges[-1] != record.tokens:
-        return f"version spans {record.spans} do not cover its {record.tokens} tokens"
+    if fault := find_bad_spans(record.spans, record.tokens):
+        return fault
     if not len(prompt_ids) or not len(token_ids):
         return f"{len(prompt_ids)} prompt tokens and {len(token_ids)} completion tokens"
     # Logprobs misread as token ids are negative, because their sign bit is set.

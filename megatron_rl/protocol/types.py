@@ -4,6 +4,7 @@ Imported by every process. One frozen struct per stage: Prompt -> Rollout -> Sco
 TrainSequence -> RankBatch. Arrays travel as raw buffers (see `frames.py`).
 """
 
+import itertools
 from typing import Annotated
 
 import msgspec
@@ -22,7 +23,6 @@ from megatron_rl.protocol.limits import (
     Finite,
     Id,
     Name,
-    Share,
     SignedId,
     Size,
     Version,
@@ -34,6 +34,14 @@ from megatron_rl.protocol.node_messages import NodeState, RunPhase
 from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
 from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.rollout import ROUNDING_NATS as ROUNDING_NATS
+from megatron_rl.protocol.rollout import GoldAnswer as GoldAnswer
+from megatron_rl.protocol.rollout import Rollout as Rollout
+from megatron_rl.protocol.rollout import Sampling as Sampling
+from megatron_rl.protocol.rollout import Score as Score
+from megatron_rl.protocol.rollout import ScoredRollout as ScoredRollout
+from megatron_rl.protocol.rollout import VersionSpan as VersionSpan
+from megatron_rl.protocol.rollout import no_choices
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
 from megatron_rl.protocol.weight_messages import (
     Ack,
@@ -52,122 +60,6 @@ from megatron_rl.protocol.weight_messages import (
 )
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """How to sample completions."""
-
-    max_new_tokens: Count
-    temperature: Finite
-    """0 means greedy."""
-    top_p: Share = 1.0
-    top_k: Count = 0
-    """0: all tokens."""
-    min_p: Share = 0.0
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion; all its tokens are kept."""
-    seed: int = 0
-    """Seed of the group's grading, such as the draw of a program's test cases."""
-    draw_seeds: tuple[Id, ...] = ()
-    """In a lease under expert.generator.deterministic: seed of each index, to draw its tokens."""
-
-
-class VersionSpan(msgspec.Struct, frozen=True):
-    """Completion tokens [start, end) were sampled from policy `version`."""
-
-    version: Version
-    start: Count
-    end: Count
-
-
-def _no_choices() -> np.ndarray:
-    return np.zeros(0, np.uint8)
-
-
-ROUNDING_NATS = 1e-3
-"""The logprob of a certain token may exceed 0 by this much, because engines round."""
-
-
-class GoldAnswer(msgspec.Struct, frozen=True):
-    """The reference answer that may replace the answer of a completion."""
-
-    thought_tokens: Count
-    """Completion tokens before the answer."""
-    token_ids: np.ndarray
-    """[answer tokens] int32; empty if the completion has no place for it."""
-    fault: str = ""
-    """Reason to count, if the completion has no place for it."""
-
-
-class Rollout(msgspec.Struct, frozen=True, weakref=True):
-    """One finished completion of a leased group."""
-
-    lease_id: Id
-    index: Count
-    """Position inside the group, 0 .. group size - 1."""
-    prompt_ids: np.ndarray
-    """[prompt tokens] int32."""
-    token_ids: np.ndarray
-    """[completion tokens] int32; the end-of-sequence token is included when it was sampled."""
-    logprobs: np.ndarray
-    """[completion tokens] float32 of each sampled token, under the version that sampled it."""
-    spans: list[VersionSpan]
-    finish_reason: str
-    """"stop" (end of sequence) or "length"."""
-    text: str
-    """Completion decoded without the end-of-sequence token."""
-    expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
-    """[all tokens - 1, layers, experts of a token] uint8 or wider; empty without router_replay."""
-    prompt_tail: str = ""
-    """The end of the rendered prompt, where some chat templates open the thoughts for the model."""
-    first_token_s: Finite = -1.0
-    """Seconds between lease and first token, by the generator's clock; -1: unknown."""
-    gold: GoldAnswer | None = None
-    """Only with algorithm.gold."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Lowest policy version among the tokens."""
-        return min(span.version for span in self.spans)
-
-    @property
-    def newest_version(self) -> int:
-        """Highest policy version among the tokens."""
-        return max(span.version for span in self.spans)
-
-
-_MOST_PARTS = 100
-
-
-class Score(msgspec.Struct, frozen=True):
-    """The verdict on one completion."""
-
-    reward: Finite
-    parts: Annotated[dict[Name, Finite], msgspec.Meta(max_length=_MOST_PARTS)]
-    """Parts that sum to the reward: "format", "correct", "length", "language", extra rewards."""
-    reason: Name
-    """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
-    tests: tuple[Count, Count] = (0, 0)
-    """(passed, all) tests of a program, if reward.code_credit counts them."""
-    detail: str = ""
-    """The first test that a program failed, and its output."""
-
-    @property
-    def is_correct(self) -> bool:
-        """Whether the answer passed."""
-        return self.reason == "correct"
-
-    @property
-    def is_well_formed(self) -> bool:
-        """Whether the format check passed."""
-        return self.parts.get("format", 0.0) > 0.0
-
-
-class ScoredRollout(msgspec.Struct, frozen=True):
-    """A rollout with its score."""
-
-    rollout: Rollout
-    score: Score
-
-
 class TrainSequence(msgspec.Struct, frozen=True):
     """One rollout or SFT example for the trainer."""
 
@@ -175,13 +67,13 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """[prompt + completion tokens] int32."""
     prompt_length: Count
     generator_logprobs: np.ndarray
-    """[completion tokens] float32; zeros for SFT examples."""
+    """[target tokens] float32; zeros for SFT examples."""
     token_versions: np.ndarray
-    """[completion tokens] int32: policy version that sampled each token."""
+    """[target tokens] int32: policy version that sampled each token."""
     advantage: float
     """May be NaN or infinite, as a user's estimator makes it: the trainer skips that update."""
     weight: float
-    """Loss weight of every completion token."""
+    """Loss weight of every target token."""
     reward: float = 0.0
     group: int = 0
     """Number of its group in the minibatch; -1: padding."""
@@ -191,17 +83,51 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """Number of tokens at the end that are a reference answer, which no policy sampled."""
     rollout: tuple[int, int] = (-1, 0)
     """Recorded group and index of its rollout; (-1, 0): this run did not sample it."""
-    expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
+    expert_choices: np.ndarray = msgspec.field(default_factory=no_choices)
     """As in Rollout."""
+    given: list[tuple[Count, Count]] = []
+    """[start, end) of the completion tokens that are no targets, in order, counted from the prompt:
+    tool results and the chat template's text between the turns of a conversation."""
+    turn_advantages: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """[target tokens] float32, in place of `advantage` where replies are rewarded; else empty."""
+    row_starts: list[Count] = []
+    """Indices in token_ids at which further rows begin: branches of the conversation, whose tokens
+    see only their own row. Advantage and weight belong to all rows together."""
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """[start, end) of each row in token_ids."""
+        edges = [0, *self.row_starts, len(self.token_ids)]
+        return list(itertools.pairwise(edges))
+
+    @property
+    def targets(self) -> np.ndarray:
+        """[target tokens] int64: places in token_ids of the tokens that are learnt."""
+        is_target = np.ones(len(self.token_ids), np.bool_)
+        is_target[: self.prompt_length] = False
+        for start, end in self.given:
+            is_target[self.prompt_length + start : self.prompt_length + end] = False
+        return np.flatnonzero(is_target)
 
     def find_fault(self) -> str:
         """Why it cannot be trained on; "" if it can."""
         completion = len(self.token_ids) - self.prompt_length
+        edges = [0, *(edge for pair in self.given for edge in pair), completion]
+        if self.given and not all(a < b for a, b in zip(edges, edges[1:], strict=False)):
+            return f"given ranges {self.given!r:.300} of {completion} completion tokens"
+        starts = [self.prompt_length, *self.row_starts, len(self.token_ids)]
+        if self.row_starts and (
+            starts != sorted(set(starts)) or np.isin(self.row_starts, self.targets).any()
+        ):
+            return f"row starts {self.row_starts!r:.300} that are not given tokens in order"
+        targets = completion - sum(end - start for start, end in self.given)
         lengths = len(self.generator_logprobs), len(self.token_versions)
-        if lengths != (completion, completion):
-            return f"{lengths} logprobs and versions of {completion} completion tokens"
-        if self.gold_tokens > completion:
-            return f"{self.gold_tokens} gold tokens of {completion}"
+        if lengths != (targets, targets):
+            return f"{lengths} logprobs and versions of {targets} target tokens"
+        if len(self.turn_advantages) not in (0, targets):
+            return f"{len(self.turn_advantages)} advantages of {targets} target tokens"
+        if self.gold_tokens > targets:
+            return f"{self.gold_tokens} gold tokens of {targets}"
         if self.token_versions.dtype != np.int32:
             return f"token versions are {self.token_versions.dtype}, expected int32"
         return find_bad_ids("token ids", self.token_ids) or find_bad_floats(

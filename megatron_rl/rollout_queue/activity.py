@@ -56,7 +56,7 @@ class Activity:
     def add_rollout(self, rollout: Rollout) -> None:
         """A generator returned a completion."""
         self._counts["rollouts_generated"] += 1
-        self._counts["tokens"] += len(rollout.token_ids)
+        self._counts["tokens"] += rollout.sampled_tokens
 
     def add_score(self, group: Group, scored: ScoredRollout) -> None:
         """A completion of the group was scored and added to the group."""

@@ -15,7 +15,12 @@ RIGHT = 0
 
 
 def find_without_asking(group: Group) -> bool:
-    """Whether a scored group has the classes that it needs; sets them if all answers are right."""
+    """Whether a scored group has the classes that it needs; sets them if all answers are right.
+
+    Conversations with an environment have no answers to compare.
+    """
+    if any(scored.rollout.score is not None for scored in group.ordered):
+        group.needs_classes = False
     if not group.is_complete and not _to_compare(group):
         group.classes = dict.fromkeys(group.scored, RIGHT)
     return group.is_complete

@@ -21,6 +21,7 @@ from megatron_rl.protocol.metrics import (
     Reduce,
 )
 from megatron_rl.protocol.packing import Microbatch, deal
+from megatron_rl.protocol.rollout import given_ranges
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
     GoldAnswer,
@@ -151,10 +152,12 @@ def minibatch_sequences(
     sequences = [[sequence_of(group, scored) for scored in group.ordered] for group in groups]
     views = [_view(group, mine) for group, mine in zip(groups, sequences, strict=True)]
     advantages, weights = advantage_functions.advantages(views), advantage_functions.weights(views)
+    by_turn = turn_advantages(groups, views, advantage_functions)
     return [
         msgspec.structs.replace(
             sequence,
             advantage=float(advantages[number][member]),
+            turn_advantages=by_turn.get((number, member), sequence.turn_advantages),
             weight=float(weights[number][member]),
             group=number,
             member=member,
@@ -162,6 +165,52 @@ def minibatch_sequences(
         for number, mine in enumerate(sequences)
         for member, sequence in enumerate(mine)
     ]
+
+
+def turn_advantages(
+    groups: Sequence[Group], views: Sequence[GroupView], advantage_functions: AdvantageFunctions
+) -> dict[tuple[int, int], np.ndarray]:
+    """By (group, member): [target tokens] float32 advantages of groups whose replies are rewarded.
+
+    A reply's reward is its return. The estimator compares it with the replies of the same number of
+    the members that got so far. Normalization is over all replies of the minibatch, whatever their
+    number: who reaches a turn depends on the policy.
+    """
+    places, estimates = [], []
+    for number, (group, view) in enumerate(zip(groups, views, strict=True)):
+        turns = [scored.rollout.turn_returns for scored in group.ordered]
+        if not all(turns):
+            continue
+        for turn in sorted({one.number for mine in turns for one in mine}):
+            found = [(m, one) for m, mine in enumerate(turns) for one in mine if one.number == turn]
+            members = [m for m, _ in found]
+            reached = dataclasses.replace(
+                view,
+                rewards=np.array([one.value for _, one in found]),
+                is_correct=view.is_correct[members],
+                is_well_formed=view.is_well_formed[members],
+                lengths=np.array([one.tokens for _, one in found], np.int64),
+            )
+            places.append([(number, member, turn) for member in members])
+            # Nothing to compare with: the reply is neither better nor worse.
+            is_alone = len(members) == 1
+            estimates.append(np.zeros(1) if is_alone else advantage_functions.estimate(reached))
+    if not places:
+        return {}
+    of_turn = {
+        place: float(value)
+        for some, values in zip(places, advantage_functions.normalize(estimates), strict=True)
+        for place, value in zip(some, values, strict=True)
+    }
+    return {
+        (number, member): np.concatenate(
+            [
+                np.full(one.tokens, of_turn[number, member, one.number], np.float32)
+                for one in groups[number].ordered[member].rollout.turn_returns
+            ]
+        )
+        for number, member in {(number, member) for number, member, _ in of_turn}
+    }
 
 
 def _view(group: Group, sequences: Sequence[TrainSequence]) -> GroupView:
@@ -240,11 +289,16 @@ def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequen
     rollout = scored.rollout
     lengths = [span.end - span.start for span in rollout.spans]
     versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
+    logprobs, given = rollout.logprobs, given_ranges(rollout.spans)
+    if given:
+        logprobs = np.concatenate([logprobs[span.start : span.end] for span in rollout.spans])
     return TrainSequence(
         token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
         prompt_length=len(rollout.prompt_ids),
-        generator_logprobs=rollout.logprobs,
+        generator_logprobs=logprobs,
         token_versions=versions,
+        given=given,
+        row_starts=rollout.row_starts,
         advantage=0.0,
         weight=0.0,
         reward=scored.score.reward,

@@ -35,6 +35,7 @@ from megatron_rl.rollout_queue.diagnosis import Finding
 from megatron_rl.rollout_queue.drop_reasons import (
     CLASSES_NOT_GRADED,
     CLASSES_UNGRADABLE,
+    ENVIRONMENT_FAILED,
     GroupFailure,
     ScoreFailure,
     TooManyFailures,
@@ -104,7 +105,11 @@ class CircuitBreaker:
         self._config = config
         self._prompts = prompts
         self._kinds = {task: _kinds_of(task, reward) for task in reward.all_tasks}
-        self._pools = {task: reward.steps_of(task)[0].pool for task in reward.all_tasks}
+        self._pools = {
+            task: steps[0].pool if (steps := reward.steps_of(task)) else ""
+            for task in reward.all_tasks
+        }
+        self._environments = reward.environments
         self._windows: dict[str, _Window] = {}
         self._last: dict[str, tuple[ScoreFailure, Path]] = {}
         """By task: the last failure, and the file that records it."""
@@ -174,6 +179,12 @@ class CircuitBreaker:
             f"got no grade ({counts.ungradable} ungradable, {counts.not_graded} not_graded): they "
             f"are dropped, never wrong. The last one: {_shown(failure)}."
         )
+        if environment := self._environments.get(task):
+            return Finding(
+                ENVIRONMENT_FAILED,
+                f"{head} Cause: the environment {environment!r} fails. Fix: read the generators' "
+                "logs and logs/environments-*.log",
+            )
         if counts.not_graded >= counts.ungradable:
             return Finding(
                 NOT_GRADED,
@@ -198,6 +209,8 @@ class CircuitBreaker:
 
 
 def _kinds_of(task: str, reward: RewardConfig) -> tuple[str, str]:
+    if environment := reward.environments.get(task):
+        return _task_kind(task), f"environment {environment!r}"
     pools = sorted({step.pool for step in reward.steps_of(task)})
     return _task_kind(task), f"worker pool {' and '.join(map(repr, pools))}"
 

@@ -21,6 +21,7 @@ from megatron_rl.protocol.types import (
     RolloutFailed,
     SaveState,
     ScoreDone,
+    ScoredRollout,
     ScoreFailed,
     VerifierReady,
     WeightsSynced,
@@ -33,7 +34,7 @@ from megatron_rl.rollout_queue.circuit_breakers import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_scheduler import EvaluationScheduler
 from megatron_rl.rollout_queue.faults import limits_of
 from megatron_rl.rollout_queue.group_end import Collecting, DropObservers, GroupEnd
-from megatron_rl.rollout_queue.groups import GroupBook
+from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peer_rows import GeneratorRows
 from megatron_rl.rollout_queue.presence import Presence
@@ -109,7 +110,7 @@ class Coordinator:
         """Create the objects that open groups, lease and grade completions, and end groups."""
         config = self._config
         self._activity = Activity(config, prompts)
-        self._leases = Leases(config.queue, limits_of(config))
+        self._leases = Leases(config.queue, limits_of(config), config.reward.environments)
         self._opener = GroupOpener(
             config.queue, self._leases, evaluations=self._evaluations, training=self._training
         )
@@ -135,8 +136,6 @@ class Coordinator:
         self._evaluations.resume(state)
         self._first_version = state.step
         self._leases.limits.note_version(state.step)
-
-    # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
         """Handle one message. Raises WireError if it contradicts the state."""
@@ -182,13 +181,17 @@ class Coordinator:
             return
         self.deadline.note_progress(now)
         self._activity.add_rollout(done.rollout)
-        self._scoring.submit(group, done.rollout)
+        if (score := done.rollout.score) is None:
+            self._scoring.submit(group, done.rollout)
+        else:
+            self._add_scored(group, ScoredRollout(done.rollout, score), now)
 
     def _on_score(self, peer: str, done: ScoreDone, now: float) -> None:
-        if (found := self._scoring.take_score(peer, done, now)) is None:
-            return
-        self.deadline.note_progress(now)
-        group, scored = found
+        if (found := self._scoring.take_score(peer, done, now)) is not None:
+            self.deadline.note_progress(now)
+            self._add_scored(*found, now)
+
+    def _add_scored(self, group: Group, scored: ScoredRollout, now: float) -> None:
         self._breaker.note_scored(group)
         # The group may have been dropped after this score was asked for.
         if group.is_abandoned:
@@ -230,8 +233,6 @@ class Coordinator:
             raise WireError(f"{peer} saves step {asked.step}, but {built} batches are built")
         state = self._training.state(asked.step, groups_opened=self._opener.count)
         self._states.put(peer, self._evaluations.add_to(state))
-
-    # --- outgoing -------------------------------------------------------------------------------
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
         """All messages that can be sent now; the caller reports unreachable peers by `lose`."""

@@ -6,9 +6,10 @@ never trains on an invented reward.
 
 from typing import NamedTuple
 
-from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE, RolloutFailed
+from megatron_rl.protocol.rollout import no_rollout
 from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Rollout
-from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue.groups import Group
 
 ZERO_VARIANCE = "zero_variance"
@@ -19,6 +20,7 @@ CLASSES_UNGRADABLE = "classes_ungradable"
 CLASSES_NOT_GRADED = "classes_not_graded"
 EVALUATOR_LOST = "evaluator_lost"
 EVALUATION_LATE = "evaluation_late"
+ENVIRONMENT_FAILED = "environment_failed"
 
 GROUP_REASONS = {
     ZERO_VARIANCE: "all rewards (or verdicts) of the group are equal",
@@ -31,10 +33,11 @@ GROUP_REASONS = {
     CLASSES_NOT_GRADED: "no verifier had the time to tell which answers are the same",
     NOT_NEEDED: "training ended before a batch took the group",
     EVALUATOR_LOST: "the generators that held the version of the evaluation are gone",
+    ENVIRONMENT_FAILED: "environments failed too many conversations of the group",
     EVALUATION_LATE: "expert.eval.timeout_s was over before the group was complete",
 }
-"""Reason to drop a group -> meaning. A single completion is dropped as UNGRADABLE or NOT_GRADED, or
-because it has no place for the reference answer (`GoldAnswer.fault`)."""
+"""Reason to drop a group -> meaning. A single completion is dropped as UNGRADABLE, NOT_GRADED or
+ENVIRONMENT_FAILED, or because it has no place for the reference answer (`GoldAnswer.fault`)."""
 
 
 class GroupFailure(NamedTuple):
@@ -47,16 +50,32 @@ class GroupFailure(NamedTuple):
 
 
 class ScoreFailure(NamedTuple):
-    """A completion that cannot be graded."""
+    """A completion that cannot be graded, or whose environment failed."""
 
     group: Group
     rollout: Rollout
     reason: str
-    """UNGRADABLE or NOT_GRADED."""
+    """UNGRADABLE, NOT_GRADED or ENVIRONMENT_FAILED."""
     detail: str
     """The number of tries, and the last error, which may quote the completion."""
     is_late: bool = False
     """Grading took so long that the completion is not replaced."""
+
+
+def check_reason(generator: str, failure: RolloutFailed) -> None:
+    """Raise WireError if the failure asks to drop its group for a reason that there is not."""
+    if failure.drop_as and failure.drop_as not in GROUP_REASONS:
+        raise WireError(
+            f"{generator} wants a group dropped as {failure.drop_as!r}; allowed are "
+            f"{sorted(GROUP_REASONS)}"
+        )
+
+
+def lost_conversation(group: Group, failure: RolloutFailed, tries: int) -> ScoreFailure:
+    """The end of a completion whose environment failed in every try."""
+    why = f"tried {tries} times (expert.queue.max_attempts); last: {failure.reason}"
+    nothing = no_rollout(failure.lease_id, failure.index)
+    return ScoreFailure(group, nothing, ENVIRONMENT_FAILED, why, is_late=True)
 
 
 class TooManyFailures(DeadlineExceeded):

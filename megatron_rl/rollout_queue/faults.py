@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.limits import INT32_MAX, find_bad_ids
-from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
+from megatron_rl.protocol.rollout import ROUNDING_NATS, Rollout, find_bad_spans, given_ranges
 from megatron_rl.protocol.wire import WireError
 
 _FINISH_REASONS = ("stop", "length")
@@ -81,11 +81,18 @@ def find_fault(rollout: Rollout, limits: RolloutLimits, *, most_tokens: int | No
 
 
 def _find_bad_spans(rollout: Rollout, newest_version: int) -> str:
-    tokens, spans = len(rollout.token_ids), rollout.spans
-    edges = [0] + [span.end for span in spans]
-    are_whole = all(span.start < span.end for span in spans)
-    if [span.start for span in spans] != edges[:-1] or edges[-1] != tokens or not are_whole:
-        return f"version spans {spans!r:.300} do not cover {tokens} tokens"
+    if fault := find_bad_spans(rollout.spans, len(rollout.token_ids)):
+        return fault
+    edges = [len(rollout.prompt_ids), *rollout.row_starts]
+    given = given_ranges(rollout.spans)
+    are_given = all(
+        any(start <= row - edges[0] < end for start, end in given) for row in rollout.row_starts
+    )
+    if edges != sorted(set(edges)) or not are_given:
+        return f"row starts {rollout.row_starts!r:.300} that are not given tokens in order"
+    turns = sum(one.tokens for one in rollout.turn_returns)
+    if rollout.turn_returns and turns != rollout.sampled_tokens:
+        return f"returns of {turns} tokens, and {rollout.sampled_tokens} were sampled"
     if rollout.oldest_version < 0:
         return f"version {rollout.oldest_version}, that of weights which nobody synced"
     if rollout.newest_version > newest_version:

@@ -170,7 +170,7 @@ class GroupEnd:
                 continue
             self._drop_group(failure)
             self._failed.note_failed(failure)
-        for lost in self._scoring.pop_failures():
+        for lost in self._scoring.pop_failures() + self._leases.pop_lost():
             if not lost.group.is_abandoned:
                 self._drop_completion(lost)
 

@@ -23,7 +23,7 @@ class RolloutTally:
     """Counts and sums over scored rollouts, kept after the rollouts are released."""
 
     def __init__(self, rollouts: Iterable[ScoredRollout] = ()) -> None:
-        self.count = 0
+        self.count = self._conversations = 0
         self._sums: collections.Counter[str] = collections.Counter()
         self._parts: dict[str, float] = {}
         self._reasons: collections.Counter[str] = collections.Counter()
@@ -40,12 +40,18 @@ class RolloutTally:
             self._sums["reward"] += score.reward
             self._sums["correct"] += score.is_correct
             self._sums["format"] += score.is_well_formed
-            self._sums["length_tokens"] += len(rollout.token_ids)
+            self._sums["length_tokens"] += rollout.sampled_tokens
             self._sums["truncated"] += rollout.finish_reason == "length"
+            if score.is_outcome:
+                self._conversations += 1
+                self._sums["turns"] += rollout.turns
+                self._sums["given_tokens"] += len(rollout.token_ids) - rollout.sampled_tokens
+                self._sums["wait_s"] += rollout.environment_s
 
     def fold(self, other: "RolloutTally") -> None:
         """Add another tally."""
         self.count += other.count
+        self._conversations += other._conversations
         self._sums.update(other._sums)
         self._reasons.update(other._reasons)
         for part, value in other._parts.items():
@@ -56,8 +62,11 @@ class RolloutTally:
         means = {f"reward/{part}": self._parts[part] for part in sorted(self._parts)}
         names = ("reward", "correct", "format", "length_tokens", "truncated")
         means |= {f"rollout/{name}": self._sums[name] for name in names}
+        named = ("turns", "given_tokens", "wait_s") if self._conversations else ()
+        own = {f"environment/{name}": self._sums[name] for name in named}
         return [
             *(Metric(name, float(total), "mean", self.count) for name, total in means.items()),
+            *(Metric(n, float(total), "mean", self._conversations) for n, total in own.items()),
             *(
                 Metric(f"reason/{reason}", count, "sum", count)
                 for reason, count in self._reasons.items()
@@ -156,7 +165,8 @@ class Group:
         """Whether all rewards (or all verdicts) are equal, so that all advantages are 0."""
         if self.zero_variance_on == "verdict":
             return len({scored.score.is_correct for scored in self.ordered}) == 1
-        return are_equal(self.rewards)
+        turns = [scored.rollout.turn_returns for scored in self.ordered]
+        return are_equal(self.rewards) and all(one == turns[0] for one in turns)
 
     @property
     def rewards(self) -> list[float]:

@@ -5,10 +5,9 @@ for, so that no slot of an engine waits for a whole group. The first generator o
 home and gets the other completions as slots become free: its prefix cache has the prompt.
 
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
-for too long. After max_attempts tries its group fails. A loss is not an attempt and has a separate
-limit: the generator restarts (another session), is silent, has no weights for long, or its
-heartbeats do not name the lease. What a leaving generator gives back counts as neither. The queue
-cancels leases that it no longer needs.
+for too long. After max_attempts tries its group fails; of an environment, only the completion. A
+loss is not an attempt and has a separate limit: the generator restarts (another session), is
+silent, has no weights for long, or its heartbeats do not name the lease.
 """
 
 import logging
@@ -18,15 +17,14 @@ import msgspec
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
-from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.circuit_breakers import EngineBreaker, Failed
 from megatron_rl.rollout_queue.drop_reasons import (
-    ATTEMPTS_EXHAUSTED,
-    GROUP_REASONS,
-    LOSSES_EXHAUSTED,
     GroupFailure,
+    ScoreFailure,
     TooManyFailures,
+    check_reason,
+    lost_conversation,
 )
 from megatron_rl.rollout_queue.faults import FaultyRollout, RolloutLimits, find_fault
 from megatron_rl.rollout_queue.groups import Group, Origin
@@ -36,18 +34,25 @@ from megatron_rl.rollout_queue.unleased_groups import (
     OpenLease,
     PendingGroup,
     UnleasedGroups,
+    find_exhausted,
 )
 
 log = logging.getLogger(__name__)
 
-_CANCELS_A_HEARTBEAT = 1_000
-"""Unknown leases that one heartbeat cancels; the next heartbeat names the others again."""
+_CANCELS_A_HEARTBEAT = 1_000  # the next heartbeat names the other unknown leases again
 
 
 class Leases:
     """All leases, their generators, and the completions that wait for a lease."""
 
-    def __init__(self, config: QueueConfig, limits: RolloutLimits | None = None) -> None:
+    def __init__(
+        self,
+        config: QueueConfig,
+        limits: RolloutLimits | None = None,
+        environments: Collection[str] = (),
+    ) -> None:
+        """environments: tasks that have one."""
+        self._environments = environments
         self._config, self.limits = config, limits or RolloutLimits()
         self.fence_grace_s = config.lease_timeout_s
         """A generator without weights keeps its leases for this long."""
@@ -59,6 +64,7 @@ class Leases:
         self._next_id = 0
         self._cancels: list[tuple[str, Cancel]] = []
         self._failures: list[GroupFailure] = []
+        self._lost: list[ScoreFailure] = []
         self.late_rollouts = 0
         """Rollouts that arrived after the queue gave up their lease."""
 
@@ -81,13 +87,14 @@ class Leases:
         self._lose(lost, f"generator {name} restarted")
         if ready.leases is None:
             return
-        reported, known = set(ready.leases), self._generators[name].handed_out.keys()
+        known = self._generators[name].handed_out.keys()
+        for lease_id in known & set(ready.active):
+            self._open[lease_id].active_at = now
+        reported = set(ready.leases)
         unknown = sorted(reported - known)[:_CANCELS_A_HEARTBEAT]
         self._cancels += [(name, Cancel(lease_id)) for lease_id in unknown]
         lost = self._generators.find_lost(name, reported, now)
         self._withdraw(lost, f"a message of it was lost between {name} and the queue")
-
-    # --- handing out ----------------------------------------------------------------------------
 
     def add(self, group: Group) -> None:
         """Queue all completions of a group."""
@@ -140,16 +147,16 @@ class Leases:
             self._waiting.set_home(pending, name)
         pending.attempts.update(indices)
         group = pending.group
-        # Only verifiers need the tests of programs, which can be long.
-        prompt = msgspec.structs.replace(group.prompt, entry="")
+        prompt = group.prompt
+        if prompt.task not in self._environments:
+            # Only verifiers need the tests of programs, which can be long.
+            prompt = msgspec.structs.replace(prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling_of(indices))
         self._next_id += 1
         self._open[lease.lease_id] = OpenLease(pending, set(indices), name, now, now)
         pending.lease_ids.add(lease.lease_id)
         self._generators.hand_out(name, lease.lease_id, count)
         return name, lease
-
-    # --- coming back ----------------------------------------------------------------------------
 
     def take_rollout(self, name: str, rollout: Rollout, now: float) -> Group | None:
         """The group of a returned rollout; None if its lease was given up.
@@ -164,8 +171,8 @@ class Leases:
             raise FaultyRollout(f"{at} has {fault}")
         if lease is not None and lease.is_mixed(rollout):
             why = "its tokens are not all of the version that is measured"
-            failure = RolloutFailed(rollout.lease_id, rollout.index, why)
-            self.take_failure(name, failure, now, is_engine_fault=False)
+            failure = RolloutFailed(rollout.lease_id, rollout.index, why, fault="none")
+            self.take_failure(name, failure, now)
             return None
         lease = self._return(name, rollout.lease_id, rollout.index, now)
         if lease is None:
@@ -173,35 +180,38 @@ class Leases:
             return None
         if self._breaker.note_success(name):
             self._generators.limit(name, None)
+        return self._note_returned(lease, rollout.index, now)
+
+    def _note_returned(self, lease: OpenLease, index: int, now: float) -> Group:
         pending = lease.pending
-        pending.group.origins[rollout.index] = Origin(name, lease.leased_at, now)
+        pending.group.origins[index] = Origin(lease.generator, lease.leased_at, now)
         pending.unreturned -= 1
         if not pending.unreturned:
             del self._groups[pending.group.number]
         return pending.group
 
-    def take_failure(
-        self, name: str, failure: RolloutFailed, now: float, *, is_engine_fault: bool = True
-    ) -> None:
+    def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
         """Lease a failed completion again, or drop its group as the failure asks.
 
         Raises WireError for a reason that is not in GROUP_REASONS.
         """
-        if failure.drop_as and failure.drop_as not in GROUP_REASONS:
-            raise WireError(
-                f"{name} wants a group dropped as {failure.drop_as!r}; allowed are "
-                f"{sorted(GROUP_REASONS)}"
-            )
+        check_reason(name, failure)
         lease = self._return(name, failure.lease_id, failure.index, now)
         if lease is None:
             return
         pending = lease.pending
         if failure.drop_as:
-            self._fail(pending, failure.drop_as, failure.reason)
+            self.cancel(pending.group)
+            self._failures.append(GroupFailure(pending.group, failure.drop_as, failure.reason))
+            return
+        tries = pending.attempts[failure.index]
+        if failure.fault == "environment" and tries >= self._config.max_attempts:
+            group = self._note_returned(lease, failure.index, now)
+            self._lost.append(lost_conversation(group, failure, tries))
             return
         self._waiting.avoid(pending, name)
         self._last_failure = f"{name} failed: {failure.reason}"
-        if is_engine_fault:
+        if failure.fault == "engine":
             failed = Failed(pending, failure.index)
             for forgiven in self._breaker.note_failure(name, failed, lease.leased_at, now):
                 forgiven.pending.count_as_lost([forgiven.index])
@@ -217,12 +227,11 @@ class Leases:
                 f"no generator can generate any more, the last failure: {self._last_failure!r}. "
                 "Look into the logs of generators and of their engines"
             )
-        config, generators = self._config, self._generators
+        config = self._config
         # A silent generator may still run behind a slow network, so its leases are cancelled.
-        self._withdraw(
-            generators.drop_silent(now, config.heartbeat_timeout_s), "its generator fell silent"
-        )
-        for peer in generators.all:
+        silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
+        self._withdraw(silent, "its generator fell silent")
+        for peer in self._generators.all:
             if peer.fenced_at is not None and now - peer.fenced_at > self.fence_grace_s:
                 why = f"{peer.name} had no weights for {self.fence_grace_s:.0f} s"
                 self._withdraw(list(peer.handed_out), why)
@@ -232,8 +241,7 @@ class Leases:
             if now - lease.active_at > config.lease_timeout_s
         ]
         self._take_back(stuck)
-        for lease_id in stuck:
-            lease = self._open[lease_id]
+        for lease in map(self._open.__getitem__, stuck):
             self._waiting.avoid(lease.pending, lease.generator)
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s", is_lost=False)
 
@@ -290,15 +298,9 @@ class Leases:
         """Queue completions again, up to the limits. is_lost: count a loss, not an attempt."""
         if is_lost:
             pending.count_as_lost(indices)
-        attempts = max(pending.attempts[index] for index in indices)
-        losses = max(pending.losses[index] for index in indices)
-        if attempts >= self._config.max_attempts:
-            tried = f"completions {indices} were tried {attempts} times (expert.queue.max_attempts)"
-            self._fail(pending, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
-            return
-        if losses >= self._config.max_lost_attempts:
-            lost = f"completions {indices} got lost {losses} times (expert.queue.max_lost_attempts)"
-            self._fail(pending, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
+        if failure := find_exhausted(pending, indices, self._config, why):
+            self.cancel(pending.group)
+            self._failures.append(failure)
             return
         prompt_id = pending.group.prompt.id
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
@@ -325,8 +327,7 @@ class Leases:
             return
         if pending.is_waiting:
             self._waiting.remove(pending)
-        lease_ids = sorted(pending.lease_ids)
-        self._take_back(lease_ids)
+        self._take_back(lease_ids := sorted(pending.lease_ids))
         for lease_id in lease_ids:
             self._close(lease_id)
 
@@ -337,10 +338,6 @@ class Leases:
             self.cancel(group)
             group.is_abandoned = True
         return groups
-
-    def _fail(self, pending: PendingGroup, reason: str, detail: str) -> None:
-        self.cancel(pending.group)
-        self._failures.append(GroupFailure(pending.group, reason, detail))
 
     def _take_back(self, lease_ids: list[int]) -> None:
         """Cancel leases and free their slots."""
@@ -359,17 +356,20 @@ class Leases:
         failures, self._failures = self._failures, []
         return failures
 
-    # --- state ----------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> int:
-        """Number of completions that wait for a lease."""
-        return self._waiting.completions
+    def pop_lost(self) -> list[ScoreFailure]:
+        """Completions whose environments failed too often, since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     @property
     def outstanding(self) -> int:
         """Number of completions that are leased or wait for a lease."""
         return self.leased + self.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Number of completions that wait for a lease."""
+        return self._waiting.completions
 
     @property
     def leased(self) -> int:
@@ -393,7 +393,5 @@ class Leases:
 
     def describe(self, now: float) -> str:
         """One line: leases, waiting completions, generators."""
-        return (
-            f"{self.leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
-            f"generators: {self._generators.describe(now)}"
-        )
+        leased = f"{self.leased} completions in {len(self._open)} leases"
+        return f"{leased}, {self.waiting} wait; generators: {self._generators.describe(now)}"

@@ -182,6 +182,7 @@ class Recorder:
             reason=score.reason,
             dropped=dropped,
             detail=score.detail,
+            is_outcome=score.is_outcome,
         )
         return Entry(record, rollout)
 
@@ -212,7 +213,7 @@ def _dropped_stem(label: str) -> str:
 
 def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecord:
     """The record of a rollout that is not graded."""
-    return RolloutRecord(
+    record = RolloutRecord(
         prompt_id=group.prompt.id,
         group=group.number,
         index=rollout.index,
@@ -236,4 +237,9 @@ def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecor
         times=times,
         stage=group.stage,
         other_answers=group.prompt.other_answers,
+        row_starts=rollout.row_starts,
+        turn_returns=rollout.turn_returns,
     )
+    if rollout.environment_s:
+        record = msgspec.structs.replace(record, environment_s=round(rollout.environment_s, 3))
+    return record

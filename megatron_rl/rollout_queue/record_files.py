@@ -245,7 +245,9 @@ def _append_words(path: Path, entries: Sequence[Entry]) -> Iterator[RolloutRecor
         places = [words.add(entry.rollout) for entry in entries]
         words.write_to(file)
     for entry, place in zip(entries, places, strict=True):
-        yield msgspec.structs.replace(entry.record, words=place)
+        # A conversation whose environment failed has no tokens.
+        words = place if entry.record.tokens else None
+        yield msgspec.structs.replace(entry.record, words=words)
 
 
 class RecordThread(Closing):

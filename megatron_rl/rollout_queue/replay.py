@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.data.epochs import ShuffledEpochs
@@ -86,15 +88,15 @@ class StoredGroup(NamedTuple):
         )
         for index, (record, reward) in enumerate(zip(self.members, self.rewards, strict=True)):
             rollout = self._rollout(record, index, keeps_versions=keeps_versions)
-            score = Score(reward, record.parts, record.reason)
+            score = Score(reward, record.parts, record.reason, is_outcome=record.is_outcome)
             group.add(ScoredRollout(rollout, score), now=0.0)
         return group
 
     def _rollout(self, record: RolloutRecord, index: int, *, keeps_versions: bool) -> Rollout:
         prompt_ids, token_ids, logprobs = read_arrays(record, self.lines)
-        spans = [VersionSpan(NO_VERSION, 0, record.tokens)]
-        if keeps_versions:
-            spans = [VersionSpan(*span) for span in record.spans]
+        spans = [VersionSpan(*span) for span in record.spans]
+        if not keeps_versions:
+            spans = [msgspec.structs.replace(span, version=NO_VERSION) for span in spans]
         return Rollout(
             lease_id=0,
             index=index,
@@ -103,6 +105,8 @@ class StoredGroup(NamedTuple):
             logprobs=logprobs,
             spans=spans,
             finish_reason=record.finish_reason,
+            row_starts=record.row_starts,
+            turn_returns=record.turn_returns,
             text="",
         )
 

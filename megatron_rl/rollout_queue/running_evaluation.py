@@ -144,7 +144,7 @@ def problem_of(group: Group) -> ProblemSamples:
         is_correct=np.array([one.score.is_correct for one in scored]),
         is_well_formed=np.array([one.score.is_well_formed for one in scored]),
         is_cut=np.array([one.rollout.finish_reason == "length" for one in scored]),
-        tokens=np.array([len(one.rollout.token_ids) for one in scored], np.int64),
+        tokens=np.array([one.rollout.sampled_tokens for one in scored], np.int64),
         rewards=np.array(group.rewards, np.float64),
         classes=None if classes is None else np.array(classes, np.int64),
     )

@@ -10,8 +10,14 @@ import dataclasses
 import operator
 from typing import NamedTuple
 
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Rollout
 from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.drop_reasons import (
+    ATTEMPTS_EXHAUSTED,
+    LOSSES_EXHAUSTED,
+    GroupFailure,
+)
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.peers import PeerSelection
 
@@ -48,6 +54,21 @@ class PendingGroup:
         """Count the latest attempts of completions as losses."""
         self.attempts.subtract(indices)
         self.losses.update(indices)
+
+
+def find_exhausted(
+    pending: PendingGroup, indices: list[int], config: QueueConfig, why: str
+) -> GroupFailure | None:
+    """The end of a group whose completions failed or got lost too often. why: the last time."""
+    attempts = max(pending.attempts[index] for index in indices)
+    losses = max(pending.losses[index] for index in indices)
+    if attempts >= config.max_attempts:
+        tried = f"completions {indices} were tried {attempts} times (expert.queue.max_attempts)"
+        return GroupFailure(pending.group, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
+    if losses >= config.max_lost_attempts:
+        lost = f"completions {indices} got lost {losses} times (expert.queue.max_lost_attempts)"
+        return GroupFailure(pending.group, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
+    return None
 
 
 @dataclasses.dataclass

@@ -168,7 +168,9 @@ class Utilisation:
 
     def flops(self, minibatch: MinibatchShare) -> float:
         """Model FLOPs of an update with these sequences."""
-        lengths = [len(s.token_ids) for share in minibatch.microbatches for s in share]
+        lengths = [
+            end - start for share in minibatch.microbatches for s in share for start, end in s.rows
+        ]
         return float(PASSES * sum(map(self.cost.of, lengths)))
 
     def metrics(self, *, flops: float, tokens: float, seconds: float) -> list[Metric]:

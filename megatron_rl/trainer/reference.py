@@ -233,7 +233,7 @@ class ScoredReference:
         logprobs = self._scorer.score([sequence for share in flat for sequence in share])
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return [[] for _ in minibatches]
-        counts = [sum(len(s.token_ids) - s.prompt_length for s in share) for share in flat]
+        counts = [sum(len(s.generator_logprobs) for s in share) for share in flat]
         assert len(logprobs) == sum(counts)
         parts = np.split(logprobs, np.cumsum(counts)[:-1])
         nothing = np.zeros(len(placeholder().generator_logprobs), np.float32)

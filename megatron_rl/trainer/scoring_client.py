@@ -23,6 +23,7 @@ from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, L
 from megatron_rl.protocol.types import Stop, TrainSequence
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, WireError
 from megatron_rl.trainer.leader import TURN_S, Leader
+from megatron_rl.trainer.model.collate import rows_of
 
 ASK_AGAIN_S = 10.0
 """A request without an answer is repeated after this time."""
@@ -44,25 +45,27 @@ class ScoringClient(Closing):
         self._open: dict[int, tuple[LogprobRequest, float]] = {}
         """By request_id, with the time when it was last sent."""
         self._found: dict[int, np.ndarray] = {}
-        self._wanted: list[int] = []
+        self._wanted: dict[int, np.ndarray] = {}
+        """Request -> indices of the target tokens among the tokens it scores."""
         self._progress_at = 0.0
         self.asked_again = 0
         """Requests that were repeated, since the connection was opened."""
 
     def begin(self, sequences: Sequence[TrainSequence]) -> None:
-        """Request the logprobs of the completion tokens of these sequences."""
+        """Request the logprobs of the target tokens of these sequences."""
         assert not self._open and not self._waiting, "a batch at a time"
         self._found, self._progress_at = {}, time.monotonic()
-        requests = [
-            LogprobRequest(self._next_id + number, s.token_ids, s.prompt_length)
-            for number, s in enumerate(sequences)
-        ]
-        self._next_id += len(requests)
-        self._wanted = [request.request_id for request in requests]
+        self._wanted, requests = {}, []
+        for token_ids, targets in rows_of(sequences):
+            if len(targets):  # a branch may have only tokens that another one learns
+                first = int(targets[0])
+                requests.append(LogprobRequest(self._next_id, token_ids, first))
+                self._wanted[self._next_id] = targets - first
+                self._next_id += 1
         self._waiting.extend(requests)
 
     def take(self, limit_s: float) -> np.ndarray | None:
-        """[completion tokens of all sequences, end to end] float32; None: not within limit_s.
+        """[target tokens of all sequences, end to end] float32; None: not within limit_s.
 
         Raises TrainingStopped for a sequence that the engine refuses, DeadlineExceeded after
         answer_within_s without an answer.
@@ -82,7 +85,7 @@ class ScoringClient(Closing):
             if now >= until:
                 return None
             self._receive(min(until, gives_up_at) - now)
-        parts = [self._found[number] for number in self._wanted]
+        parts = [self._found[number][targets] for number, targets in self._wanted.items()]
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
     def _ask(self) -> None:
@@ -145,7 +148,7 @@ class Scorer:
         """Of the last call of `score`, as this rank's replica saw it."""
 
     def score(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
-        """[completion tokens of all sequences, end to end] float32, on all ranks of the replica.
+        """[target tokens of all sequences, end to end] float32, on all ranks of the replica.
 
         Every trainer rank must call it. Raises as `ScoringClient.take`.
         """

@@ -2,10 +2,12 @@
 
 Runs in trainer ranks of supervised fine-tuning; the launcher reads examples too. A line is
 {"messages": [...], "response": "..."}; only response tokens (and the end of sequence after them)
-carry loss.
+carry loss. In a line without a response, whose last message is the assistant's, all messages of the
+assistant carry loss: a conversation with holes, as reinforcement learning has them.
 """
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -15,9 +17,12 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.checkpoint_folder import SFT_STATE
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import Conversation, Renderer
+from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import ChatMessage, TrainSequence
 
 
@@ -25,11 +30,13 @@ class SftExample(msgspec.Struct, frozen=True):
     """One conversation and the response to learn."""
 
     messages: list[ChatMessage]
-    response: str
+    response: str = ""
     task: str = "math"
     """The task that chooses the system prompt, as in reinforcement learning."""
     is_program: bool = False
     """For the task code: the response is a program that reads standard input, not a function."""
+    learns_all: bool = False
+    """Learn the assistant's earlier messages too."""
 
 
 def read_sft_dataset(path: Path) -> list[SftExample]:
@@ -44,15 +51,28 @@ def read_sft_dataset(path: Path) -> list[SftExample]:
         if not line.strip():
             continue
         try:
-            examples.append(msgspec.json.decode(line, type=SftExample))
+            examples.append(_with_response(msgspec.json.decode(line, type=SftExample)))
         except msgspec.MsgspecError as error:
             raise InputError(
                 f"{path}:{number}: not an SFT example: {error}; expected "
-                '{"messages": [...], "response": "..."}'
+                '{"messages": [...], "response": "..."}, or {"messages": [...]} that ends with a '
+                "message of the assistant"
             ) from error
     if not examples:
         raise InputError(f"{path} has no SFT examples")
     return examples
+
+
+def _with_response(example: SftExample) -> SftExample:
+    """The example, whose last message is its response if it has none. Raises ValidationError."""
+    if example.response:
+        return example
+    if len(example.messages) < 2 or example.messages[-1].role != "assistant":
+        raise msgspec.ValidationError("Object missing required field `response`")
+    *earlier, last = example.messages
+    return msgspec.structs.replace(
+        example, messages=earlier, response=last.content, learns_all=True
+    )
 
 
 def keep_sft_dataset(path: Path) -> list[SftExample]:
@@ -80,21 +100,59 @@ def forget_sft_dataset() -> None:
 def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequence]:
     """SFT examples as sequences; `minibatches` sets their weights."""
     sequences = []
+    turns = Turns(renderer) if any(example.learns_all for example in examples) else None
     for example in examples:
-        prompt, response, _ = renderer.render_example(
-            example.messages, example.response, task=example.task, is_program=example.is_program
-        )
+        given: list[tuple[int, int]] = []
+        if turns is not None and example.learns_all:
+            prompt, response, given = _render_replies(example, renderer, turns)
+        else:
+            prompt, response, _ = renderer.render_example(
+                example.messages, example.response, task=example.task, is_program=example.is_program
+            )
+        count = len(response) - sum(end - start for start, end in given)
         sequences.append(
             TrainSequence(
                 token_ids=np.array(prompt + response, np.int32),
                 prompt_length=len(prompt),
-                generator_logprobs=np.zeros(len(response), np.float32),
-                token_versions=np.full(len(response), -1, np.int32),
+                generator_logprobs=np.zeros(count, np.float32),
+                token_versions=np.full(count, -1, np.int32),
                 advantage=0.0,
                 weight=0.0,
+                given=given,
             )
         )
     return sequences
+
+
+def _render_replies(
+    example: SftExample, renderer: Renderer, turns: Turns
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """(prompt ids, completion ids, given ranges of the completion) of a whole conversation.
+
+    Raises RenderError if it does not fit the context, or if the chat template cannot continue it.
+    """
+    conversation = Conversation(example.task, example.messages, example.is_program)
+    messages = [*renderer.turns(conversation), {"role": "assistant", "content": example.response}]
+    shown = len(messages) - 1 - len(example.messages)  # the run's own example is not learnt
+    first = next(n for n, m in enumerate(messages) if n >= shown and m["role"] == "assistant")
+    prompt, completion = turns.start(messages[:first]), list[int]()
+    ranges: list[tuple[int, int]] = []
+    for is_reply, run in itertools.groupby(messages[first:], lambda m: m["role"] == "assistant"):
+        start = len(completion)
+        if not is_reply:
+            completion += turns.glue(completion, list(run))
+            ranges.append((start, len(completion)))
+            continue
+        reply, *more = run
+        if more:
+            raise RenderError("two messages of the assistant in a row: join them to one")
+        text = reply["content"]
+        if renderer.tags is not None:
+            text = continued(text, renderer.tags, renderer.tail(prompt + completion))
+        completion += renderer.render_response(text)
+    if refusal := renderer.find_refusal(len(prompt), len(completion)):
+        raise RenderError(refusal)
+    return prompt, completion, ranges
 
 
 def minibatches(
@@ -135,7 +193,10 @@ def describe_sft(cfg: Config, sequences: Sequence[TrainSequence]) -> SftState:
     """The state of a cold start on these sequences."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
-        ends = np.array([sequence.prompt_length, len(sequence.token_ids)], np.int64)
+        ends = np.array(
+            [sequence.prompt_length, len(sequence.token_ids), *itertools.chain(*sequence.given)],
+            np.int64,
+        )
         digest.update(ends.tobytes() + sequence.token_ids.tobytes())
     return SftState(
         len(sequences), digest.hexdigest(), cfg.sft.batch_size, cfg.sft.steps, cfg.run.seed

@@ -17,7 +17,17 @@ from megatron_rl.config.tree import Config
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("megatron_rl", "generation", "verification")
 # These foretell, show or prepare a run; they read what its processes read.
-AROUND = ("config", "plan", "simulation", "cli", "observe", "curation", "sweep", "analysis")
+AROUND = (
+    "config",
+    "plan",
+    "rehearsal",
+    "simulation",
+    "cli",
+    "observe",
+    "curation",
+    "sweep",
+    "analysis",
+)
 # Commands of other rooms, which look at a run, or start a part of one that runs.
 COMMANDS = {
     "megatron_rl.launcher.replay", "megatron_rl.trainer.replay", "megatron_rl.launcher.joining",

@@ -13,7 +13,7 @@ from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_che
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end.commands import launched, wait_until, write_inputs
 
-pytestmark = [pytest.mark.slow(150), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(400)]
 ADDRESS = "127.0.0.2"
 SFT_STEPS, HELD_OUT = 24, 48
 CONFIG = f"""

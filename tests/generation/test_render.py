@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from generation.engine import Completion
-from generation.worker import RENDERED_PROMPTS, GeneratorWorker
+from generation.rollouts import RENDERED_PROMPTS
+from generation.worker import GeneratorWorker
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
@@ -102,7 +103,7 @@ def test_the_example_exchange_is_of_the_kind_of_the_prompts_tests(
     )
     # As a generator, supervised fine-tuning and the search for prompts without room see it.
     worker = GeneratorWorker(OneToken(), renderer, Sent(), capacity=1)
-    assert worker._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
+    assert worker._completions._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
     example = SftExample([question], "2", "code", prompt.is_program)
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected
@@ -251,4 +252,4 @@ def test_a_prompt_is_rendered_once_for_all_its_leases_and_few_are_kept(models_di
     assert [serve(question) for question in range(1000, 1254)] == [1] * 254
     assert serve(7) == 0 and serve(2000) == 1
     assert serve(7) == 0 and serve(1000) == 0 and serve(7, limit=9) == 1
-    assert len(worker._rendered) == RENDERED_PROMPTS == 256
+    assert len(worker._completions._rendered) == RENDERED_PROMPTS == 256

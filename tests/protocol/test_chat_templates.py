@@ -86,7 +86,7 @@ def test_one_setting_reaches_rollouts_sft_limits_and_what_is_shown(folders: Path
     )
     worker = GeneratorWorker(OneToken(), renderer, [], capacity=1)
     # Evaluation has leases of the same kind.
-    assert worker._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
+    assert worker._completions._render(Lease(0, prompt, [0], Sampling(8, 1.0))) == expected
     example = SftExample(prompt.messages, "12")
     (sequence,) = tokenize([example], renderer)
     assert sequence.token_ids[: sequence.prompt_length].tolist() == expected

@@ -46,8 +46,17 @@ def test_rollout_that_contradicts_itself_is_found() -> None:
     assert fault_of(good) == ""
     replace = msgspec.structs.replace
     assert "3 logprobs for 4" in fault_of(replace(good, logprobs=good.logprobs[:3]))
-    assert "do not cover" in fault_of(replace(good, spans=[VersionSpan(0, 0, 3)]))
-    assert "do not cover" in fault_of(replace(good, spans=[]))
+    for spans in ([(0, 3)], [], [(1, 4)], [(0, 3), (2, 4)], [(0, 2), (2, 2), (2, 4)]):
+        found = [VersionSpan(0, start, end) for start, end in spans]
+        assert "do not fit 4 completion tokens" in fault_of(replace(good, spans=found)), spans
+    turns = [VersionSpan(0, 0, 1), VersionSpan(0, 3, 4)]  # tokens 1 and 2 were given
+    conversation = replace(good, spans=turns)
+    assert fault_of(conversation) == ""
+    first = len(good.prompt_ids) + 1
+    assert fault_of(replace(conversation, row_starts=[first])) == ""
+    for starts in ([first - 1], [first + 2], [first + 1, first], [first, first]):
+        found = fault_of(replace(conversation, row_starts=starts))
+        assert "are not given tokens in order" in found, starts
     assert "0 completion tokens" in fault_of(replace(good, token_ids=good.token_ids[:0]))
     assert fault_of(replace(good, gold=GoldAnswer(4, IDS))) == ""
     choices = np.zeros(10, np.uint8)

@@ -1,4 +1,4 @@
-"""The gradient of a random minibatch is the same for every packing, budget and split.
+"""The gradient of a random minibatch is the same for every packing, budget, split and branch.
 
 Tolerance: parameter by parameter, two splits differ by less than 2e-5 of the gradient's norm. It is
 in float32, whose rounding is 6e-8, and sums of hundreds of terms are taken in another order.
@@ -6,10 +6,12 @@ in float32, whose rounding is 6e-8, and sums of hundreds of terms are taken in a
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 
@@ -61,11 +63,19 @@ def minibatches(draw: st.DrawFn) -> list[TrainSequence]:
     sequences = []
     for (prompt, completions), (weight, *_) in zip(groups, weights, strict=True):
         prompt_ids = rng.integers(0, VOCAB, prompt)
-        for n in completions:
+        for completion in completions:
+            start = int(rng.integers(1, completion + 1))
+            end = int(rng.integers(start, completion + 1))
+            # A third of the sequences has a tool result: tokens that nobody sampled.
+            given = [(start, end)] if start < end < completion and rng.random() < 0.5 else []
+            n = completion - sum(end - start for start, end in given)
             sequences.append(
                 TrainSequence(
-                    token_ids=np.r_[prompt_ids, rng.integers(0, VOCAB, n)].astype(np.int32),
+                    token_ids=np.concatenate(
+                        [prompt_ids, rng.integers(0, VOCAB, completion)], dtype=np.int32
+                    ),
                     prompt_length=prompt,
+                    given=given,
                     generator_logprobs=(-5.3 + mismatch * rng.normal(size=n)).astype(np.float32),
                     token_versions=rng.integers(0, 2, n).astype(np.int32),
                     advantage=float(next(advantages)),
@@ -73,6 +83,20 @@ def minibatches(draw: st.DrawFn) -> list[TrainSequence]:
                 )
             )
     return sequences
+
+
+def in_branches(sequence: TrainSequence) -> TrainSequence:
+    """The same tokens to learn, cut before the given ones: a second row repeats all before."""
+    if not sequence.given:
+        return sequence
+    ((start, end),) = sequence.given
+    cut = sequence.prompt_length + start
+    return msgspec.structs.replace(
+        sequence,
+        token_ids=np.concatenate([sequence.token_ids[:cut], sequence.token_ids]),
+        given=[(start, start + sequence.prompt_length + end)],
+        row_starts=[cut],
+    )
 
 
 def random_split(count: int, dp_size: int, seed: int) -> list[list[Microbatch]]:
@@ -109,7 +133,7 @@ def check_splits(cfg: Config, examples: int) -> list[tuple[float, float]]:
         dp_rank = parallel_state.get_data_parallel_rank()
 
         @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
-        @given(minibatches(), st.booleans(), st.integers(1, 200), st.integers(0, 2**32 - 1))
+        @drawn(minibatches(), st.booleans(), st.integers(1, 200), st.integers(0, 2**32 - 1))
         def compare(
             sequences: list[TrainSequence], is_dealt: bool, budget_tokens: int, seed: int
         ) -> None:
@@ -129,6 +153,10 @@ def check_splits(cfg: Config, examples: int) -> list[tuple[float, float]]:
             )
             loss = trainer.accumulate(share(split), version=1).sums["loss"]
             assert_equal(gradients(trainer), expected)
+            sequences = [in_branches(sequence) for sequence in sequences]
+            branched = trainer.accumulate(share(split), version=1).sums["loss"]
+            assert_equal(gradients(trainer), expected)
+            assert branched == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
             assert loss == pytest.approx(metrics["train/loss"], rel=TOLERANCE, abs=TOLERANCE)
             results.append((loss, metrics["train/grad_norm"]))
 
@@ -160,5 +188,11 @@ def test_gradient_is_the_same_for_random_minibatches_and_splits(model_folder: Pa
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_gradient_is_the_same_for_many_minibatches_and_layouts(model_folder: Path) -> None:
-    layouts = [["tensor=2"], ["pipeline=2"], ["pipeline=2", "data=2"], ["tensor=2", "data=2"]]
+    layouts = [
+        ["tensor=2"],
+        ["context=2"],
+        ["pipeline=2"],
+        ["pipeline=2", "data=2"],
+        ["tensor=2", "data=2"],
+    ]
     assert_layouts_agree(model_folder, layouts, examples=15)

@@ -96,8 +96,8 @@ def as_sampled(share: MinibatchShare, folder: Path) -> MinibatchShare:
         for s in microbatch:
             ids = torch.tensor(s.token_ids, dtype=torch.int64)
             with torch.no_grad():
-                logits = model(ids[None]).logits[0, s.prompt_length - 1 : -1] / share.temperature
-            logprobs = logits.log_softmax(-1).gather(1, ids[s.prompt_length :, None])[:, 0].numpy()
+                logits = model(ids[None]).logits[0, s.targets - 1] / share.temperature
+            logprobs = logits.log_softmax(-1).gather(1, ids[s.targets, None])[:, 0].numpy()
             sampled.append(msgspec.structs.replace(s, generator_logprobs=logprobs))
         microbatches.append(sampled)
     return msgspec.structs.replace(share, microbatches=microbatches)

@@ -87,7 +87,7 @@ def logprobs_of(model: torch.nn.Module, vocab: int) -> list[torch.Tensor]:
     for s in make_sequences():
         ids = torch.tensor(s.token_ids, dtype=torch.int64)
         rows = torch.log_softmax(model(ids[None]).logits[0, :, :vocab].detach(), -1)
-        places = range(s.prompt_length, len(ids))
+        places = s.targets
         found.append(torch.stack([rows[i - 1, ids[i]] for i in places]))
     return found
 
@@ -229,7 +229,7 @@ def transformers_kl(folders: tuple[Path, Path]) -> float:
             for model in (own, other)
         ]
         each = (rows[0].exp() * (rows[0] - rows[1])).sum(-1)
-        found.append(each[s.prompt_length - 1 : -1])
+        found.append(each[s.targets - 1])
     return float(torch.cat(found).mean())
 
 

@@ -151,7 +151,7 @@ def of_transformers(folder: Path, sequences: list[TrainSequence]) -> np.ndarray:
         ids = torch.tensor(one.token_ids, dtype=torch.int64)
         logits = model(ids[None]).logits[0, :-1].detach()
         rows = logits - logits[:, :VOCAB].logsumexp(-1, keepdim=True)
-        found.append(rows.gather(1, ids[1:, None])[one.prompt_length - 1 :, 0])
+        found.append(rows.gather(1, ids[1:, None])[one.targets - 1, 0])
     return torch.cat(found).numpy()
 
 

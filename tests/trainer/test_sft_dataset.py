@@ -1,5 +1,6 @@
 """SFT examples: reading, tokens with loss, weights, order."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,11 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.data.tiny_model import make_folder
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.chat_template import RenderError
+from megatron_rl.protocol.prompt import ChatMessage
+from megatron_rl.protocol.render import Conversation, Renderer
 from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
+from tests.protocol.real_templates import open_model
 
 LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
 
@@ -37,6 +41,28 @@ def test_only_the_response_and_its_end_carry_loss(tmp_path: Path) -> None:
     assert renderer.decode(completion) == "<think></think>12"
     # <think>, </think>, 1, 2 and the end are one token each.
     assert len(completion) == 5 == len(sequence.generator_logprobs)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "llama3.2", "phi3.5"])
+def test_all_replies_of_a_conversation_carry_loss_where_the_response_is_a_message(
+    tmp_path: Path, name: str
+) -> None:
+    renderer = open_model(tmp_path / name, name)
+    spoken = [("user", "a?"), ("assistant", "one"), ("user", "b?"), ("assistant", "two 🙂")]
+    messages = [{"role": role, "content": text} for role, text in spoken]
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"task": "sums", "messages": messages}) + "\n")
+    (sequence,) = tokenize(read_sft_dataset(path), renderer)
+    assert sequence.find_fault() == ""
+    learnt = sequence.token_ids[sequence.targets].tolist()
+    assert learnt == [*renderer.render_response("one"), *renderer.render_response("two 🙂")]
+    opened = renderer.turns(Conversation("sums", [ChatMessage(*turn) for turn in spoken]))
+    whole = renderer.encode(renderer.template.render(opened, opens_answer=False))
+    assert whole[: len(sequence.token_ids)] == sequence.token_ids.tolist()
+    messages.insert(1, messages[1])
+    path.write_text(json.dumps({"task": "sums", "messages": messages}) + "\n")
+    with pytest.raises(RenderError, match="two messages of the assistant in a row"):
+        tokenize(read_sft_dataset(path), renderer)
 
 
 def test_weights_of_a_minibatch_sum_to_one_and_every_example_comes_once_an_epoch(

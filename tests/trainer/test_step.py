@@ -65,7 +65,7 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
     for s in make_sequences(has_groups=True):
         ids = torch.tensor(s.token_ids, dtype=torch.int64)
         rows = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
-        logprobs = torch.stack([rows[i - 1, ids[i]] for i in range(s.prompt_length, len(ids))])
+        logprobs = torch.stack([rows[i - 1, ids[i]] for i in s.targets])
         ones = torch.ones(len(logprobs))
         old = torch.tensor(s.generator_logprobs)
         total = total + clipped_loss(logprobs, old, ones * s.advantage, ones * s.weight)

@@ -72,9 +72,9 @@ def expected(model_folder: Path) -> dict[tuple[int, int], TrainedTokens]:
             continue
         ids = torch.tensor(sequence.token_ids, dtype=torch.int64)[None]
         with torch.no_grad():
-            logits = model(ids).logits[0, sequence.prompt_length - 1 : -1] / TEMPERATURE
+            logits = model(ids).logits[0, sequence.targets - 1] / TEMPERATURE
         logs = logits.log_softmax(-1)
-        targets = ids[0, sequence.prompt_length :]
+        targets = ids[0, sequence.targets]
         found[sequence.rollout] = TrainedTokens(
             logs.gather(1, targets[:, None])[:, 0].numpy(),
             -(logs.exp() * logs).sum(-1).numpy(),

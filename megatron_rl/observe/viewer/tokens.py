@@ -11,6 +11,8 @@ from megatron_rl.observe.viewer.index import Place
 from megatron_rl.protocol.rollout_files import RolloutRecord, parse_name, read_arrays
 from megatron_rl.protocol.trained_tokens import read_trained
 
+GIVEN = -2
+"""Version of a token that was given to the policy, such as a tool result."""
 _WINDOW = 8
 """Tokens to decode together: characters and spaces depend on neighbouring tokens."""
 
@@ -23,7 +25,7 @@ class Decoder(Protocol):
 
 
 class TrainedView(msgspec.Struct, frozen=True):
-    """The trainer's values, by token."""
+    """The trainer's values, by token; 0 for given ones."""
 
     gaps: list[float]
     """Trainer's logprobs minus the generator's, in nats."""
@@ -40,6 +42,7 @@ class TokenView(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """The generator's logprobs at sampling, in nats."""
     versions: list[int]
+    """GIVEN: the policy did not sample the token, and it carries no loss."""
     trained: TrainedView | None
     """None if the rollout was not trained on, or its values are not recorded."""
 
@@ -67,7 +70,7 @@ def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenV
     if record.words is None:
         raise InputError("recorded without token ids (queue.record_tokens = false)")
     _, token_ids, logprobs = read_arrays(record, place.path)
-    versions = np.empty(len(token_ids), np.int64)
+    versions = np.full(len(token_ids), GIVEN, np.int64)
     for span in record.spans:
         versions[span.start : span.end] = span.version
     return TokenView(
@@ -83,10 +86,12 @@ def _trained(place: Place, record: RolloutRecord, logprobs: np.ndarray) -> Train
     if file is None or file.step is None or file.is_dropped:
         return None
     found = read_trained(place.path.parent.parent, file.step, record.group, record.index)
-    if found is None or len(found.logprobs) != len(logprobs):
+    sampled = np.concatenate([np.arange(span.start, span.end) for span in record.spans])
+    if found is None or len(found.logprobs) != len(sampled):
         return None
-    gaps = found.logprobs - logprobs
-    return TrainedView(_rounded(gaps), _rounded(found.entropies), _rounded(found.advantages))
+    spread = np.zeros((3, len(logprobs)), np.float32)
+    spread[:, sampled] = found.logprobs - logprobs[sampled], found.entropies, found.advantages
+    return TrainedView(*map(_rounded, spread))
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -21,21 +21,21 @@ FILL_TOKENS = 512
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences laid end to end; a loss position is one that predicts a completion token."""
+    """Sequences laid end to end; a loss position is one that predicts a target token."""
 
     tokens: Tensor  # [1, positions] int64
     position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
     sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths, of rows if folded
     longest: int  # positions of the longest sequence
-    loss_positions: Tensor  # [completion tokens] int64, index into positions
-    targets: Tensor  # [completion tokens] int64, token id
-    generator_logprobs: Tensor  # [completion tokens] float32
-    advantages: Tensor  # [completion tokens] float32
-    rewards: Tensor  # [completion tokens] float32, each its sequence's
-    weights: Tensor  # [completion tokens] float32
-    versions: Tensor  # [completion tokens] int64, policy version that sampled the token
-    is_gold: Tensor  # [completion tokens] bool, of a reference answer, which no policy sampled
-    sequence_of: Tensor  # [completion tokens] int64, number of the sequence in the microbatch
+    loss_positions: Tensor  # [target tokens] int64, index into positions
+    targets: Tensor  # [target tokens] int64, token id
+    generator_logprobs: Tensor  # [target tokens] float32
+    advantages: Tensor  # [target tokens] float32
+    rewards: Tensor  # [target tokens] float32, each its sequence's
+    weights: Tensor  # [target tokens] float32
+    versions: Tensor  # [target tokens] int64, policy version that sampled the token
+    is_gold: Tensor  # [target tokens] bool, of a reference answer, which no policy sampled
+    sequence_of: Tensor  # [target tokens] int64, number of the sequence in the microbatch
     target_ends: Tensor  # [sequences] int64, one after the last completion token of each
     group_of: Tensor  # [sequences] int64, number of the group in the minibatch; -1: padding
     member_of: Tensor  # [sequences] int64, place in the group
@@ -99,14 +99,14 @@ def collate(
     if shares_prompts:
         assert sequence_multiple == 1 and not choice_width
         return _collate_shared(sequences, multiple)
-    padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
+    rows = rows_of(sequences)
+    padded = [_pad(ids, sequence_multiple) for ids, _ in rows]
     missing = -sum(map(len, padded)) % multiple
     lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
     tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     loss_positions = [
-        np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
-        for s, start in zip(sequences, starts, strict=False)
+        start + targets - 1 for (_, targets), start in zip(rows, starts, strict=False)
     ]
     return MicroBatch(
         tokens=_tensor(tokens, torch.int64)[None],
@@ -119,6 +119,20 @@ def collate(
             _choices(sequences, lengths, choice_width, experts) if choice_width else None
         ),
     )
+
+
+def rows_of(sequences: Sequence[TrainSequence]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(token ids, indices of the target tokens) of each row, sequence after sequence.
+
+    A row is what attends to itself alone: a sequence, or one branch of its conversation.
+    """
+    found = []
+    for sequence in sequences:
+        targets = sequence.targets
+        for start, end in sequence.rows:
+            own = targets[(targets >= start) & (targets < end)] - start
+            found.append((sequence.token_ids[start:end], own))
+    return found
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,7 @@ class Shared:
     rows: np.ndarray
     """[positions] int64: the first row of each position."""
     loss_positions: np.ndarray
-    """[completion tokens] int64: the position that predicts each."""
+    """[target tokens] int64: the position that predicts each."""
 
 
 def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> Shared:
@@ -148,9 +162,9 @@ def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> S
     prompts: dict[bytes, np.ndarray] = {}
     rows, positions, loss_positions = [], [], []
     count = 0
-    for sequence in sequences:
-        prompt, n_targets = sequence.prompt_length, len(sequence.token_ids) - sequence.prompt_length
-        row_tokens = sequence.token_ids[: prompt + max(n_targets - 1, 0)]
+    for token_ids, targets in rows_of(sequences):
+        prompt = int(targets[0]) if len(targets) else len(token_ids)
+        row_tokens = token_ids[: max(prompt, len(token_ids) - 1)]
         key = row_tokens[:prompt].tobytes()
         if key not in prompts:
             prompts[key] = np.arange(count, count + prompt)
@@ -159,7 +173,7 @@ def share_prompts(sequences: Sequence[TrainSequence], *, multiple: int = 1) -> S
         count += len(own)
         rows.append(row_tokens)
         positions.append(np.concatenate([prompts[key], own]))
-        loss_positions.append(positions[-1][prompt - 1 : prompt - 1 + n_targets])
+        loss_positions.append(positions[-1][targets - 1])
     if missing := -count % multiple:
         rows.append(np.zeros(missing, np.int32))
         positions.append(np.arange(count, count + missing))
@@ -189,8 +203,8 @@ def _collate_shared(sequences: list[TrainSequence], multiple: int) -> MicroBatch
 
 
 def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
-    counts = [len(s.token_ids) - s.prompt_length for s in sequences]
-    ids = np.concatenate([s.token_ids[s.prompt_length :] for s in sequences])
+    counts = [len(s.generator_logprobs) for s in sequences]
+    ids = np.concatenate([s.token_ids[s.targets] for s in sequences])
     logprobs = np.concatenate([s.generator_logprobs for s in sequences])
     versions = np.concatenate([s.token_versions for s in sequences])
 
@@ -200,7 +214,7 @@ def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
     return {
         "targets": _tensor(ids, torch.int64),
         "generator_logprobs": _tensor(logprobs, torch.float32),
-        "advantages": repeated([s.advantage for s in sequences]),
+        "advantages": _tensor(np.concatenate([_advantages(s) for s in sequences]), torch.float32),
         "rewards": repeated([s.reward for s in sequences]),
         "weights": repeated([s.weight for s in sequences]),
         "versions": _tensor(versions, torch.int64),
@@ -210,6 +224,12 @@ def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
         "group_of": _tensor([s.group for s in sequences], torch.int64),
         "member_of": _tensor([s.member for s in sequences], torch.int64),
     }
+
+
+def _advantages(sequence: TrainSequence) -> np.ndarray:
+    if len(sequence.turn_advantages):
+        return sequence.turn_advantages
+    return np.full(len(sequence.generator_logprobs), sequence.advantage)
 
 
 def _is_gold(sequence: TrainSequence) -> np.ndarray:

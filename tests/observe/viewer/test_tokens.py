@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.observe.viewer.index import Place
-from megatron_rl.observe.viewer.tokens import load_decoder, pieces, read_record, view_tokens
+from megatron_rl.observe.viewer.tokens import GIVEN, load_decoder, pieces, read_record, view_tokens
 from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_path, write_trained
 from tests.observe.viewer.made_up import record, write, write_words
 
@@ -58,6 +58,28 @@ def test_each_token_has_its_logprob_and_version(tmp_path: Path, tokenizer: Token
     path.with_suffix(".int32").unlink()
     with pytest.raises(InputError, match="which does not exist"):
         view_tokens(place, read_record(place), tokenizer)
+
+
+def test_given_tokens_are_marked_and_the_trainers_values_stand_at_sampled_ones(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / "rollouts" / "step_000002.jsonl"
+    ids = tokenizer.encode("the sum of one and two").ids
+    count = len(ids)
+    assert count >= 6
+    spans = [[1, 0, 2], [2, 4, count]]
+    write(path, [record(7, 0, tokens=count, spans=spans, words=[0, 2], versions=[1, 2])])
+    write_words(path.with_suffix(".int32"), [7, 8], ids, [-0.5, -0.5, 0, 0] + [-0.5] * (count - 4))
+    values = np.arange(3 * (count - 2), dtype=np.float32).reshape(3, count - 2)
+    written = TrainedTokens(*values)
+    ends = np.array([count - 2])
+    write_trained(trained_path(tmp_path, 2, 0), np.array([[7, 0]]), ends, written)
+    place = Place(path, 0, len(path.read_bytes()) - 1)
+    seen = view_tokens(place, read_record(place), tokenizer)
+    assert seen.versions == [1, 1, GIVEN, GIVEN] + [2] * (count - 4)
+    assert seen.trained is not None
+    assert seen.trained.gaps[:5] == [0.5, 1.5, 0.0, 0.0, 2.5]
+    assert seen.trained.advantages == [*values[2][:2], 0, 0, *values[2][2:]]
 
 
 def test_what_the_trainer_found_is_shown_beside(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,10 +1,12 @@
 """Packing sequences into one microbatch: rows, targets and per-token values."""
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.trainer.model.collate import collate, context_shard
+from megatron_rl.trainer.model.collate import collate, context_shard, share_prompts
 
 
 def make_sequence(
@@ -70,3 +72,47 @@ def test_empty_microbatch_runs_one_token_without_weight() -> None:
     batch = collate([])
     assert batch.weights.tolist() == [0.0]
     assert batch.loss_positions.tolist() == [0]
+
+
+def conversation() -> TrainSequence:
+    """Prompt 1 2, reply 10 11, given 20 21, reply 12; then a branch 1 2 10 11 22, reply 13 14."""
+    return TrainSequence(
+        np.array([1, 2, 10, 11, 20, 21, 12, 1, 2, 10, 11, 22, 13, 14], np.int32),
+        2, np.zeros(5, np.float32), np.zeros(5, np.int32), advantage=0.0, weight=1.0,
+        given=[(2, 4), (5, 10)], row_starts=[7],
+        turn_advantages=np.array([1, 1, -1, 3, 3], np.float32),
+    )  # fmt: skip
+
+
+def test_given_tokens_are_no_targets_and_branches_see_only_themselves() -> None:
+    assert conversation().find_fault() == ""
+    batch = collate([conversation()])
+    assert batch.targets.tolist() == [10, 11, 12, 13, 14]
+    assert batch.loss_positions.tolist() == [1, 2, 5, 11, 12]
+    assert batch.sequence_starts.tolist() == [0, 7, 14]
+    assert batch.position_ids[0].tolist() == [*range(7), *range(7)]
+    assert batch.advantages.tolist() == [1, 1, -1, 3, 3]
+    # For the objective the rows are one sequence.
+    assert batch.sequence_of.tolist() == [0] * 5 and batch.target_ends.tolist() == [5]
+
+
+def test_the_shared_start_of_branches_is_computed_once() -> None:
+    shared = share_prompts([conversation(), conversation()])
+    tokens = shared.tokens[shared.rows].tolist()
+    # The last token of a row predicts nothing.
+    assert tokens == [1, 2, 10, 11, 20, 21, 1, 2, 10, 11, 22, 13, 10, 11, 20, 21, 13]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"given": [(2, 4), (4, 10)]}, "given ranges"),
+        ({"given": [(0, 4)]}, "given ranges"),
+        ({"row_starts": [6]}, "row starts"),
+        ({"row_starts": [8, 8]}, "row starts"),
+        ({"turn_advantages": np.zeros(4, np.float32)}, "4 advantages of 5 target tokens"),
+        ({"generator_logprobs": np.zeros(6, np.float32)}, "logprobs and versions of 5 target"),
+    ],
+)
+def test_a_conversation_that_contradicts_itself_is_found(change: dict, message: str) -> None:
+    assert message in msgspec.structs.replace(conversation(), **change).find_fault()

@@ -3,6 +3,7 @@
 
 const PAGE = 50;
 const RANGES = ["step", "reward", "tokens", "staleness"];
+const GIVEN = -2; // the version of a token that the policy did not sample
 const COLOURS = ["none", "logprob", "gap", "entropy", "version", "advantage"];
 const at = (id) => document.getElementById(id);
 const state = { offset: 0, total: 0, rows: [], chosen: -1, open: null, colour: "none", asked: 0 };
@@ -93,7 +94,7 @@ async function open(id) {
   const { record, file } = state.open;
   at("detail").hidden = false;
   at("detail").scrollTop = 0;
-  const spans = record.versions.join(", ");
+  const spans = [...new Set(record.versions)].join(", ");
   at("facts").textContent = `${file} | group ${record.group}, index ${record.index} | ` +
     `${record.task} | ${record.reason}, reward ${record.reward === null ? "none" : number(record.reward)} | ` +
     `${record.tokens} tokens, ${record.finish_reason} | versions ${spans} | ${record.generator ?? ""}`;
@@ -108,15 +109,17 @@ async function open(id) {
 function showText() {
   const { record, tokens, why_no_tokens } = state.open;
   const text = at("text");
-  if (!tokens || state.colour === "none") {
+  const isPlain = state.colour === "none";
+  if (!tokens || (isPlain && !tokens.versions.includes(GIVEN))) {
     const [from, to] = thoughts(record.text, record.prompt_tail);
     const dimmed = element("span", record.text.slice(from, to), "thoughts");
     text.replaceChildren(record.text.slice(0, from), dimmed, record.text.slice(to));
   } else {
-    const known = shades(tokens);
+    const known = isPlain ? tokens.texts.map(() => "transparent") : shades(tokens);
     text.replaceChildren(...tokens.texts.map((piece, i) => {
-      const span = element("span", piece);
-      span.style.backgroundColor = known[i];
+      const isGiven = tokens.versions[i] === GIVEN;
+      const span = element("span", piece, isGiven ? "given" : null);
+      span.style.backgroundColor = isGiven ? "transparent" : known[i];
       span.title = whatOf(tokens, i);
       return span;
     }));
@@ -142,6 +145,7 @@ function whyNot(tokens, why) {
 }
 
 function whatOf(tokens, i) {
+  if (tokens.versions[i] === GIVEN) return "given to the policy: no loss";
   const said = `logprob ${tokens.logprobs[i]}, version ${tokens.versions[i]}`;
   const found = tokens.trained;
   if (!found) return said;
@@ -166,7 +170,7 @@ function shades(tokens) {
   }
   if (["gap", "entropy"].includes(state.colour)) return tokens.texts.map(() => "transparent");
   if (state.colour === "version") {
-    const first = Math.min(...tokens.versions);
+    const first = Math.min(...tokens.versions.filter((v) => v !== GIVEN));
     return tokens.versions.map((v) => `hsl(${(210 + 67 * (v - first)) % 360}, 80%, 85%)`);
   }
   const gains = found ? found.advantages : tokens.texts.map(advantage);

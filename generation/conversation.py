@@ -1,0 +1,178 @@
+"""Conversations of one rollout: a tree of turns, with the token ids that the engine saw. Pure.
+
+Used by the generator. A turn is one reply of the policy with the tokens that were given before it.
+Turns are only added: ids never change, and nothing is tokenized again. A turn behind a reply that
+already has a successor begins a branch, and a second conversation is another root. Each leaf of the
+tree becomes one row of the rollout; a reply that several rows share is learnt in the first of them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from generation.engine import Completion
+from megatron_rl.protocol.types import VersionSpan
+
+OUT_OF_TOKENS = "out_of_tokens"
+"""Reason of an outcome: the conversation has no room for another reply."""
+
+
+class OutOfTokens(Exception):
+    """The rollout has no room for another reply; the policy caused that."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A reply, or one that the engine still samples."""
+
+    parent: "Turn | None"
+    given: list[int]
+    """Token ids behind the parent's reply; of a root: the prompt."""
+    most_tokens: int
+    """Room that is kept for the reply while the engine samples it."""
+    is_last: bool
+    """Whether that room is all that the rollout has."""
+    reply: Completion | None = None
+    successors: int = 0
+
+    @property
+    def path(self) -> "list[Turn]":
+        """The turns from the root to this one."""
+        found, turn = [self], self.parent
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def reply_ids(self) -> list[int]:
+        """Token ids of the reply."""
+        return [] if self.reply is None else self.reply.token_ids
+
+    @property
+    def prompt(self) -> list[int]:
+        """Token ids that the engine gets: everything before the reply."""
+        return [*(self.parent.ids if self.parent is not None else ()), *self.given]
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything that the engine saw and sampled, up to the end of the reply."""
+        return [token for turn in self.path for token in (*turn.given, *turn.reply_ids)]
+
+    @property
+    def size(self) -> int:
+        """Tokens of the turn, with the room that is kept for its reply."""
+        return len(self.given) + (self.most_tokens if self.reply is None else len(self.reply_ids))
+
+
+class Rows(NamedTuple):
+    """The rows of a rollout end to end, as in `Rollout`."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    row_starts: list[int]
+    finish_reason: str
+    replies: list[Turn]
+    """The learnt replies, in the order of their tokens."""
+
+
+class ConversationTree:
+    """All turns of one rollout."""
+
+    def __init__(self, *, completion_tokens: int, context_tokens: int) -> None:
+        """completion_tokens: limit of all rows together, without the first prompt.
+
+        context_tokens: limit of each row.
+        """
+        self._completion_tokens, self._context_tokens = completion_tokens, context_tokens
+        self.turns: list[Turn] = []
+        self.is_cut = False
+        """Whether a limit on tokens ended a reply, or left no room for one."""
+
+    def open(self, parent: Turn | None, given: list[int], max_tokens: int | None) -> Turn:
+        """A turn for the engine, with room for at most max_tokens. Raises OutOfTokens.
+
+        given: behind the parent's reply. max_tokens: None: as many as there is room for.
+        """
+        room = self.room_for(parent, given)
+        if room < 1:
+            raise OutOfTokens(f"no room for a reply behind {len(given)} given tokens")
+        is_last = max_tokens is None or room <= max_tokens
+        turn = Turn(parent, given, room if max_tokens is None else min(room, max_tokens), is_last)
+        if parent is not None:
+            parent.successors += 1
+        self.turns.append(turn)
+        return turn
+
+    def room_for(self, parent: Turn | None, given: list[int]) -> int:
+        """Tokens that a reply to these tokens may have."""
+        room = self.room_behind(parent) - len(given)
+        return room if self.turns else min(self._completion_tokens, room)
+
+    def room_behind(self, parent: Turn | None) -> int:
+        """Tokens that may follow a reply, or begin another row; the first prompt is not counted."""
+        begun = 0 if parent is None else len(parent.ids)
+        copied = begun if parent is not None and parent.successors else 0
+        room = self._context_tokens - begun
+        return min(room, self._completion_tokens - self._used - copied) if self.turns else room
+
+    @property
+    def _used(self) -> int:
+        """Completion tokens of all rows, with the room that is kept for open turns."""
+        rows = sum(sum(turn.size for turn in leaf.path) for leaf in self._leaves)
+        return rows - (len(self.turns[0].given) if self.turns else 0)
+
+    @property
+    def _leaves(self) -> list[Turn]:
+        """The last turns of all rows; the first row is one that begins with the first turn."""
+        order = {id(turn): number for number, turn in enumerate(self.turns)}
+        leaves = [turn for turn in self.turns if not turn.successors]
+        return sorted(leaves, key=lambda leaf: [order[id(turn)] for turn in leaf.path])
+
+    def close(self, turn: Turn, reply: Completion) -> None:
+        """Note the engine's reply of a turn."""
+        turn.reply = reply
+        # A reply that the environment kept short is no sign of a model that cannot end.
+        self.is_cut |= turn.is_last and reply.finish_reason == "length"
+
+    def discard(self, turn: Turn) -> None:
+        """Forget an open turn, as if it had not been asked for."""
+        self.turns.remove(turn)
+        if turn.parent is not None:
+            turn.parent.successors -= 1
+
+    def rows(self) -> Rows:
+        """The rollout's rows; call when every turn is closed, and there is one at least."""
+        first = self.turns[0]
+        rows = Rows(first.given, [], [], [], [], "length" if self.is_cut else "stop", [])
+        learnt: set[int] = set()
+        for leaf in self._leaves:
+            if rows.token_ids:
+                rows.row_starts.append(len(first.given) + len(rows.token_ids))
+            for turn in leaf.path:
+                given = [] if turn is first and not rows.token_ids else turn.given
+                _add_given(rows, given)
+                reply = turn.reply
+                assert reply is not None, "a turn is still open"
+                if id(turn) in learnt:
+                    _add_given(rows, reply.token_ids)
+                else:
+                    _add_reply(rows, reply)
+                    rows.replies.append(turn)
+                    learnt.add(id(turn))
+        return rows
+
+
+def _add_given(rows: Rows, token_ids: list[int]) -> None:
+    rows.token_ids.extend(token_ids)
+    rows.logprobs.extend([0.0] * len(token_ids))
+
+
+def _add_reply(rows: Rows, reply: Completion) -> None:
+    start = len(rows.token_ids)
+    rows.token_ids.extend(reply.token_ids)
+    rows.logprobs.extend(reply.logprobs)
+    rows.spans.extend(
+        VersionSpan(span.version, start + span.start, start + span.end) for span in reply.spans
+    )

@@ -1,0 +1,345 @@
+"""Holds the conversations of leases whose task has an environment.
+
+Used by the generator. The environment runs in a process of its own and asks for one reply after the
+other (`verification/environments/host.py`); each reply is one request of the engine. While the
+environment works, the conversation holds no slot of the engine. Token ids never leave this process.
+
+| a conversation waits for | meanwhile |
+|---|---|
+| one of `environments.max_episodes` places | its lease waits |
+| its environment | nothing of it is in the engine |
+| the engine's reply | the environment's clock stands still |
+"""
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from generation.conversation import OUT_OF_TOKENS, ConversationTree, OutOfTokens, Turn
+from generation.engine import Completion, EngineError
+from generation.proxy import Proxy, open_proxy
+from generation.rollouts import Work
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.chat_template import RenderError
+from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.rollout import TurnReturn
+from megatron_rl.protocol.tool_calls import (
+    ParsedReply,
+    ToolCallParser,
+    describe_tools,
+    find_call_form,
+)
+from megatron_rl.protocol.turns import Turns
+from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
+from verification.environments.host import EnvironmentHost
+from verification.environments.policy import Call, EpisodeInput, Outcome, PolicyLimit, Reply, Say
+from verification.environments.settings import EnvironmentFailed, environment_settings
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.]+")
+_REASON_CHARS = 64
+
+
+@dataclass
+class Chat:
+    """One conversation of an episode."""
+
+    tools: list[dict[str, Any]]
+    turns: list[Turn] = field(default_factory=list)
+
+
+class Episode:
+    """One rollout: chats of an environment with the policy."""
+
+    def __init__(self, lease: Lease, index: int, owner: "Episodes") -> None:
+        sampling = lease.sampling
+        self._lease, self._index, self.owner = lease, index, owner
+        self._tree = ConversationTree(
+            completion_tokens=sampling.max_new_tokens,
+            context_tokens=owner.renderer.context_tokens,
+        )
+        self._chats: dict[int, Chat] = {}
+        self._began_at = self._changed_at = time.monotonic()
+        self._replying = 0
+        self._reply_ended = asyncio.Event()
+        self._environment_s = 0.0
+        self._first_at = -1.0
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a reply."""
+        return self._lease.sampling.stop
+
+    async def answer(self, say: Say) -> Reply:
+        """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
+        chat = self._chat_of(say)
+        parent = chat.turns[-1] if chat.turns else None
+        try:
+            given = self.given(parent, say.messages, chat.tools)
+            turn = await self.take_turn(parent, given, say.max_tokens)
+        except OutOfTokens as error:
+            raise PolicyLimit(OUT_OF_TOKENS) from error
+        except RenderError as error:
+            # The same messages would fail with every engine: the environment is at fault.
+            raise EnvironmentFailed(str(error), "exception") from error
+        chat.turns.append(turn)
+        found, reply = self.read(turn, chat.tools), turn.reply
+        assert reply is not None
+        return Reply(
+            self.owner.renderer.decode(reply.token_ids), found.content, found.reasoning,
+            [Call(*call) for call in found.calls], found.faults,
+            reply.finish_reason, self._tree.room_behind(turn),
+        )  # fmt: skip
+
+    async def take_turn(
+        self, parent: Turn | None, given: list[int], max_tokens: int | None
+    ) -> Turn:
+        """A turn with its reply. Raises OutOfTokens, EngineError.
+
+        It waits while other replies of the episode keep room that this one needs. parent: None for
+        a new conversation.
+        """
+        while self._replying and self._tree.room_for(parent, given) < (max_tokens or 1):
+            await self._reply_ended.wait()
+        try:
+            turn = self._tree.open(parent, given, max_tokens)
+        except OutOfTokens:
+            self._tree.is_cut = True
+            raise
+        self._count(+1)
+        try:
+            reply = await self.owner.sample(self._lease, self._index, turn, self._tree)
+        except BaseException:
+            # The environment no longer waits for it.
+            self._tree.discard(turn)
+            raise
+        else:
+            self._tree.close(turn, reply)
+        finally:
+            self._count(-1)
+            self._reply_ended.set()
+            self._reply_ended = asyncio.Event()
+        if self._first_at < 0:
+            self._first_at = reply.first_token_at
+        return turn
+
+    def _chat_of(self, say: Say) -> Chat:
+        if say.chat not in self._chats:
+            if say.tools and (refusal := self.owner.parser.refusal):
+                raise EnvironmentFailed(refusal, "exception")
+            chat = Chat(say.tools)
+            if say.parent is not None:
+                parent = self._chats[say.parent]
+                chat = Chat(parent.tools, parent.turns[: say.parent_turns])
+            self._chats[say.chat] = chat
+        return self._chats[say.chat]
+
+    def given(
+        self, parent: Turn | None, messages: list[Message], tools: list[dict[str, Any]]
+    ) -> list[int]:
+        """Token ids of messages behind a turn's reply. Raises RenderError.
+
+        parent: None: the messages begin a conversation.
+        """
+        turns, renderer = self.owner.turns, self.owner.renderer
+        offered = tools if "tools" in renderer.template.reads else []
+        try:
+            if parent is not None:
+                return turns.glue(parent.reply_ids, messages, offered)
+            opened = renderer.opened(messages, self._lease.prompt.task)
+            if tools and not offered:
+                opened = with_tools(opened, tools)
+            return turns.start(opened, offered)
+        except RecursionError as error:
+            raise RenderError("the messages or tools are nested too deeply") from error
+
+    def read(self, turn: Turn, tools: list[dict[str, Any]]) -> ParsedReply:
+        """The parts of a turn's reply."""
+        return self.owner.parser.parse(self.owner.renderer.decode(turn.reply_ids), tools)
+
+    def _count(self, replies: int) -> None:
+        """Count replies that the engine samples, and the time without any."""
+        now = time.monotonic()
+        if not self._replying:
+            self._environment_s += now - self._changed_at
+        self._replying += replies
+        self._changed_at = now
+
+    def end(self, outcome: Outcome) -> Rollout:
+        """The rollout. Raises EnvironmentFailed if the environment never asked for a reply."""
+        if not self._tree.turns:
+            raise EnvironmentFailed("it returned without a turn of the policy", "bad_outcome")
+        self._count(0)
+        rows, renderer = self._tree.rows(), self.owner.renderer
+        return Rollout(
+            lease_id=self._lease.lease_id,
+            index=self._index,
+            prompt_ids=np.array(rows.prompt_ids, np.int32),
+            token_ids=np.array(rows.token_ids, np.int32),
+            logprobs=np.array(rows.logprobs, np.float32),
+            spans=rows.spans,
+            finish_reason=rows.finish_reason,
+            text=renderer.decode(rows.token_ids),
+            prompt_tail=renderer.tail(rows.prompt_ids),
+            first_token_s=max(-1.0, self._first_at - self._began_at),
+            score=score_of(outcome),
+            row_starts=rows.row_starts,
+            turn_returns=self._returns(outcome, rows.replies),
+            environment_s=self._environment_s,
+        )  # fmt: skip
+
+    def _returns(self, outcome: Outcome, replies: list[Turn]) -> list[TurnReturn]:
+        """Returns of the replies, if they are rewarded. Raises EnvironmentFailed."""
+        rewards = outcome.turn_rewards
+        if not rewards:
+            return []
+        if len(rewards) != len(self._tree.turns):
+            reason = f"{len(rewards)} turn_rewards of {len(self._tree.turns)} replies"
+            raise EnvironmentFailed(reason, "bad_outcome")
+        values = list(itertools.accumulate(reversed(rewards)))[::-1]
+        number_of = {id(turn): number for number, turn in enumerate(self._tree.turns)}
+        return [
+            TurnReturn(number, len(turn.reply_ids), values[number])
+            for turn in replies
+            for number in [number_of[id(turn)]]
+        ]
+
+
+class Episodes:
+    """All episodes of a generator."""
+
+    def __init__(self, work: Work, environments: "Environments") -> None:
+        """Raises InputError for a chat template that cannot continue a conversation."""
+        self.targets = environments.targets
+        """Environment of each task that has one."""
+        self._engine, self.renderer, self._health, self._activity = work
+        self._host, self._proxy = environments.host, environments.proxy
+        self._active: set[int] = set()
+        if self.targets:
+            self.turns = Turns(self.renderer)
+            self.parser = ToolCallParser(self.renderer)
+            self.call_form = find_call_form(self.renderer.template)
+
+    def pop_active(self) -> list[int]:
+        """Leases whose conversations ended a turn since the last call."""
+        active, self._active = self._active, set()
+        return sorted(active)
+
+    async def rollouts(self, lease: Lease) -> AsyncIterator[Rollout | RolloutFailed]:
+        """The rollouts of a lease, as each ends; failures of environments and of the engine.
+
+        Closing the iterator ends the other conversations.
+        """
+        tasks = [asyncio.create_task(self._run(lease, index)) for index in lease.indices]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, lease: Lease, index: int) -> Rollout | RolloutFailed:
+        prompt = lease.prompt
+        episode = Episode(lease, index, self)
+        given = EpisodeInput(
+            prompt.id, prompt.task, msgspec.to_builtins(prompt.messages), prompt.answer,
+            read_entry(prompt.entry),
+            lease.sampling.seed,
+        )  # fmt: skip
+        try:
+            return episode.end(await self._play(episode, given))
+        except EnvironmentFailed as error:
+            reason = sendable(f"the environment failed: {error}")
+            return RolloutFailed(lease.lease_id, index, reason, fault="environment")
+
+    async def _play(self, episode: Episode, given: EpisodeInput) -> Outcome:
+        """The outcome of an episode. Raises EnvironmentFailed, EngineError."""
+        assert self._host is not None, "no environments were opened"
+        run, target = self._host.run, self.targets[given.task]
+        if self._proxy is None:
+            return await run(target, given, episode.answer)
+        async with self._proxy.serve(episode) as session:
+            given = replace(given, url=self._proxy.url, key=session.key)
+            return await session.watch(run(target, given, episode.answer, clock=session.clock))
+
+    async def sample(
+        self, lease: Lease, index: int, turn: Turn, tree: ConversationTree
+    ) -> Completion:
+        """The engine's reply of a turn. Raises EngineError."""
+        sampling = msgspec.structs.replace(lease.sampling, max_new_tokens=turn.most_tokens)
+        if seeds := lease.sampling.draw_seeds:
+            own = seeds[lease.indices.index(index)] + tree.turns.index(turn)
+            sampling = msgspec.structs.replace(sampling, draw_seeds=(own,))
+        self._activity.change(time.monotonic(), 1)
+        tokens = 0
+        try:
+            async with aclosing(self._engine.generate(turn.prompt, sampling, [index])) as answers:
+                async for completion in answers:
+                    tokens = len(completion.token_ids)
+                    self._health.note_progress()
+                    self._active.add(lease.lease_id)
+                    return completion
+        finally:
+            self._activity.change(time.monotonic(), -1, tokens)
+        raise EngineError("the engine ended a request without an answer")
+
+
+def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """The messages, whose system message describes the tools for a template that writes none."""
+    described = describe_tools(tools)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": described}, *messages]
+
+
+def score_of(outcome: Outcome) -> Score:
+    """The score; the part "environment" is what the other parts leave of the reward."""
+    rest = outcome.reward - sum(outcome.parts.values())
+    parts = outcome.parts | ({"environment": rest} if rest or not outcome.parts else {})
+    # It becomes part of a metric's name.
+    reason = _NO_NAME.sub("_", outcome.reason)[:_REASON_CHARS]
+    return Score(outcome.reward, parts, reason, is_outcome=True)
+
+
+def read_entry(entry: str) -> Any:
+    """The prompt's JSON; another text as it is."""
+    try:
+        return msgspec.json.decode(entry) if entry else None
+    except msgspec.DecodeError:
+        return entry
+
+
+class Environments(NamedTuple):
+    """The environments of a run, and what runs them."""
+
+    targets: Mapping[str, str]
+    """Environment of each task that has one, as package.module:name."""
+    host: EnvironmentHost | None = None
+    proxy: Proxy | None = None
+
+
+@asynccontextmanager
+async def open_environments(config: Config, name: str) -> AsyncIterator[Environments]:
+    """The environments of a run, until the block ends. name: of the process that starts them."""
+    log_path = config.run.dir / "logs" / f"environments-{name}.log"
+    settings = environment_settings(config.environments, log_path)
+    if not config.reward.environments:
+        yield Environments({})
+        return
+    async with EnvironmentHost(settings) as host, open_proxy(settings) as proxy:
+        yield Environments(config.reward.environments, host, proxy)
+
+
+def capacity_of(config: Config) -> int:
+    """Completions that a generator takes at once: conversations may wait for environments."""
+    running = config.generator.max_running
+    return max(running, config.environments.max_episodes) if config.reward.environments else running

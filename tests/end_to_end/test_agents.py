@@ -1,0 +1,78 @@
+"""A run in an environment: `examples/agents/run.sh lookup`, the tiny model with a tool."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow(110), pytest.mark.timeout(420)]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agents") / "run"
+    command = ["bash", "examples/agents/run.sh", "lookup", "--run-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of all trained conversations, in the order of steps."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [line for path in files for line in read_jsonl(path)]
+
+
+def test_policy_learns_to_use_the_result_of_its_tool(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
+    assert summary["logprob_gap_mean"] < 1e-3
+
+
+def test_results_of_the_tool_are_holes_of_each_conversation(run_dir: Path) -> None:
+    entries = {
+        prompt["id"]: json.loads(prompt["entry"])
+        for prompt in read_jsonl(run_dir / "tasks" / "prompts.jsonl")
+    }
+    called = 0
+    for record in records(run_dir):
+        text, spans = record["text"], [span[1:] for span in record["spans"]]
+        sampled = sum(end - start for start, end in spans)
+        if not text.startswith("="):
+            assert sampled == record["tokens"]
+            continue
+        call, _, rest = text[1:].partition("<eos>")
+        table = entries[record["prompt_id"]]
+        # Given after the call: the token that closes it, if the policy did not write it, the
+        # result, a colon. Each character of the tiny model's text is a token.
+        result = table.get(call, "none") + ":"
+        assert rest.startswith(result)
+        holes = [
+            (end, start)
+            for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
+            if end < start
+        ]
+        called += 1
+        assert len(holes) == 1
+        assert holes[0][1] - holes[0][0] - len(result) in (0, 1)
+        assert sampled == record["tokens"] - (holes[0][1] - holes[0][0])
+        assert record["environment_s"] > 0
+    assert called > 1000
+
+
+def test_no_conversation_is_lost(run_dir: Path) -> None:
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    dropped = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(("queue/groups_dropped_", "queue/completions_dropped_")) and value
+    }
+    assert dropped <= {"queue/groups_dropped_zero_variance", "queue/groups_dropped_not_needed"}
+    assert all(row.get("train/skipped_steps", 0) == 0 for row in rows)

@@ -1,0 +1,276 @@
+"""Conversations of real environments with a scripted engine: rows, failures, limits."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from generation.engine import Completion, EngineError
+from generation.episodes import Environments, Episodes
+from generation.health import Activity, EngineHealth
+from generation.rollouts import Work
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.rollout import find_bad_spans, given_ranges
+from megatron_rl.protocol.types import (
+    ChatMessage,
+    Lease,
+    Prompt,
+    Rollout,
+    RolloutFailed,
+    Sampling,
+    VersionSpan,
+)
+from tests.protocol.real_templates import open_model
+from verification.environments.host import EnvironmentHost
+from verification.environments.settings import EnvironmentSettings
+
+GAMES = '''
+import asyncio
+from verification.environments import Outcome, tools_episode
+
+async def count(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    for turn in range(3):
+        reply = await chat.say()
+        chat.add("user", f"heard {reply.content}")
+    return Outcome(0.5, "counted", {"turns": 0.2})
+
+async def branches(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    await chat.say()
+    other = chat.fork()
+    chat.add("user", "left")
+    other.add("user", "right")
+    await asyncio.gather(chat.say(), other.say())
+    summary = policy.chat([{"role": "user", "content": "a summary"}])
+    await summary.say()
+    return Outcome(1.0, "correct")
+
+async def gives_up(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    asyncio.ensure_future(chat.say(max_tokens=50))
+    await asyncio.sleep(0.05)
+    other = policy.chat([{"role": "user", "content": "quick"}])
+    await other.say()
+    return Outcome(0.0, "gave up!")
+
+async def wide(prompt, policy):
+    chats = [policy.chat([{"role": "user", "content": f"chat {n}"}]) for n in range(5)]
+    await asyncio.gather(*(chat.say() for chat in chats))
+    return Outcome(1.0, "correct")
+
+async def rewards_turns(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    await chat.say()
+    other = chat.fork()
+    chat.add("user", "left")
+    other.add("user", "right")
+    await other.say()
+    await chat.say()
+    return Outcome(7.0, "x", turn_rewards=[1.0, 2.0, 4.0] if prompt.answer == "5" else [7.0])
+
+async def endless(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    while True:
+        await chat.say()
+        chat.add("user", "more")
+
+async def breaks(prompt, policy):
+    await policy.chat(prompt.messages).say()
+    raise ValueError("a bug of the environment")
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: the other
+    """
+    return a + b
+
+adds = tools_episode([add], reward=lambda prompt, run: float(run.text == prompt.answer))
+'''
+
+
+class ScriptedEngine:
+    """Answers by a function of the prompt's text, under a version that grows with each answer."""
+
+    version = 0
+
+    def __init__(self, renderer: Renderer, answer: Callable[[str], str], *, slow: str = "") -> None:
+        self.renderer, self.answer, self.slow = renderer, answer, slow
+        self.seen: list[list[int]] = []
+        self.asked: list[Sampling] = []
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """One answer."""
+        text = self.renderer.tokenizer.decode(prompt_ids)
+        if self.slow and self.slow in text:
+            await asyncio.sleep(3600)
+        ids = self.renderer.encode(self.answer(text))[: sampling.max_new_tokens]
+        if is_whole := len(ids) < sampling.max_new_tokens:
+            ids.append(self.renderer.end_id)
+        self.seen.append([*prompt_ids, *ids])
+        self.asked.append(sampling)
+        self.version += 1
+        spans = [VersionSpan(self.version, 0, len(ids))]
+        logprobs = [-0.01 * len(self.seen)] * len(ids)
+        yield Completion(indices[0], ids, logprobs, spans, "stop" if is_whole else "length")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return open_model(tmp_path_factory.mktemp("qwen"), "qwen2.5")
+
+
+def play(
+    folder: Path,
+    engine: ScriptedEngine,
+    game: str,
+    *,
+    indices: int = 1,
+    most: int = 400,
+    answer: str = "5",
+) -> list[Rollout | RolloutFailed]:
+    (folder / "games_of_tests.py").write_text(GAMES)
+    settings = EnvironmentSettings(
+        paths=(str(folder),), log_path=str(folder / "log"), start_timeout_s=30, turn_timeout_s=10
+    )
+    prompt = Prompt("p", "sums", [ChatMessage("user", "begin")], answer)
+    lease = Lease(3, prompt, list(range(indices)), Sampling(most, 1.0))
+
+    async def run() -> list[Rollout | RolloutFailed]:
+        activity = Activity()
+        work = Work(engine, engine.renderer, EngineHealth(60, counts_passes=False), activity)
+        async with EnvironmentHost(settings) as host:
+            environments = Environments({"sums": f"games_of_tests:{game}"}, host)
+            episodes = Episodes(work, environments)
+            found = [one async for one in episodes.rollouts(lease)]
+            assert episodes.pop_active() in ([3], []) and activity.running == 0
+            return found
+
+    return asyncio.run(run())
+
+
+def rows_of(rollout: Rollout) -> list[list[int]]:
+    whole = np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist()
+    edges = [0, *rollout.row_starts, len(whole)]
+    return [whole[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def test_rows_are_what_the_engine_saw_and_only_its_tokens_are_learnt(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    words = iter(["one", "two  \n", "three 🙂"])
+    engine = ScriptedEngine(renderer, lambda _: next(words))
+    [rollout] = play(tmp_path, engine, "count")
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert rows_of(rollout) == [engine.seen[-1]]
+    assert find_bad_spans(rollout.spans, len(rollout.token_ids)) == ""
+    learnt = [rollout.token_ids[span.start : span.end].tolist() for span in rollout.spans]
+    assert learnt == [
+        [*renderer.encode(word), renderer.end_id] for word in ("one", "two  \n", "three 🙂")
+    ]
+    assert [span.version for span in rollout.spans] == [1, 2, 3]
+    given = [rollout.token_ids[start:end].tolist() for start, end in given_ranges(rollout.spans)]
+    assert "heard one" in renderer.decode(given[0]) and "heard two" in renderer.decode(given[1])
+    assert all(not rollout.logprobs[start:end].any() for start, end in given_ranges(rollout.spans))
+    assert rollout.turns == 3 and rollout.score.reward == 0.5
+    assert rollout.score.parts == {"turns": 0.2, "environment": 0.3}
+
+
+def test_branches_and_new_conversations_are_rows_of_one_rollout(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(renderer, lambda text: str(len(text)))
+    [rollout] = play(tmp_path, engine, "branches")
+    assert isinstance(rollout, Rollout)
+    first, *later = engine.seen
+    assert sorted(rows_of(rollout)) == sorted(later) and len(later) == 3
+    # The first reply stands in two rows, and is learnt in one.
+    assert [row[: len(first)] == first for row in rows_of(rollout)].count(True) == 2
+    assert len(rollout.spans) == 4 and sorted(s.version for s in rollout.spans) == [1, 2, 3, 4]
+
+
+def test_a_reply_that_nobody_waits_for_leaves_no_trace(tmp_path: Path, renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "yes", slow="begin")
+    [rollout] = play(tmp_path, engine, "gives_up")
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert rows_of(rollout) == engine.seen and len(engine.seen) == 1
+    assert rollout.score.reason == "gave_up_"
+
+
+def test_replies_at_once_wait_for_the_room_that_another_one_keeps(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "a reply")
+    [rollout] = play(tmp_path, engine, "wide")
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert sorted(rows_of(rollout)) == sorted(engine.seen) and len(engine.seen) == 5
+    assert (rollout.score.reason, rollout.finish_reason) == ("correct", "stop")
+
+
+def test_rewards_of_replies_become_returns_in_the_order_of_tokens(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(renderer, lambda text: "rr" if "right" in text else "a")
+    [rollout] = play(tmp_path, engine, "rewards_turns")
+    assert isinstance(rollout, Rollout)
+    # Asked for: the first, "right", "left"; the rows: the first with "right", then "left".
+    assert [(one.number, one.value) for one in rollout.turn_returns] == [
+        (0, 7.0), (1, 6.0), (2, 4.0)
+    ]  # fmt: skip
+    spans = [span.end - span.start for span in rollout.spans]
+    assert [one.tokens for one in rollout.turn_returns] == spans
+    [failed] = play(tmp_path, engine, "rewards_turns", answer="6")
+    assert isinstance(failed, RolloutFailed) and "1 turn_rewards of 3 replies" in failed.reason
+
+
+def test_no_room_for_another_reply_is_an_outcome(tmp_path: Path, renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "some words")
+    [rollout] = play(tmp_path, engine, "endless", most=60)
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert (rollout.score.reward, rollout.score.reason) == (0.0, "out_of_tokens")
+    assert len(rollout.token_ids) <= 60 and rollout.finish_reason == "length"
+    assert rows_of(rollout) == [engine.seen[-1]]
+
+
+def test_a_bug_of_the_environment_is_its_failure_and_no_reward(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(renderer, lambda _: "x")
+    found = play(tmp_path, engine, "breaks", indices=3)
+    assert sorted(one.index for one in found if isinstance(one, RolloutFailed)) == [0, 1, 2]
+    for one in found:
+        assert isinstance(one, RolloutFailed) and one.fault == "environment"
+        assert "a bug of the environment" in one.reason
+
+
+def test_an_engine_that_fails_is_not_the_environments_fault(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    def fail(_: str) -> str:
+        raise EngineError("out of memory")
+
+    with pytest.raises(EngineError, match="out of memory"):
+        play(tmp_path, ScriptedEngine(renderer, fail), "count", indices=2)
+
+
+def test_a_called_function_answers_in_the_form_of_the_template(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    def answer(text: str) -> str:
+        if "<tool_response>" in text:
+            return text.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
+        return '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+    engine = ScriptedEngine(renderer, answer)
+    [rollout] = play(tmp_path, engine, "adds", most=300)
+    assert isinstance(rollout, Rollout) and rollout.score is not None
+    assert (rollout.score.reward, rollout.turns) == (1.0, 2)
+    assert '"name": "add"' in renderer.decode(rollout.prompt_ids.tolist())
+    assert rows_of(rollout) == [engine.seen[-1]]

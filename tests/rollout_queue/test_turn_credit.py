@@ -1,0 +1,71 @@
+"""Advantages of conversations whose replies are rewarded one by one, against numbers by hand."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.algorithms.minibatch import find_advantage_functions
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.protocol.rollout import TurnReturn
+from megatron_rl.protocol.types import Score, ScoredRollout
+from megatron_rl.rollout_queue.batches import minibatch_sequences
+from megatron_rl.rollout_queue.groups import Group
+from tests.rollout_queue.makers import make_group, make_rollout
+
+
+def make(rewards: list[list[float]], *, tokens: int = 2) -> Group:
+    """A group whose member i has a reply of `tokens` tokens for each of rewards[i]."""
+    group = make_group(0, [])
+    group.size, group.scored = len(rewards), {}
+    for index, mine in enumerate(rewards):
+        returns = np.cumsum(mine[::-1])[::-1]
+        rollout = msgspec.structs.replace(
+            make_rollout(index, tokens=tokens * len(mine)),
+            turn_returns=[TurnReturn(n, tokens, float(v)) for n, v in enumerate(returns)],
+        )
+        group.add(ScoredRollout(rollout, Score(sum(mine), {}, "x", is_outcome=True)), 0.0)
+    return group
+
+
+def advantages(groups: list[Group], normalization: str = "none") -> list[list[float]]:
+    cfg = AlgorithmConfig.model_validate(
+        {"advantage_estimator": {"name": "group_mean"}, "normalization": {"name": normalization}}
+    )
+    found = minibatch_sequences(groups, find_advantage_functions(cfg))
+    assert all(sequence.find_fault() == "" for sequence in found)
+    return [sequence.turn_advantages.tolist() for sequence in found]
+
+
+def test_a_reply_is_compared_with_those_of_the_members_that_got_so_far() -> None:
+    # Returns: 3 2 | 1 1 | 2, so that turn 0 has the mean 2, and turn 1 the mean 1.5 of two.
+    found = advantages([make([[1.0, 2.0], [0.0, 1.0], [2.0]])])
+    assert found == [[1.0, 1.0, 0.5, 0.5], [-1.0, -1.0, -0.5, -0.5], [0.0, 0.0]]
+
+
+def test_a_reply_that_only_one_member_reached_teaches_nothing() -> None:
+    found = advantages([make([[0.0, 0.0, 5.0], [1.0]])])
+    assert found == [[2.0, 2.0, 0.0, 0.0, 0.0, 0.0], [-2.0, -2.0]]
+
+
+def test_replies_are_normalized_together_and_not_by_their_number() -> None:
+    groups = [make([[4.0, 0.0], [0.0, 0.0]]), make([[1.0], [0.0]])]
+    plain = advantages(groups)
+    assert plain == [[2.0, 2.0, 0.0, 0.0], [-2.0, -2.0, 0.0, 0.0], [0.5, 0.5], [-0.5, -0.5]]
+    scaled = advantages(groups, "minibatch")
+    # Six replies: 2, -2, 0, 0, 0.5, -0.5.
+    deviation = np.std([2.0, -2.0, 0.0, 0.0, 0.5, -0.5])
+    for mine, other in zip(scaled, plain, strict=True):
+        assert mine == pytest.approx(np.array(other) / deviation, rel=1e-5)
+
+
+def test_equal_rewards_with_different_replies_are_no_zero_variance_group() -> None:
+    assert not make([[1.0, 0.0], [0.0, 1.0]]).has_zero_variance
+    assert make([[1.0, 0.0], [1.0, 0.0]]).has_zero_variance
+
+
+def test_a_group_without_rewards_of_replies_has_one_advantage_a_completion() -> None:
+    group = make([[1.0], [0.0]])
+    for index, scored in group.scored.items():
+        rollout = msgspec.structs.replace(scored.rollout, turn_returns=[])
+        group.scored[index] = ScoredRollout(rollout, scored.score)
+    assert advantages([group]) == [[], []]

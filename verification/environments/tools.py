@@ -1,0 +1,126 @@
+"""Documented functions as tools of an episode.
+
+Runs in the environment's process; standard library only. `tool_schemas.py` makes the schemas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from verification.environments.policy import Call, Chat, EpisodeInput, Outcome, Policy
+from verification.environments.tool_schemas import Tool
+
+MAX_RESULT_CHARS = 20_000
+
+
+@dataclass(frozen=True)
+class ToolRun:
+    """A finished conversation with tools, for the reward function."""
+
+    text: str
+    """The policy's last turn, without reasoning."""
+    calls: list[tuple[Call, str]]
+    """Calls with their results, in order; faulty ones too."""
+    state: Any
+    """The object whose methods the tools are; None for plain functions."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a conversation with tools; as the arguments of `tools_episode`."""
+
+    max_turns: int = 8
+    max_tokens: int | None = None
+    max_result_chars: int = MAX_RESULT_CHARS
+
+
+async def converse(
+    prompt: EpisodeInput, policy: Policy, tools: list[Any], *, state: Any,
+    reward: Callable[..., Any], limits: Limits,
+) -> Outcome:  # fmt: skip
+    """Let the policy call tools until a turn without a call. tools: with the methods of `Tool`."""
+    by_name = {tool.name: tool for tool in tools}
+    chat = policy.chat(prompt.messages, tools=[tool.schema for tool in tools])
+    calls: list[tuple[Call, str]] = []
+    for _ in range(limits.max_turns):
+        reply = await chat.say(max_tokens=limits.max_tokens)
+        if not reply.calls and not reply.faults:
+            value = await _finished(reward(prompt, ToolRun(reply.content, calls, state)))
+            return value if isinstance(value, Outcome) else Outcome(value, "answered")
+        await _answer(chat, reply.calls, by_name, calls, limits.max_result_chars)
+        for fault in reply.faults:
+            chat.add("tool", f"Error: {fault}")
+    return Outcome(0.0, "out_of_turns")
+
+
+def tools_episode(
+    tools: Iterable[Callable[..., Any]] | type, *, reward: Callable[..., Any], max_turns: int = 8,
+    max_tokens: int | None = None, max_result_chars: int = MAX_RESULT_CHARS,
+) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome]]:  # fmt: skip
+    """Episode in which the policy calls tools until a turn without a call, then is rewarded.
+
+    tools: functions with a docstring and annotated arguments; or a class, of which each episode has
+        its own object: its public methods are the tools, but for `reset(prompt)`, called first.
+        Functions may be async. A faulty call, or a tool's exception, is a message to the policy.
+    reward: `reward(prompt, run: ToolRun)` returns a number or an `Outcome`; may be async.
+    max_turns: ends the episode with reward 0 and reason "out_of_turns".
+    max_result_chars: of a longer result the policy sees the start.
+    Raises TypeError for a tool without docstring or annotations.
+    """
+    source = tools if isinstance(tools, type) else list(tools)
+    _tools(source)  # raises for tools that are none
+    limits = Limits(max_turns, max_tokens, max_result_chars)
+
+    async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome:
+        state, known = _tools(source)
+        if hasattr(state, "reset"):
+            await _finished(state.reset(prompt))
+        return await converse(prompt, policy, known, state=state, reward=reward, limits=limits)
+
+    episode.__dict__["form"] = "tools"  # For `load`.
+    return episode
+
+
+def _tools(source: type | list[Callable[..., Any]]) -> tuple[Any, list[Tool]]:
+    """(object, its tools); (None, tools) of plain functions."""
+    if not isinstance(source, type):
+        return None, [Tool(function) for function in source]
+    state = source()
+    methods = inspect.getmembers(state, inspect.ismethod)
+    public = [method for name, method in methods if name != "reset" and not name.startswith("_")]
+    return state, [Tool(method) for method in public]
+
+
+async def _answer(
+    chat: Chat, calls: list[Call], tools: dict[str, Tool], done: list[tuple[Call, str]],
+    max_chars: int,
+) -> None:  # fmt: skip
+    """Run calls in order; add their results to the chat and to `done`."""
+    for call in calls:
+        result = await _call(call, tools)
+        if len(result) > max_chars:
+            result = f"{result[:max_chars]}\n[{len(result) - max_chars} more characters]"
+        chat.add("tool", result, name=call.name, call_id=call.id)
+        done.append((call, result))
+
+
+async def _call(call: Call, tools: dict[str, Tool]) -> str:
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"Error: there is no tool {call.name!r}. Tools: {', '.join(tools)}"
+    fault = tool.find_fault(call.arguments)
+    if fault:
+        return f"Error: {fault}"
+    try:
+        result = await _finished(tool.function(**call.arguments))
+    except Exception as error:  # noqa: BLE001  The policy sees whatever its call raised.
+        return f"Error: {type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+async def _finished(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
