@@ -84,9 +84,9 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_counted(tmp_path: Path, 
     [
         ({}, WORDS[:-4], r"needs words 1 to 4 and 4 to 8 of .*, which has 7"),
         ({"words": [-1, 4]}, WORDS, r"needs words -1 to 2"),
-        ({"tokens": 3}, WORDS + b"\0" * 8, r"do not cover its 3 tokens"),
-        ({"spans": [[4, 0, 1]]}, WORDS, r"do not cover its 2 tokens"),
-        ({"spans": [[4, 0, 2], [5, 1, 2]]}, WORDS, r"do not cover its 2 tokens"),
+        ({"tokens": 3}, WORDS + b"\0" * 8, r"do not fit 3 completion tokens"),
+        ({"spans": [[4, 0, 1]]}, WORDS, r"do not fit 2 completion tokens"),
+        ({"spans": [[4, 0, 2], [5, 1, 2]]}, WORDS, r"do not fit 2 completion tokens"),
         ({"prompt_tokens": 0}, WORDS, r"0 prompt tokens and 2 completion tokens"),
         # Two words on, logprobs stand where token ids should.
         ({"words": [1, 6]}, WORDS + WORDS, r"are not its token ids and logprobs"),

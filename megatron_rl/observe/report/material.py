@@ -101,7 +101,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
         for record in decode_lines(file.path, decoder, expected=_EXPECTED):
             # The batch of file s turns version s into s + 1.
             run.staleness[file.step - min(record.versions, default=file.step)] += 1
-            run.lengths.append(record.sampled_tokens)
+            run.lengths.append(record.tokens)
             if len(run.traced) < MAX_TRACED:
                 run.traced.append(record)
     run.examples = _examples(folder / FOLDER)
