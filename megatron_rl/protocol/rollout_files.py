@@ -112,8 +112,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further accepted answers."""
     row_starts: list[int] = []
     """As in Rollout."""
-    environment_s: float = 0.0
-    """As in Rollout."""
+    environment_s: float | None = None
+    """As in Rollout; None without an environment."""
     is_outcome: bool = False
     """As in Score."""
     turn_returns: list[TurnReturn] = []

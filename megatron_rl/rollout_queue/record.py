@@ -213,7 +213,7 @@ def _dropped_stem(label: str) -> str:
 
 def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecord:
     """The record of a rollout that is not graded."""
-    record = RolloutRecord(
+    return RolloutRecord(
         prompt_id=group.prompt.id,
         group=group.number,
         index=rollout.index,
@@ -239,7 +239,5 @@ def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecor
         other_answers=group.prompt.other_answers,
         row_starts=rollout.row_starts,
         turn_returns=rollout.turn_returns,
+        environment_s=round(rollout.environment_s, 3) if rollout.environment_s else None,
     )
-    if rollout.environment_s:
-        record = msgspec.structs.replace(record, environment_s=round(rollout.environment_s, 3))
-    return record
