@@ -7,7 +7,8 @@ home and gets the other completions as slots become free: its prefix cache has t
 A completion is leased again when its generator reports a failure, or returns nothing of the lease
 for too long. After max_attempts tries its group fails; of an environment, only the completion. A
 loss is not an attempt and has a separate limit: the generator restarts (another session), is
-silent, has no weights for long, or its heartbeats do not name the lease.
+silent, has no weights for long, or its heartbeats do not name the lease. What a leaving generator
+gives back counts as neither.
 """
 
 import logging

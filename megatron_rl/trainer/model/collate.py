@@ -114,7 +114,7 @@ def collate(
         sequence_starts=_tensor(starts, torch.int32),
         longest=max(lengths),
         loss_positions=_tensor(np.concatenate(loss_positions), torch.int64),
-        **_per_target(sequences),
+        **_per_target(sequences, rows),
         expert_choices=(
             _choices(sequences, lengths, choice_width, experts) if choice_width else None
         ),
@@ -197,14 +197,17 @@ def _collate_shared(sequences: list[TrainSequence], multiple: int) -> MicroBatch
         sequence_starts=_tensor(starts, torch.int32),
         longest=max(shared.lengths),
         loss_positions=_tensor(shared.loss_positions, torch.int64),
-        **_per_target(sequences),
+        **_per_target(sequences, rows_of(sequences)),
         folding=Folding(_tensor(shared.positions, torch.int64), _tensor(shared.rows, torch.int64)),
     )
 
 
-def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
+def _per_target(
+    sequences: list[TrainSequence], rows: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, Tensor]:
+    """rows: of `rows_of`."""
     counts = [len(s.generator_logprobs) for s in sequences]
-    ids = np.concatenate([s.token_ids[s.targets] for s in sequences])
+    ids = np.concatenate([ids[targets] for ids, targets in rows])
     logprobs = np.concatenate([s.generator_logprobs for s in sequences])
     versions = np.concatenate([s.token_versions for s in sequences])
 
