@@ -7,10 +7,7 @@ with 2 and listens is always right. Two controls have the same rewards. `one_sho
 right in one of three cases at best. `blind` has both guesses and hears nothing: two of three.
 """
 
-import json
 import random
-import sys
-from pathlib import Path
 
 from verification.environments import EpisodeInput, Outcome, Policy
 
@@ -68,21 +65,3 @@ def prompts(rng: random.Random) -> list[dict]:
          "answer": rng.choice(NUMBERS), "split": "train" if number < 1800 else "held_out"}
         for number in range(2100)
     ]  # fmt: skip
-
-
-def main() -> None:
-    """Write the inputs of a run into a folder."""
-    from megatron_rl.data.tiny_model import make_folder
-
-    folder = Path(sys.argv[1]).absolute()
-    folder.mkdir(parents=True)
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    make_folder(folder / "model", seed=seed)
-    rng = random.Random(seed)
-    for name, lines in (("prompts", prompts(rng)), ("sft", examples(rng))):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-
-
-if __name__ == "__main__":
-    main()

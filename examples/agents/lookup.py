@@ -10,9 +10,7 @@ control, `withheld`, always says "none".
 
 import json
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from verification.environments import EpisodeInput, Outcome, Policy
 
@@ -69,21 +67,3 @@ def prompts(rng: random.Random) -> list[dict]:
                       "messages": [{"role": "user", "content": key}], "entry": json.dumps(table),
                       "split": "train" if number < 1800 else "held_out"})  # fmt: skip
     return lines
-
-
-def main() -> None:
-    """Write the inputs of a run into a folder."""
-    from megatron_rl.data.tiny_model import make_folder
-
-    folder = Path(sys.argv[1]).absolute()
-    folder.mkdir(parents=True)
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    make_folder(folder / "model", seed=seed)
-    rng = random.Random(seed)
-    for name, lines in (("prompts", prompts(rng)), ("sft", examples(rng))):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-
-
-if __name__ == "__main__":
-    main()

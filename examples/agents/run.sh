@@ -43,7 +43,7 @@ bash tools/install.sh
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore::SyntaxWarning
 export PYTHONPATH=$PWD:$PWD/examples/agents
-[ -e "$TASKS/sft.jsonl" ] || .venv/bin/python "examples/agents/$NAME.py" "$TASKS" "$SEED"
+[ -e "$TASKS/sft.jsonl" ] || .venv/bin/python examples/agents/make_inputs.py "$NAME" "$TASKS" "$SEED"
 
 exec .venv/bin/python -m megatron_rl.cli.main run --config "examples/agents/$NAME.toml" \
     --run-dir "$RUN_DIR" "run.seed=$SEED" "model.path=$TASKS/model" \
