@@ -2,7 +2,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -111,6 +111,7 @@ def plain(kind: type) -> Any:
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"}, dict[int, str]: {0: "10.0.0.1", 1: "10.0.0.2"},
         LengthRule | None: LengthRule(8, 2, 0.1),
+        Literal["engine", "environment", "none"]: "environment",
         EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
         tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
         TrainerOrder: TrainerOrder(start=3, stop=2),

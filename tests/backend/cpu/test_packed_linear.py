@@ -1,7 +1,7 @@
 """Reordered copies of weights: exact products, and never one of older weights."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -73,14 +73,35 @@ def test_a_deterministic_row_rounds_alike_among_any_number_of_rows(
             assert torch.equal(found, whole[first : first + rows]), rows
 
 
-def test_cpu_whose_rows_round_otherwise_is_refused(
+def round_by(
+    packed: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Callable[[int], torch.Tensor]
+) -> torch.nn.Linear:
+    """A layer on a CPU that errs by `error` of the number of rows, [rows, 1]."""
+    monkeypatch.setenv(DETERMINISTIC_VARIABLE, "1")
+    product = packed._product
+    monkeypatch.setattr(
+        packed, "_product", lambda *given: product(*given) + error(given[1].shape[0])
+    )
+    torch.manual_seed(0)
+    return torch.nn.Linear(64, 64).requires_grad_(False)
+
+
+def test_cpu_that_rounds_by_the_number_of_rows_multiplies_in_blocks(
     packed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DETERMINISTIC_VARIABLE, "1")
-    # As this CPU does with fewer than four rows.
-    monkeypatch.setattr(packed, "CHECKED_ROWS", (2,))
-    layer = torch.nn.Linear(64, 64).requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"product of 2 rows .* \[64, 64\] rounds otherwise"):
+    layer = round_by(packed, monkeypatch, lambda count: torch.full((count, 1), float(count > 20)))
+    x = torch.randn(50, 64)
+    whole = packed.multiply(layer, x, layer.bias)
+    for first, last in ((0, 1), (3, 40), (49, 50), (7, 7)):
+        assert torch.equal(packed.multiply(layer, x[first:last], layer.bias), whole[first:last])
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_cpu_that_rounds_by_the_place_of_a_row_is_refused(
+    packed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = round_by(packed, monkeypatch, lambda count: torch.arange(count)[:, None] * 1e-3)
+    with pytest.raises(RuntimeError, match=r"matrix of \[64, 64\] rounds by its place among 16"):
         packed.multiply(layer, torch.zeros(5, 64))
 
 

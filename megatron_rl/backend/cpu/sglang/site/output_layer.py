@@ -33,10 +33,6 @@ def _install_product(processor: type) -> None:
         embedding_bias: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        count = hidden_states.shape[0]
-        if are_wanted() and 0 < count < FEWEST_ROWS_FLOAT32 and options.get("out") is None:
-            many = padded(hidden_states)
-            return compute_head(self, many, lm_head, embedding_bias, **options)[:count]
         is_plain = (
             type(getattr(lm_head, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod"
             and not hasattr(lm_head, "set_lora")
@@ -44,9 +40,14 @@ def _install_product(processor: type) -> None:
             and self.rl_on_policy_target is None
             and options.get("out") is None
         )
-        if not is_plain or not is_worthwhile(lm_head.weight, hidden_states):
-            return compute(self, hidden_states, lm_head, embedding_bias, **options)
-        return multiply(lm_head, hidden_states)
+        is_wanted = are_wanted() and lm_head.weight.dtype == hidden_states.dtype
+        if is_plain and (is_wanted or is_worthwhile(lm_head.weight, hidden_states)):
+            return multiply(lm_head, hidden_states)
+        count = hidden_states.shape[0]
+        if are_wanted() and 0 < count < FEWEST_ROWS_FLOAT32 and options.get("out") is None:
+            many = padded(hidden_states)
+            return compute(self, many, lm_head, embedding_bias, **options)[:count]
+        return compute(self, hidden_states, lm_head, embedding_bias, **options)
 
     processor._compute_lm_head = compute_head
 

@@ -21,7 +21,9 @@ from torch.nn.functional import linear, pad
 SMALLEST_ELEMENTS = 1 << 17
 """Below, the call itself costs more than reordering does."""
 FEWEST_ROWS_FLOAT32 = 4
-CHECKED_ROWS = (4, 5, 16, 33)
+CHECKED_ROWS = (1, 2, 4, 5, 16, 33, 257)
+"""Numbers of rows that a layer is tried with before its first product under `are_wanted`."""
+BLOCK_ROWS = 16
 PLANNED_ROWS = 64
 """For how many rows oneDNN chooses the order; it fits others too."""
 WRITERS = (
@@ -58,7 +60,10 @@ COPIES = Copies()
 
 def is_worthwhile(weight: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether a product of `rows` with `weight` shall use a reordered copy."""
-    if rows.dim() != 2 or weight.numel() < SMALLEST_ELEMENTS or weight.dtype != rows.dtype:
+    if rows.dim() != 2 or weight.dtype != rows.dtype or not torch.backends.mkldnn.is_available():
+        return False
+    # MKL's kernels round a row by how many there are where oneDNN's do not.
+    if weight.numel() < SMALLEST_ELEMENTS and not are_wanted():
         return False
     if weight.dtype == torch.bfloat16:
         return has_bfloat16()
@@ -80,27 +85,46 @@ def multiply(
     """
     if not are_wanted() or rows.dim() != 2:
         return _product(layer, rows, bias)
-    if not layer.__dict__.get("_is_checked"):
-        check_rows(layer)
-        layer.__dict__["_is_checked"] = True
-    count = rows.shape[0]
-    few = 0 < count < FEWEST_ROWS_FLOAT32
-    return _product(layer, padded(rows) if few else rows, bias)[:count]
+    if "_block" not in layer.__dict__:
+        layer.__dict__["_block"] = choose_block(layer)
+    return _alike(layer, rows, bias, layer.__dict__["_block"])
 
 
-def check_rows(layer: torch.nn.Module) -> None:
-    """Raise RuntimeError if this CPU rounds a row otherwise among other numbers of rows."""
+def choose_block(layer: torch.nn.Module) -> int:
+    """How many rows to multiply at a time so that each rounds alike among any; 0: all at once.
+
+    RuntimeError if this CPU rounds a row by where it stands among them.
+    """
     weight = layer.weight
-    drawn = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(320, weight.shape[1], generator=torch.Generator().manual_seed(0))
     rows = drawn.to(weight.dtype)
-    whole = _product(layer, rows, None)
-    for count in CHECKED_ROWS:
-        if not torch.equal(_product(layer, rows[:count].contiguous(), None), whole[:count]):
-            raise RuntimeError(
-                f"expert.generator.deterministic=true: on this CPU a product of {count} rows with "
-                f"a {weight.dtype} matrix of {list(weight.shape)} rounds otherwise than one of 64; "
-                'set generator.engine="hf", or expert.generator.deterministic=false'
-            )
+    # With AMX, oneDNN takes another kernel for many rows of bfloat16 than for few.
+    for block in (0, BLOCK_ROWS):
+        whole = _alike(layer, rows, None, block)
+        if all(
+            torch.equal(_alike(layer, rows[first:last], None, block), whole[first:last])
+            for count in CHECKED_ROWS
+            for first, last in ((0, count), (19, 19 + count))
+        ):
+            return block
+    raise RuntimeError(
+        "expert.generator.deterministic=true: on this CPU a row of a product with a "
+        f"{weight.dtype} matrix of {list(weight.shape)} rounds by its place among {BLOCK_ROWS}; "
+        'set generator.engine="hf", or expert.generator.deterministic=false'
+    )
+
+
+def _alike(
+    layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None, block: int
+) -> torch.Tensor:
+    """The product, `block` rows at a time, zeros after the last ones."""
+    count = rows.shape[0]
+    if count == 0:
+        return _product(layer, rows, bias)
+    if not block:
+        return _product(layer, padded(rows, FEWEST_ROWS_FLOAT32), bias)[:count]
+    blocks = padded(rows, -(-count // block) * block).split(block)
+    return torch.cat([_product(layer, part, bias) for part in blocks])[:count]
 
 
 def _product(layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -116,12 +140,12 @@ def _product(layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise(rows, copy, bias, "none", [], "")
 
 
-def padded(rows: torch.Tensor) -> torch.Tensor:
-    """Fewer than four rows, [rows, inputs], with zeros after them: each rounds as among many rows.
+def padded(rows: torch.Tensor, fewest: int = FEWEST_ROWS_FLOAT32) -> torch.Tensor:
+    """Fewer than `fewest` rows, [rows, inputs], with zeros after them.
 
     Products of fewer than four rows add in another order, with torch's kernels as with oneDNN's.
     """
-    return pad(rows, (0, 0, 0, FEWEST_ROWS_FLOAT32 - rows.shape[0]))
+    return pad(rows, (0, 0, 0, max(0, fewest - rows.shape[0]))).contiguous()
 
 
 def install(module: ModuleType) -> None:
