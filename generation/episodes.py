@@ -30,6 +30,7 @@ from generation.rollouts import Work
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn
 from megatron_rl.protocol.tool_calls import (
     ParsedReply,
@@ -76,6 +77,11 @@ class Episode:
     def stop(self) -> tuple[str, ...]:
         """Strings that end a reply."""
         return self._lease.sampling.stop
+
+    @property
+    def is_in_environment(self) -> bool:
+        """Whether it waits for its environment, and not for the engine."""
+        return self._replying == 0
 
     async def answer(self, say: Say) -> Reply:
         """One turn of the policy. Raises PolicyLimit, EnvironmentFailed, EngineError."""
@@ -222,6 +228,9 @@ class Episodes:
         self._engine, self.renderer, self._health, self._activity = work
         self._host, self._proxy = environments.host, environments.proxy
         self._active: set[int] = set()
+        self._open: set[Episode] = set()
+        self._replies = 0
+        """Finished replies since the start."""
         if self.targets:
             self.turns = Turns(self.renderer)
             self.parser = ToolCallParser(self.renderer)
@@ -231,6 +240,15 @@ class Episodes:
         """Leases whose conversations ended a turn since the last call."""
         active, self._active = self._active, set()
         return sorted(active)
+
+    def add_to(self, activity: EngineActivity) -> EngineActivity:
+        """The activity of the engine, with the figures of conversations."""
+        return msgspec.structs.replace(
+            activity,
+            turns=self._replies,
+            conversations=len(self._open),
+            in_environment=sum(episode.is_in_environment for episode in self._open),
+        )
 
     async def rollouts(self, lease: Lease) -> AsyncIterator[Rollout | RolloutFailed]:
         """The rollouts of a lease, as each ends; failures of environments and of the engine.
@@ -254,11 +272,14 @@ class Episodes:
             read_entry(prompt.entry),
             lease.sampling.seed,
         )  # fmt: skip
+        self._open.add(episode)
         try:
             return episode.end(await self._play(episode, given))
         except EnvironmentFailed as error:
             reason = sendable(f"the environment failed: {error}")
             return RolloutFailed(lease.lease_id, index, reason, fault="environment")
+        finally:
+            self._open.remove(episode)
 
     async def _play(self, episode: Episode, given: EpisodeInput) -> Outcome:
         """The outcome of an episode. Raises EnvironmentFailed, EngineError."""
@@ -286,6 +307,7 @@ class Episodes:
                     tokens = len(completion.token_ids)
                     self._health.note_progress()
                     self._active.add(lease.lease_id)
+                    self._replies += 1
                     return completion
         finally:
             self._activity.change(time.monotonic(), -1, tokens)

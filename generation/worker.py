@@ -143,7 +143,7 @@ class GeneratorWorker:
                 self._session,
                 is_held,
                 self._unfinished(),
-                activity=self._activity.report(time.monotonic()),
+                activity=self._episodes.add_to(self._activity.report(time.monotonic())),
                 active=self._episodes.pop_active(),
                 is_leaving=self._is_leaving,
             )

@@ -185,7 +185,7 @@ class LiveView:
             if self._has_news:
                 self._say_activity()
             else:
-                self._say(f"{self._elapsed()} {awaited}")
+                self._say(f"{self._elapsed()} {awaited}{self._conversations()}")
 
     def _take_rows(self) -> None:
         for row in self._tail.read():
@@ -253,7 +253,10 @@ class LiveView:
     def _say_activity(self) -> None:
         self._has_news = False
         missing = f"; {self.state.peers.text()}" if self.state.peers.missing else ""
-        self._say(f"{self._elapsed()} {self._activity_line()}{missing}")
+        self._say(f"{self._elapsed()} {self._activity_line()}{self._conversations()}{missing}")
+
+    def _conversations(self) -> str:
+        return f"; {self.state.conversations}" if self.state.conversations else ""
 
     def _activity_line(self) -> str:
         since = f"after step {self.last_step}: " if self.state.steps else ""
@@ -292,6 +295,8 @@ class LiveView:
         parts += [Text(line, style="yellow") for line in warnings]
         if self._has_shown_rollouts:
             parts.append(Text(self._activity_line()))
+        if self.state.conversations:
+            parts.append(Text(self.state.conversations))
         parts.append(Text(awaited))
         if self.state.evaluation.text():
             parts.append(self.state.evaluation.bar())

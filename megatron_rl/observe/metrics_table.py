@@ -192,6 +192,12 @@ WEIGHT_SYNC = (
     Entry("generator/running", "completions in flight of all generators"),
     Entry("generator/running_max", "completions in flight of the fullest generator"),
     Entry("generator/reporting", "generators counted in the row", "peers/generators"),
+    Entry("generator/turns", "replies in conversations with environments", kind="count"),
+    Entry("generator/conversations", "open conversations with environments"),
+    Entry("generator/conversations_in_environment", "open conversations that wait for their "
+          "environment, or for a place for it; the others wait for the engine",
+          "a small share of generator/conversations",
+          "raise expert.environments.max_episodes, or make the environment faster"),
     Entry("generator/idle_share_max", "idle share of the most idle generator"),
     Entry("generator/busy_tokens_per_s_min", "finished tokens a busy second of the slowest "
           "generator, which generator/slowest names", "", "that generator's log and node"),

@@ -27,8 +27,10 @@ from megatron_rl.rollout_queue.peer_rows import (
     GENERATORS,
     GENERATORS_WANTED,
     MISSING,
+    REPORTING,
     VERIFIERS,
     VERIFIERS_WANTED,
+    conversations_text,
     generators_text,
 )
 from megatron_rl.rollout_queue.waits import WAITS, Wait, read_waits
@@ -72,6 +74,8 @@ class RunState:
         """Number of nodes, and the latest change; "" before the first one."""
         self.generators = ""
         """Text about busy generators; "" before the first row about them."""
+        self.conversations = ""
+        """Text about open conversations with environments, at the last row about generators."""
         self.waits: list[Wait] = []
         """What each process does or waits for, as the queue saw it last."""
         self.heard: dict[str, float] = {}
@@ -83,6 +87,8 @@ class RunState:
         self.evaluation.note(row)
         self.peers.note(row)
         self.generators = generators_text(row) or self.generators
+        if REPORTING in row:
+            self.conversations = conversations_text(row)
         self.waits = read_waits(row) if WAITS in row else self.waits
         if "eval/n" in row:
             self.activity = self.activity.after_evaluation()

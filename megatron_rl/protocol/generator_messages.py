@@ -11,7 +11,7 @@ PROMPT_UNRENDERABLE = "prompt_unrenderable"
 
 
 class EngineActivity(msgspec.Struct, frozen=True):
-    """Sums since a generator was first ready to serve."""
+    """Sums since a generator was first ready to serve, and what it holds now."""
 
     idle_s: Seconds = 0.0
     busy_s: Seconds = 0.0
@@ -20,6 +20,12 @@ class EngineActivity(msgspec.Struct, frozen=True):
     """Tokens of finished completions."""
     running: Count = 0
     """Completions in flight now."""
+    turns: Id = 0
+    """Finished replies in conversations with environments."""
+    conversations: Count = 0
+    """Conversations with environments that are open now."""
+    in_environment: Count = 0
+    """Open conversations that wait for their environment; the others wait for the engine."""
 
 
 class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):

@@ -15,6 +15,8 @@ SLOWEST, SLOWEST_TOKENS_PER_S = "generator/slowest", "generator/busy_tokens_per_
 GENERATORS, GENERATORS_WANTED = "peers/generators", "peers/generators_wanted"
 VERIFIERS, VERIFIERS_WANTED = "peers/verifiers", "peers/verifiers_wanted"
 MISSING = "peers/missing"
+TURNS, CONVERSATIONS = "generator/turns", "generator/conversations"
+IN_ENVIRONMENT = "generator/conversations_in_environment"
 UNFINISHED, UNFINISHED_S = "generator/longest_unfinished", "generator/unfinished_s_max"
 _ROW_S, _LATE_ROW_S = 5.0, 60.0
 _LATE_S = 600.0
@@ -82,7 +84,7 @@ def _since_row(one: _Generator) -> EngineActivity:
     last, told = one.last, one.told
     return EngineActivity(
         last.idle_s - told.idle_s, last.busy_s - told.busy_s, last.tokens - told.tokens,
-        last.running,
+        last.running, last.turns - told.turns, last.conversations, last.in_environment,
     )  # fmt: skip
 
 
@@ -107,6 +109,12 @@ def _summed(found: dict[str, EngineActivity]) -> Row:
     if speeds:
         speed, name = min(speeds)
         row |= {SLOWEST_TOKENS_PER_S: round(speed, 1), SLOWEST: name}
+    if any(one.turns or one.conversations for one in ones):
+        row |= {
+            TURNS: sum(one.turns for one in ones),
+            CONVERSATIONS: sum(one.conversations for one in ones),
+            IN_ENVIRONMENT: sum(one.in_environment for one in ones),
+        }
     return row
 
 
@@ -119,7 +127,24 @@ def generators_text(row: Row) -> str:
         parts.append(f"slowest {row[SLOWEST]} ({row[SLOWEST_TOKENS_PER_S]:,.0f} tok/s)")
     if UNFINISHED in row:
         parts.append(f"{row[UNFINISHED]} has finished nothing for {row[UNFINISHED_S]:.0f} s")
-    return ", ".join(parts)
+    return "; ".join(filter(None, [", ".join(parts), conversations_text(row)]))
+
+
+def conversations_text(row: Row) -> str:
+    """Open conversations and speed, from a row of generators; "" without conversations."""
+    if CONVERSATIONS not in row:
+        return ""
+    total, waiting = int(row[CONVERSATIONS]), int(row[IN_ENVIRONMENT])
+    text = (
+        f"conversations open: {total} "
+        f"(waiting for the environment {waiting}, for the engine {total - waiting})"
+    )
+    # Each generator is idle or busy at any time. Two heartbeats may be less than 1 ms apart.
+    generator_s = float(row["generator/busy_s"]) + float(row["generator/idle_s"])
+    if not generator_s:
+        return text
+    per_minute = 60 * int(row[TURNS]) * int(row[REPORTING]) / generator_s
+    return f"{text}, turns a minute: {per_minute:,.0f}"
 
 
 class RollCall:

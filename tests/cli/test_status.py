@@ -48,6 +48,26 @@ def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:
     assert of_rows([row | {"time": 7.0}], CONFIG, state="stopped", now=11.0).peers == ""
 
 
+IDLE = {
+    "time": 7.0, "source": "queue", "step": 5, "generator/busy_s": 9.0, "generator/idle_s": 1.0,
+    "generator/reporting": 2, "generator/running": 3,
+}  # fmt: skip
+HELD = IDLE | {
+    "generator/turns": 40, "generator/conversations": 12,
+    "generator/conversations_in_environment": 9,
+}  # fmt: skip
+
+
+def test_open_conversations_are_told_with_what_they_wait_for() -> None:
+    # Two generators, five seconds each.
+    assert of_rows([HELD], CONFIG, state="running", now=8.0).generators == (
+        "2 generators, 3 completions in flight; conversations open: 12 (waiting for the "
+        "environment 9, for the engine 3), turns a minute: 480"
+    )
+    status = of_rows([HELD, IDLE], CONFIG, state="running", now=8.0)
+    assert status.generators == "2 generators, 3 completions in flight"
+
+
 def test_each_process_is_told_with_what_it_waits_for_and_since_when() -> None:
     waits = (
         "trainer-0 9 waits for the batch of step 6; generator-0 2 generates; "

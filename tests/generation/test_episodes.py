@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from generation.engine import Completion, EngineError
 from generation.episodes import Environments, Episodes
 from generation.health import Activity, EngineHealth
 from generation.rollouts import Work
+from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.rollout import find_bad_spans, given_ranges
 from megatron_rl.protocol.types import (
@@ -77,6 +79,13 @@ async def endless(prompt, policy):
         await chat.say()
         chat.add("user", "more")
 
+async def rests(prompt, policy):
+    chat = policy.chat(prompt.messages)
+    if (await chat.say()).content == "rest":
+        await asyncio.sleep(3600)
+    chat.add("user", "a slow question")
+    await chat.say()
+
 async def breaks(prompt, policy):
     await policy.chat(prompt.messages).say()
     raise ValueError("a bug of the environment")
@@ -127,6 +136,25 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return open_model(tmp_path_factory.mktemp("qwen"), "qwen2.5")
 
 
+@asynccontextmanager
+async def opened(
+    folder: Path, engine: ScriptedEngine, game: str
+) -> AsyncIterator[tuple[Episodes, Activity]]:
+    (folder / "games_of_tests.py").write_text(GAMES)
+    settings = EnvironmentSettings(
+        paths=(str(folder),), log_path=str(folder / "log"), start_timeout_s=30, turn_timeout_s=10
+    )
+    activity = Activity()
+    work = Work(engine, engine.renderer, EngineHealth(60, counts_passes=False), activity)
+    async with EnvironmentHost(settings) as host:
+        yield Episodes(work, Environments({"sums": f"games_of_tests:{game}"}, host)), activity
+
+
+def lease_of(indices: int, most: int = 400, answer: str = "5") -> Lease:
+    prompt = Prompt("p", "sums", [ChatMessage("user", "begin")], answer)
+    return Lease(3, prompt, list(range(indices)), Sampling(most, 1.0))
+
+
 def play(
     folder: Path,
     engine: ScriptedEngine,
@@ -136,21 +164,12 @@ def play(
     most: int = 400,
     answer: str = "5",
 ) -> list[Rollout | RolloutFailed]:
-    (folder / "games_of_tests.py").write_text(GAMES)
-    settings = EnvironmentSettings(
-        paths=(str(folder),), log_path=str(folder / "log"), start_timeout_s=30, turn_timeout_s=10
-    )
-    prompt = Prompt("p", "sums", [ChatMessage("user", "begin")], answer)
-    lease = Lease(3, prompt, list(range(indices)), Sampling(most, 1.0))
-
     async def run() -> list[Rollout | RolloutFailed]:
-        activity = Activity()
-        work = Work(engine, engine.renderer, EngineHealth(60, counts_passes=False), activity)
-        async with EnvironmentHost(settings) as host:
-            environments = Environments({"sums": f"games_of_tests:{game}"}, host)
-            episodes = Episodes(work, environments)
+        async with opened(folder, engine, game) as (episodes, activity):
+            lease = lease_of(indices, most, answer)
             found = [one async for one in episodes.rollouts(lease)]
             assert episodes.pop_active() in ([3], []) and activity.running == 0
+            assert episodes.add_to(EngineActivity()).conversations == 0
             return found
 
     return asyncio.run(run())
@@ -212,6 +231,31 @@ def test_replies_at_once_wait_for_the_room_that_another_one_keeps(
     assert isinstance(rollout, Rollout) and rollout.score is not None
     assert sorted(rows_of(rollout)) == sorted(engine.seen) and len(engine.seen) == 5
     assert (rollout.score.reason, rollout.finish_reason) == ("correct", "stop")
+
+
+def test_open_conversations_are_counted_by_what_they_wait_for(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    """Of two that had a reply, one asks for another, and the environment of the other works."""
+    words = iter(["rest", "ask"])
+    engine = ScriptedEngine(renderer, lambda _: next(words), slow="a slow question")
+
+    async def reach(episodes: Episodes, engine: EngineActivity, wanted: EngineActivity) -> None:
+        async with asyncio.timeout(30):
+            while episodes.add_to(engine) != wanted:
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        busy = EngineActivity(1.5, 2.5, 300, 1)
+        async with opened(tmp_path, engine, "rests") as (episodes, activity):
+            assert episodes.add_to(busy) == busy
+            serving = asyncio.create_task(anext(episodes.rollouts(lease_of(2))))
+            await reach(episodes, busy, EngineActivity(1.5, 2.5, 300, 1, 2, 2, 1))
+            assert activity.running == 1
+            serving.cancel()
+            await reach(episodes, busy, EngineActivity(1.5, 2.5, 300, 1, 2, 0, 0))
+
+    asyncio.run(run())
 
 
 def test_rewards_of_replies_become_returns_in_the_order_of_tokens(

@@ -17,6 +17,7 @@ from megatron_rl.launcher.live_view import Awaited, LiveView
 from megatron_rl.launcher.restarts import restart_rule
 from megatron_rl.launcher.role import Role
 from megatron_rl.observe.run_state import evaluation_line, restart_line
+from tests.cli.test_status import HELD, IDLE
 
 STEP = {
     "time": 1.0, "source": "trainer", "step": 7, "train/loss": 0.1, "rollout/reward": 0.625,
@@ -283,6 +284,22 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     ]
     assert "trainer ranks load the model" in said[3]
     assert "first weights travel" in said[4] and "first completions" in said[5]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_open_conversations_are_shown_until_none_are(tmp_path: Path, is_terminal: bool) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    shown = []
+    console = Console(file=output, width=200, force_terminal=is_terminal)
+    with LiveView(config, console, clock=clock) as view:
+        for rows in ([HELD], [ROLLOUTS], [IDLE, ROLLOUTS]):
+            append(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            look_every_second(view, clock, 11)
+            shown.append(output.getvalue())
+            output.truncate(output.seek(0))
+    assert ["conversations open: 12 (" in text for text in shown] == [True, True, False]
+    assert ["rollouts: " in text for text in shown] == [False, True, True]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

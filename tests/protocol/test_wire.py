@@ -112,7 +112,7 @@ def plain(kind: type) -> Any:
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"}, dict[int, str]: {0: "10.0.0.1", 1: "10.0.0.2"},
         LengthRule | None: LengthRule(8, 2, 0.1),
         Literal["engine", "environment", "none"]: "environment",
-        EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4),
+        EngineActivity | None: EngineActivity(1.5, 2.5, 300, 4, 40, 5, 1),
         tuple[RoleRestart, ...]: (RoleRestart("generator-1", "generator", -9, 1, 3, 1),),
         TrainerOrder: TrainerOrder(start=3, stop=2),
         TrainerPart: TrainerPart(3, is_over=True, exit_code=-9, text="killed"),

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,11 @@ from megatron_rl.config.files import load_config
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady
-from megatron_rl.rollout_queue.peer_rows import GeneratorRows
+from megatron_rl.rollout_queue.peer_rows import (
+    GeneratorRows,
+    conversations_text,
+    generators_text,
+)
 from tests.rollout_queue.virtual import open_coordinator
 
 REPLICAS = 300
@@ -45,6 +50,44 @@ def test_a_row_sums_all_generators_and_names_the_slow_and_the_hung_one(tmp_path:
         "300 generators, 1200 completions in flight, slowest g-7 (0 tok/s), "
         "g-7 has finished nothing for 8 s"
     ) in describe(status)
+
+
+def test_conversations_are_counted_by_what_they_wait_for() -> None:
+    def row_at(now: float, turns: int, conversations: int, waiting: int) -> dict[str, Any]:
+        # Generator g-0 holds none, as its prompts have no environment.
+        rows.note("g-0", 1, EngineActivity(0.0, now, 100, 4), now)
+        rows.note("g-1", 1, EngineActivity(now / 4, 0.75 * now, 9, 2, turns, 12, 9), now)
+        figures = EngineActivity(now, 0.0, 9, 0, turns // 2, conversations, waiting)
+        rows.note("g-2", 1, figures, now)
+        return rows.take_row(["g-0", "g-1", "g-2"], now) or {}
+
+    rows = GeneratorRows()
+    assert row_at(0.0, 10, 0, 0) == {}
+    row = row_at(5.0, 30, 4, 4)
+    # Since the start 30 and 15 replies in five seconds; then 20 and 10 in six.
+    assert generators_text(row).endswith(
+        "; conversations open: 16 (waiting for the environment 13, for the engine 3), "
+        "turns a minute: 540"
+    )
+    row = row_at(11.0, 50, 1, 0)
+    assert (row["generator/turns"], row["generator/conversations"]) == (30, 13)
+    assert row["generator/conversations_in_environment"] == 9
+    assert conversations_text(row) == (
+        "conversations open: 13 (waiting for the environment 9, for the engine 4), "
+        "turns a minute: 300"
+    )
+
+
+def test_rows_without_conversations_are_silent_about_them() -> None:
+    rows = GeneratorRows()
+    for now in (0.0, 5.0):
+        rows.note("g", 1, EngineActivity(0.0, now, 9, 1), now)
+        row = rows.take_row(["g"], now) or {}
+    assert row["generator/running"] == 1 and not any("conversations" in name for name in row)
+    assert "generator/turns" not in row and conversations_text(row) == ""
+    assert generators_text(row) == (
+        "1 generators, 1 completions in flight, slowest g (2 tok/s), g has finished nothing for 5 s"
+    )
 
 
 def test_generators_of_weeks_take_a_row_a_minute_together() -> None:

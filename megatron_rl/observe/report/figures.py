@@ -6,7 +6,7 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 
-from megatron_rl.observe.report.material import Row, Run
+from megatron_rl.observe.report.material import GIVEN, WAITED, Row, Run
 from megatron_rl.protocol.metrics import GROUPS_DROPPED
 
 COLOURS = qualitative.D3
@@ -32,6 +32,11 @@ _CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
      {"rollout/correct": "right", "rollout/format": "well-formed",
       "rollout/truncated": "cut at the length limit"}),
     ("Length of completions", "Mean, in tokens.", {"rollout/length_tokens": "tokens"}),
+    ("Turns of conversations", "Mean replies of a conversation with an environment.",
+     {"environment/turns": "turns"}),
+    ("Shares of environments", "Of trained conversations: tokens that the environment or the chat "
+     "template gave, and time between lease and return in which they waited for the environment.",
+     {GIVEN: "tokens given", WAITED: "time waiting"}),
     ("Entropy", "Mean over tokens, in nats.", {"train/entropy_nats": "entropy"}),
     ("Logprob gap", "|trainer - generator| of tokens sampled under the current version, in nats.",
      {"train/logprob_gap": "mean", "train/mismatch_p99": "99th percentile"}),

@@ -3,7 +3,7 @@
 Records are read in one pass and reduced to plotted values; a long run has gigabytes of text.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import msgspec
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.line_errors import decode_lines
 from megatron_rl.protocol.metrics import stream_rows
-from megatron_rl.protocol.rollout_files import FOLDER, rollout_files
+from megatron_rl.protocol.rollout import given_ranges
+from megatron_rl.protocol.rollout_files import FOLDER, RecordedSpan, rollout_files
 from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
 Row = dict[str, Any]
 _EXPECTED = "a recorded rollout"
+GIVEN, WAITED = "report/given_tokens_share", "report/environment_wait_share"
+"""Columns that the report adds to rows of steps."""
 MAX_TRACED = 20_000
 """Rollouts of a timeline."""
 MAX_EXAMPLES = 8
@@ -46,6 +49,9 @@ class Record(msgspec.Struct):
     reason: str = ""
     reward: float | None = None
     times: Times = msgspec.field(default_factory=Times)
+    spans: list[RecordedSpan] = []
+    environment_s: float | None = None
+    """None: no conversation with an environment."""
 
 
 class Answer(msgspec.Struct):
@@ -95,6 +101,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
     rows = [row for row in stream_rows(folder / "metrics.jsonl") if ACTIVITY_S not in row]
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)
+    sums: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for file in rollout_files(folder) if (folder / FOLDER).is_dir() else []:
         if file.step is None or file.is_dropped:
             continue
@@ -102,10 +109,27 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
             # The batch of file s turns version s into s + 1.
             run.staleness[file.step - min(record.versions, default=file.step)] += 1
             run.lengths.append(record.tokens)
+            if record.environment_s is not None:
+                sums[file.step + 1].update(_conversation_sums(record, record.environment_s))
             if len(run.traced) < MAX_TRACED:
                 run.traced.append(record)
+    for row in run.steps:
+        row |= _shares(sums[row["step"]])
     run.examples = _examples(folder / FOLDER)
     return run
+
+
+def _conversation_sums(record: Record, environment_s: float) -> dict[str, float]:
+    given = sum(end - start for start, end in given_ranges(record.spans))
+    lasted_s = record.times.done - record.times.leased
+    return {"given": given, "tokens": record.tokens, "waited_s": environment_s, "s": lasted_s}
+
+
+def _shares(sums: Counter[str]) -> Row:
+    """Shares of the trained conversations of a step; {} without any."""
+    if not sums["tokens"] or not sums["s"]:
+        return {}
+    return {GIVEN: sums["given"] / sums["tokens"], WAITED: sums["waited_s"] / sums["s"]}
 
 
 def _examples(folder: Path) -> list[Example]:

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.observe.report import figures, timeline
 from megatron_rl.observe.report.timeline import Span
-from tests.observe.report.runs import leave_run, read
+from tests.observe.report.runs import leave_run, lines, read, rollout, step_row
 
 
 def by_title(path: Path, *others: Path) -> dict[str, figures.Plot]:
@@ -36,6 +36,28 @@ def test_plots_without_data_are_left_out_and_runs_keep_their_names(tmp_path: Pat
     both = by_title(tmp_path / "one", leave_run(tmp_path / "two"))
     names = [curve.name for curve in both["Reward"].figure.data]
     assert names == ["one: reward", "two: reward"]
+
+
+def test_environments_take_shares_of_tokens_and_time_of_each_step(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    # A second each between lease and return. Of 10 tokens 3 and 6 are given.
+    held = [
+        rollout(1, 0, [0, 0], tokens=10, environment_s=0.5, spans=[[0, 0, 4], [0, 7, 10]]),
+        rollout(1, 1, [0], tokens=10, environment_s=0.25, spans=[[0, 0, 1], [0, 5, 7], [1, 9, 10]]),
+        rollout(1, 2, [0], tokens=90, spans=[[0, 0, 90]]),
+    ]
+    assert {"Turns of conversations", "Shares of environments"} & set(by_title(folder)) == set()
+    (folder / "rollouts" / "step_000001.jsonl").write_text(lines(held))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(lines([step_row(3, 130.0, environment__turns=2.5)]))
+    found = by_title(folder)
+    given, waited = found["Shares of environments"].figure.data
+    assert (given.name, waited.name) == ("tokens given", "time waiting")
+    # The batch of file 1 is of step 2; no other step has conversations.
+    assert list(given.x) == list(waited.x) == [2]
+    assert list(given.y) == [9 / 20] and list(waited.y) == [0.75 / 2]
+    [turns] = found["Turns of conversations"].figure.data
+    assert (list(turns.x), list(turns.y)) == ([3], [2.5])
 
 
 def test_spans_follow_from_the_ends_of_steps(tmp_path: Path) -> None:
