@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.rollout import given_ranges
+from megatron_rl.protocol.rollout_files import RecordedSpan
 
 pytestmark = [pytest.mark.slow(110), pytest.mark.timeout(420)]
 
@@ -64,6 +66,26 @@ def test_results_of_the_tool_are_holes_of_each_conversation(run_dir: Path) -> No
         assert sampled == record["tokens"] - (holes[0][1] - holes[0][0])
         assert record["environment_s"] > 0
     assert called > 1000
+
+
+def test_replies_are_counted_while_conversations_are_open(run_dir: Path) -> None:
+    spans = [
+        [RecordedSpan(*span) for span in line["spans"]]
+        for path in (run_dir / "rollouts").glob("*.jsonl")
+        for line in read_jsonl(path)
+        if line.get("spans")
+    ]
+    recorded = sum(1 + len(given_ranges(one)) for one in spans)
+    rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if "generator/turns" in row]
+    # The last heartbeat is up to two seconds older than the last reply.
+    assert sum(row["generator/turns"] for row in rows) == pytest.approx(recorded, rel=0.05)
+    for row in rows:
+        waiting, held = (
+            row["generator/conversations_in_environment"],
+            row["generator/conversations"],
+        )
+        # A conversation of this environment asks for one reply at a time.
+        assert held - waiting == row["generator/running"] and held <= 64
 
 
 def test_no_conversation_is_lost(run_dir: Path) -> None:
