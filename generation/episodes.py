@@ -16,8 +16,9 @@ import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ import numpy as np
 
 from generation.conversation import OUT_OF_TOKENS, ConversationTree, OutOfTokens, Turn
 from generation.engine import Completion, EngineError
+from generation.judge_client import open_judge
 from generation.proxy import Proxy, open_proxy
 from generation.rollouts import Work
 from megatron_rl.config.tree import Config
@@ -40,6 +42,7 @@ from megatron_rl.protocol.tool_calls import (
 )
 from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
+from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
 from verification.environments.policy import Call, EpisodeInput, Outcome, PolicyLimit, Reply, Say
 from verification.environments.settings import EnvironmentFailed, environment_settings
@@ -203,13 +206,14 @@ class Episode:
 
     def _returns(self, outcome: Outcome, replies: list[Turn]) -> list[TurnReturn]:
         """Returns of the replies, if they are rewarded. Raises EnvironmentFailed."""
-        rewards = outcome.turn_rewards
-        if not rewards:
+        values = list(itertools.accumulate(reversed(outcome.turn_rewards)))[::-1]
+        values = values or outcome.turn_returns
+        if not values:
             return []
-        if len(rewards) != len(self._tree.turns):
-            reason = f"{len(rewards)} turn_rewards of {len(self._tree.turns)} replies"
+        if len(values) != len(self._tree.turns):
+            name = "turn_rewards" if outcome.turn_rewards else "turn_returns"
+            reason = f"{len(values)} {name} of {len(self._tree.turns)} replies"
             raise EnvironmentFailed(reason, "bad_outcome")
-        values = list(itertools.accumulate(reversed(rewards)))[::-1]
         number_of = {id(turn): number for number, turn in enumerate(self._tree.turns)}
         return [
             TurnReturn(number, len(turn.reply_ids), values[number])
@@ -227,6 +231,7 @@ class Episodes:
         """Environment of each task that has one."""
         self._engine, self.renderer, self._health, self._activity = work
         self._host, self._proxy = environments.host, environments.proxy
+        self._judge = environments.judge
         self._active: set[int] = set()
         self._open: set[Episode] = set()
         self._replies = 0
@@ -284,7 +289,8 @@ class Episodes:
     async def _play(self, episode: Episode, given: EpisodeInput) -> Outcome:
         """The outcome of an episode. Raises EnvironmentFailed, EngineError."""
         assert self._host is not None, "no environments were opened"
-        run, target = self._host.run, self.targets[given.task]
+        run = partial(self._host.run, judge=self._judge)
+        target = self.targets[given.task]
         if self._proxy is None:
             return await run(target, given, episode.answer)
         async with self._proxy.serve(episode) as session:
@@ -347,18 +353,29 @@ class Environments(NamedTuple):
     """Environment of each task that has one, as package.module:name."""
     host: EnvironmentHost | None = None
     proxy: Proxy | None = None
+    judge: Judge | None = None
 
 
 @asynccontextmanager
-async def open_environments(config: Config, name: str) -> AsyncIterator[Environments]:
-    """The environments of a run, until the block ends. name: of the process that starts them."""
+async def open_environments(
+    config: Config, name: str, scorer: str = ""
+) -> AsyncIterator[Environments]:
+    """The environments of a run, until the block ends.
+
+    name: of the process that starts them. scorer: address of the scorer's node; "": this one.
+    """
     log_path = config.run.dir / "logs" / f"environments-{name}.log"
     settings = environment_settings(config.environments, log_path)
     if not config.reward.environments:
         yield Environments({})
         return
-    async with EnvironmentHost(settings) as host, open_proxy(settings) as proxy:
-        yield Environments(config.reward.environments, host, proxy)
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(EnvironmentHost(settings))
+        proxy = await stack.enter_async_context(open_proxy(settings))
+        judge = None
+        if config.judge_folder is not None:
+            judge = (await stack.enter_async_context(open_judge(config, name, scorer))).ask
+        yield Environments(config.reward.environments, host, proxy, judge)
 
 
 def capacity_of(config: Config) -> int:

@@ -1,27 +1,29 @@
-"""Scorer process: the logprobs of a frozen reference, for the trainer.
+"""Scorer process: a frozen engine, the trainer's reference or the judge of environments, or both.
 
 Entry: `python -m generation.scorer --config RUN_DIR/config.toml`. ROUTER for the first rank of each
-data-parallel replica (LogprobRequest, LogprobsDone, LogprobsFailed, Stop); starts one child,
-SGLang's server. It keeps no state: the trainer repeats its requests to a restarted scorer.
+data-parallel replica (LogprobRequest, LogprobsDone, LogprobsFailed, Stop) and for generators
+(JudgeRequest, Judged, JudgeRefused); starts one child, SGLang's server. A restarted scorer has lost
+its requests, and they repeat them.
 
 Concurrency, one event loop:
 
 | task          | waits for                          | produces                     | ends      |
 |---------------|------------------------------------|------------------------------|-----------|
 | `_receive`    | the next message                   | a `_serve` for each request  | at Stop   |
-| `_serve` (n)  | room in the engine, then its answer| LogprobsDone, LogprobsFailed | then      |
+| `_serve` (n)  | room in the engine, then its answer| the answer                   | then      |
 | engine watch  | the death of the engine            | EngineError                  | then      |
 | `interrupted` | SIGTERM, SIGINT                    | the signal's number          | then      |
 
 The first of these tasks to end, `_serve` excepted, ends the process. So does an engine that
 answers a `_serve` with nonsense or not in time. A malformed message drops the open requests of its
-sender alone (`wire.Router.refuse` counts it). Each replica has at most `expert.scorer.max_running`
-open requests and so `_serve` tasks; the engine runs as many at once.
+sender alone (`wire.Router.refuse` counts it). Each peer has at most `expert.scorer.max_running`
+open requests and so `_serve` tasks; the engine runs as many at once of each kind of request.
 """
 
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ import numpy as np
 
 from generation.async_sockets import AsyncRouter
 from generation.engine import EngineError
+from generation.judge import Judge, judge_renderer
 from generation.scoring_engine import (
     RequestRefused,
     ScoringEngine,
@@ -48,8 +51,14 @@ from megatron_rl.protocol.process import (
     run_main,
     set_up_logging,
 )
-from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
-from megatron_rl.protocol.types import Stop
+from megatron_rl.protocol.scorer_messages import (
+    JudgeRefused,
+    JudgeRequest,
+    LogprobRequest,
+    LogprobsDone,
+    LogprobsFailed,
+)
+from megatron_rl.protocol.types import AnyMessage, Stop
 from megatron_rl.protocol.wire import WireError
 
 ROLE = "scorer-0"
@@ -62,8 +71,14 @@ log = logging.getLogger(__name__)
 class Scorer:
     """Answers requests by one engine."""
 
-    def __init__(self, engine: ScoringEngine, router: AsyncRouter, max_running: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        router: AsyncRouter,
+        max_running: int,
+        judge: Judge | None = None,
+    ) -> None:
+        self._engine, self._judge = engine, judge
         self._router = router
         self._room = asyncio.Semaphore(max_running)
         self._open: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -92,7 +107,7 @@ class Scorer:
                     self._refuse(error.peer, error)
                     continue
                 match message:
-                    case LogprobRequest(request_id):
+                    case LogprobRequest(request_id) | JudgeRequest(request_id):
                         if len(self._open) >= MOST_OPEN:
                             self._refuse(peer, WireError(f"{MOST_OPEN} requests are open"))
                         elif (peer, request_id) not in self._open:
@@ -121,18 +136,26 @@ class Scorer:
             if name == peer:
                 task.cancel()
 
-    async def _serve(self, peer: str, request: LogprobRequest) -> None:
-        answer: LogprobsDone | LogprobsFailed
+    async def _serve(self, peer: str, request: LogprobRequest | JudgeRequest) -> None:
         try:
-            _check(request)
-            async with self._room:
-                found = await self._engine.logprobs(request.token_ids.tolist(), request.start)
-            answer = LogprobsDone(request.request_id, np.array(found, dtype=np.float32))
+            answer = await self._answer(request)
         except RequestRefused as refusal:
             log.warning("request %d of %s: %s", request.request_id, peer, refusal)
-            answer = LogprobsFailed(request.request_id, str(refusal))
+            refused = JudgeRefused if isinstance(request, JudgeRequest) else LogprobsFailed
+            answer = refused(request.request_id, str(refusal))
         if not self._router.send(peer, answer):
             log.warning("%s is gone, or takes no answers", peer)
+
+    async def _answer(self, request: LogprobRequest | JudgeRequest) -> AnyMessage:
+        """Raises RequestRefused, EngineError."""
+        if isinstance(request, JudgeRequest):
+            if self._judge is None:
+                raise RequestRefused("this scorer judges nothing: expert.scorer.judge is not set")
+            return await self._judge.answer(request)
+        _check(request)
+        async with self._room:
+            found = await self._engine.logprobs(request.token_ids.tolist(), request.start)
+        return LogprobsDone(request.request_id, np.array(found, dtype=np.float32))
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
@@ -150,20 +173,26 @@ def _check(request: LogprobRequest) -> None:
 
 async def score_for(config: Config, address: str) -> None:
     """Start the engine and serve; everything is closed on the way out. address: to listen on."""
-    engine, ports = ScoringEngine(scoring_setup(config), vocabulary(config)), config.ports
+    renderer = judge_renderer(config)
+    setup = scoring_setup(config, renderer.stop_ids if renderer else ())
+    engine, ports = ScoringEngine(setup, vocabulary(config)), config.ports
     try:
         await engine.start()
         log.info("%s %s is ready", engine.name, engine.engine_version)
         keys = load_keys(ports.keys_dir)
         with AsyncRouter(address, ports.scorer, keys, endpoint=SCORER, label=ports.label) as router:
             note_ready()
-            await Scorer(engine, router, config.scorer.max_running).run()
+            judge = None if renderer is None else Judge(engine, renderer, config.scorer.max_running)
+            await Scorer(engine, router, config.scorer.max_running, judge).run()
     finally:
         await engine.close()
 
 
 def main(config_path: Path, address: str, overrides: list[str]) -> None:
-    """Serve until the trainer says Stop or a signal arrives. address: "": the first node's."""
+    """Serve until the trainer says Stop or a signal arrives. address: "": the first node's.
+
+    A judge ends with SIGTERM, when the queue has ended.
+    """
     config = load_config(config_path, overrides)
     set_up_logging(ROLE, config.run.dir / "logs")
     serving = score_for(config, address or config.ports.host)
@@ -172,17 +201,17 @@ def main(config_path: Path, address: str, overrides: list[str]) -> None:
     except EngineError as error:
         log.error("%s", error)
         raise SystemExit(EXIT_FAILED) from error
-    if number is not None:
+    if number is not None and (config.judge_folder is None or number != signal.SIGTERM):
         raise Interrupted(128 + number)
 
 
 def start() -> int:
     """Entry of the process."""
-    parser = argparse.ArgumentParser(description="Scorer: logprobs of a frozen reference.")
+    parser = argparse.ArgumentParser(description="Scorer: a frozen reference or judge.")
     parser.add_argument(
         "--config", type=Path, required=True, help="resolved config.toml of the run"
     )
-    parser.add_argument("--address", default="", help="of this node, where trainer ranks reach it")
+    parser.add_argument("--address", default="", help="of this node, where its peers reach it")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_intermixed_args()
     return run_main(ROLE, lambda: main(options.config, options.address, options.overrides))

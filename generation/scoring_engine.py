@@ -1,4 +1,4 @@
-"""A frozen SGLang server that returns the logprobs of given tokens.
+"""A frozen SGLang server that returns the logprobs of given tokens, and replies of a judge.
 
 Used by the scorer process. Logprobs are those of softmax(logits): SGLang 0.5.23 applies no
 temperature to logprobs of the input, so no request sets one.
@@ -14,6 +14,7 @@ from generation.engine import EngineError, EngineSetup
 from generation.sglang_engine import SGLangEngine
 from generation.sglang_http import check_answer
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.render import read_values
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.weights.layout.shape import read_shape
 
@@ -134,23 +135,34 @@ def without_foreign(
 
 
 def vocabulary(config: Config) -> Vocabulary:
-    """Vocabulary of the reference of a run."""
-    folder = config.algorithm.reference.folder or config.model.path
-    return Vocabulary(read_shape(folder).vocab, read_shape(config.model.path).vocab)
+    """Vocabulary of the frozen model of a run; as a judge alone, it has tokens of its own."""
+    # The engine knows more architectures than the trainer.
+    size = int(read_values(config.scored_folder / "config.json")["vocab_size"])
+    if not config.algorithm.needs_scorer:
+        return Vocabulary(size, size)
+    return Vocabulary(size, read_shape(config.model.path).vocab)
 
 
-def scoring_setup(config: Config) -> EngineSetup:
-    """Setup of the engine of `[scorer]`, for the folder of the reference."""
-    scorer = config.scorer
+def judge_context(config: Config) -> int:
+    """Tokens of a judge's messages and reply together."""
+    found, most = read_values(config.scored_folder / "config.json"), config.scorer.kv_tokens
+    return min(int(found.get("max_position_embeddings", most)), most)
+
+
+def scoring_setup(config: Config, stop_ids: tuple[int, ...] = ()) -> EngineSetup:
+    """Setup of the engine of `[scorer]`. stop_ids: end a judge's reply."""
+    scorer, context_tokens = config.scorer, config.generator.context_tokens
+    if config.judge_folder is not None:
+        context_tokens = max(judge_context(config), context_tokens)
     dtype = scorer.dtype or config.model.dtype
     return EngineSetup(
-        model=config.algorithm.reference.folder or config.model.path,
+        model=config.scored_folder,
         dtype=dtype,
-        stop_ids=(),
+        stop_ids=stop_ids,
         tensor_parallel=scorer.tensor_parallel,
         max_running=scorer.max_running,
         kv_tokens=scorer.kv_tokens + CONTEXT_MARGIN,
-        context_tokens=config.generator.context_tokens + CONTEXT_MARGIN,
+        context_tokens=context_tokens + CONTEXT_MARGIN,
         nice=scorer.nice,
         start_timeout_s=scorer.start_timeout_s,
         request_timeout_s=scorer.request_timeout_s,

@@ -296,7 +296,7 @@ def open_engine(
 
 
 async def generate_for(
-    config: Config, index: int, renderer: Renderer, spread: Spread | None = None
+    config: Config, index: int, renderer: Renderer, spread: Spread | None = None, scorer: str = ""
 ) -> None:
     """Start the engine and serve; everything is closed on the way out."""
     engine = open_engine(config, index, renderer.stop_ids, spread)
@@ -314,7 +314,7 @@ async def generate_for(
             if leave.asked.is_set():
                 return
             with connect(f"{host}:{ports.prompts}", endpoint=PROMPTS) as queue:
-                async with open_environments(config, identity) as environments:
+                async with open_environments(config, identity, scorer) as environments:
                     worker = GeneratorWorker(
                         engine,
                         renderer,
@@ -331,14 +331,17 @@ async def generate_for(
         await engine.close()
 
 
-def main(config_path: Path, overrides: list[str], index: int, spread: Spread | None = None) -> None:
-    """Serve until the queue says Stop or a signal arrives."""
+def main(
+    config_path: Path, overrides: list[str], index: int,
+    spread: Spread | None = None, scorer: str = "",
+) -> None:  # fmt: skip
+    """Serve until the queue says Stop or a signal arrives. scorer: address of its node."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs", in_background=True)
     if config.generator.engine in SERVED:
         forbid_torch()
     renderer = open_renderer(config)
-    work = generate_for(config, index, renderer, spread)
+    work = generate_for(config, index, renderer, spread, scorer)
     try:
         number = asyncio.run(end_with_first(interrupted(), work))
     except EngineError as error:
@@ -357,6 +360,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--index", type=int, default=0, help="which generator of the run this is")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the engine")
     parser.add_argument("--address", default="", help="of this node, for the engine's other nodes")
+    parser.add_argument("--scorer", default="", help="address of the judge's node")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     return parser.parse_intermixed_args()
 
@@ -371,6 +375,7 @@ def start() -> int:
             options.overrides,
             options.index,
             Spread(options.nodes, options.address) if options.nodes > 1 else None,
+            options.scorer,
         ),
     )
 

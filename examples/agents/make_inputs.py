@@ -19,7 +19,10 @@ def main() -> None:
     target.mkdir(parents=True)
     make_folder(target / "model", seed=seed)
     rng = random.Random(seed)
-    for kind, lines in (("prompts", example.prompts(rng)), ("sft", example.examples(rng))):
+    made = {"prompts": example.prompts(rng), "sft": example.examples(rng)}
+    if hasattr(example, "judge_examples"):
+        made["judge"] = example.judge_examples(rng)
+    for kind, lines in made.items():
         (target / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

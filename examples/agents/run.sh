@@ -3,7 +3,8 @@
 #
 #   bash examples/agents/run.sh NAME [--run-dir DIR] [section.key=value ...]
 #
-# NAME: guess (number guessing) or lookup (a tool in two turns), 2 to 5 minutes each on two cores.
+# NAME: guess (number guessing), lookup (a tool in two turns) or debate (before a judge, which is
+# trained first), 2 to 5 minutes each on two cores.
 # The environment is examples/agents/NAME.py. Overrides go to the run, for example run.seed=1.
 # Exit status: that of the run.
 set -euo pipefail
@@ -11,7 +12,7 @@ CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "examples/agents/run.sh" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "examples/agents/run.sh" >&2
     exit 2
 }
 
@@ -44,6 +45,18 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore::SyntaxWarning
 export PYTHONPATH=$PWD:$PWD/examples/agents
 [ -e "$TASKS/sft.jsonl" ] || .venv/bin/python examples/agents/make_inputs.py "$NAME" "$TASKS" "$SEED"
+
+# A task with a judge: it learns from examples of its own, in a run without reinforcement learning.
+if [ -e "$TASKS/judge.jsonl" ]; then
+    JUDGE=$RUN_DIR/judge/hf/cold_start
+    [ -e "$JUDGE" ] || .venv/bin/python -m megatron_rl.cli.main run \
+        --config "examples/agents/$NAME.toml" --run-dir "$RUN_DIR/judge" "run.seed=$SEED" \
+        "model.path=$TASKS/model" "prompts.0.path=$TASKS/prompts.jsonl" \
+        "sft.dataset=$TASKS/judge.jsonl" sft.steps=250 train.steps=0 eval.prompts=0 \
+        render.chat_template= \
+        "reward.tasks.$NAME.environment=" "reward.tasks.$NAME.compare=exact"
+    OVERRIDES=("expert.scorer.judge=$JUDGE" "${OVERRIDES[@]}")
+fi
 
 exec .venv/bin/python -m megatron_rl.cli.main run --config "examples/agents/$NAME.toml" \
     --run-dir "$RUN_DIR" "run.seed=$SEED" "model.path=$TASKS/model" \

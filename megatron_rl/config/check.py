@@ -49,7 +49,7 @@ def _facts(config: Config) -> dict[str, Any]:
 _releases = attrgetter("generator.release_memory")
 _pads = attrgetter("train.pad_microbatches")
 _overlaps = attrgetter("parallel.overlap_tensor")
-_scores = attrgetter("algorithm.needs_scorer")
+_scores, _judge = attrgetter("algorithm.needs_scorer"), attrgetter("scorer.judge")
 
 
 def _offloads(c: Config) -> bool:
@@ -331,27 +331,27 @@ REFUSALS = (
         "the trainer compares; set it to 1, or algorithm.reference.source='trainer'",
     ),
     Refusal(
+        lambda c: bool(_judge(c)) and not c.reward.environments,
+        "expert.scorer.judge={scorer.judge}, and no reward.tasks.NAME.environment asks it: omit it",
+    ),
+    Refusal(
+        lambda c: _scores(c) and _judge(c) not in (None, c.algorithm.reference.folder),
+        "expert.scorer.judge={scorer.judge}: the scorer has one model, so give the folder of "
+        "algorithm.reference.policy={algorithm.reference.policy}, or reference.source='trainer'",
+    ),
+    Refusal(
         lambda c: _scores(c) and c.scorer.kv_tokens <= c.generator.context_tokens,
         "scorer.kv_tokens={scorer.kv_tokens} does not hold one sequence of "
         "generator.context_tokens={generator.context_tokens}: raise it",
     ),
     Refusal(
-        lambda c: (
-            _scores(c)
-            and c.scorer.answer_within_s
-            <= max(c.scorer.start_timeout_s, c.scorer.request_timeout_s)
-        ),
+        lambda c: bool(_scores(c) or _judge(c)) and not c.scorer.waits_through_starts,
         "expert.scorer.answer_within_s={scorer.answer_within_s:g} is not above "
         "expert.scorer.start_timeout_s={scorer.start_timeout_s:g} and "
-        "expert.scorer.request_timeout_s={scorer.request_timeout_s:g}: the trainer would "
-        "give up an engine that starts; raise it",
+        "expert.scorer.request_timeout_s={scorer.request_timeout_s:g}: raise it",
     ),
     Refusal(
-        lambda c: (
-            _scores(c)
-            and c.algorithm.reference.policy == "start"
-            and c.model.megatron_path is not None
-        ),
+        lambda c: _scores(c) and c.reference_is_megatron,
         "algorithm.reference.source='engine' reads Hugging Face folders, and the run starts from "
         "model.megatron_path={model.megatron_path}: make a folder of it with `megatron-rl convert` "
         "and give that as algorithm.reference.policy",

@@ -100,6 +100,7 @@ _OTHERS = (
     "reward.test_memory_bytes",
     "reward.unevaluated",
     "scorer.dtype",
+    "scorer.judge",
     "scorer.max_restarts",
     "scorer.max_running",
     "scorer.nice",

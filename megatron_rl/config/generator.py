@@ -1,6 +1,7 @@
 """The sections `[generator]`, `[sampling]`, `[weights]`, `[scorer]` of the configuration tree."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -244,9 +245,13 @@ class SamplingConfig(Section):
 
 
 class ScorerConfig(Section):
-    """The SGLang server that computes the reference's logprobs for `algorithm.reference.source` =
-    "engine". It has its own GPUs, after the generators' GPUs."""
+    """The SGLang server of a frozen model: the reference of `algorithm.reference.source` =
+    "engine", or the judge of environments. It has its own GPUs, after the generators' GPUs."""
 
+    judge: Path | None = None
+    """Folder of the Hugging Face model that environments ask by `policy.judge`, such as a larger
+    model. Not set: environments have no judge. With `algorithm.reference.source` = "engine" it
+    must be the folder of `algorithm.reference.policy`."""
     tensor_parallel: PositiveInt = 1
     """Tensor-parallel ranks of the scorer, on one node."""
     dtype: Literal["", "float32", "bfloat16"] = ""
@@ -254,8 +259,8 @@ class ScorerConfig(Section):
     quantization: str = ""
     """Quantization of the scorer's weights (SGLang's option), such as "fp8"; "": none."""
     max_running: PositiveInt = 32
-    """Number of sequences in work at once. Each data-parallel replica of the trainer requests as
-    many."""
+    """Number of sequences in work at once. Each data-parallel replica of the trainer and each
+    generator requests as many."""
     kv_tokens: PositiveInt = 65_536
     """Number of tokens in the scorer's KV cache. Must exceed generator.context_tokens."""
     nice: int = Field(default=0, ge=0, le=19)
@@ -270,5 +275,10 @@ class ScorerConfig(Section):
     request_timeout_s: PositiveFloat = 120.0
     """Timeout of one sequence, in seconds; then the run ends."""
     answer_within_s: PositiveFloat = 900.0
-    """Seconds without any answer after which the run ends. Must exceed start_timeout_s, because
-    the trainer waits through starts and restarts."""
+    """Seconds without any answer after which the run ends, and after which an episode that asked
+    the judge fails. Must exceed start_timeout_s: peers wait through starts and restarts."""
+
+    @property
+    def waits_through_starts(self) -> bool:
+        """Whether peers wait longer than a start and a sequence take."""
+        return self.answer_within_s > max(self.start_timeout_s, self.request_timeout_s)

@@ -13,6 +13,7 @@ _TEMPLATE = "render.chat_template"
 PATH_KEYS = (
     "model.path",
     "model.megatron_path",
+    "scorer.judge",
     "algorithm.reference.policy",
     "prompts.*.path",
     "eval.sets.*.prompts.path",

@@ -155,7 +155,11 @@ class PortsConfig(Section):
     """HTTP port of the first engine. The next port is where its ranks meet, if it spans nodes.
     Each further replica takes the next two."""
     scorer: int = Field(default=0, ge=0, le=65535)
-    """Port of the scorer for trainer ranks. Its engine takes the next two."""
+    """Port of the scorer for its peers. Its engine takes the next two."""
+
+    def scorer_at(self, node: str) -> str:
+        """Where the scorer listens. node: its address; "": the first node's."""
+        return f"{node or self.host}:{self.scorer}"
 
 
 class NodesConfig(Section):
@@ -262,7 +266,23 @@ class Config(Section):
     @property
     def has_scorer(self) -> bool:
         """Whether the run starts a scorer; without training nothing needs a reference."""
-        return self.train.steps > 0 and self.algorithm.needs_scorer
+        is_reference = self.train.steps > 0 and self.algorithm.needs_scorer
+        return is_reference or self.judge_folder is not None
+
+    @property
+    def judge_folder(self) -> Path | None:
+        """Folder of the model that environments ask; None: they ask none."""
+        return self.scorer.judge
+
+    @property
+    def reference_is_megatron(self) -> bool:
+        """Whether the reference is the initial model, and that a Megatron checkpoint."""
+        return self.algorithm.reference.policy == "start" and self.model.megatron_path is not None
+
+    @property
+    def scored_folder(self) -> Path:
+        """Folder of the scorer's model."""
+        return self.judge_folder or self.algorithm.reference.folder or self.model.path
 
     @property
     def keeps_ledger(self) -> bool:

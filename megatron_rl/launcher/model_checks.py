@@ -13,7 +13,9 @@ from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
+from megatron_rl.protocol.render import Renderer, read_values
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -132,6 +134,23 @@ def check_reference(config: Config) -> None:
                 f"algorithm.reference.policy: {paths[0]} has other tokens than {paths[1]}: a "
                 "reference is given the policy's token ids, so take one with the same tokenizer"
             )
+
+
+def check_judge(config: Config) -> None:
+    """The judge's folder has a model, a tokenizer and a chat template that the scorer can serve."""
+    folder, key = config.judge_folder, "expert.scorer.judge"
+    if folder is None:
+        return
+    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+        raise InputError(f"{key} = {folder} is no folder of a Hugging Face model with weights")
+    heads = read_values(folder / "config.json").get("num_attention_heads")
+    if heads is not None:
+        check_engine_tensor(config.scorer.tensor_parallel, heads, key="scorer.tensor_parallel")
+    try:
+        Renderer(RenderConfig(), folder, 1, format_checks={})
+    except InputError as error:
+        # It names the key of the policy's folder.
+        raise InputError(f"{key} = {folder}: {error}") from error
 
 
 def check_megatron_path(config: Config) -> None:

@@ -169,11 +169,13 @@ def _train(own: Node, phase: RunPhase) -> None:
     # A node that is back finds the trainer started.
     if phase.has_cold_start and not phase.trainer.start:
         _cold_start(own)
-    has_scorer, model = own.config.has_scorer, [override("model.path", phase.model)]
+    has_scorer = own.config.algorithm.needs_scorer
+    model = [override("model.path", phase.model)]
     with own.phase("rl", "reinforcement learning"), own.stop:
-        if has_scorer and own.number == own.roles.scorer_node:
+        is_judge = own.config.judge_folder is not None
+        if has_scorer and not is_judge and own.number == own.roles.scorer_node:
             _await(own, Path(phase.model))
-            _start_scorer(own, model)
+            _start_scorer(own, model, outlives=TRAINER)
         if own.roles.trainer_ranks:
             _await(own, Path(phase.model))
             scorer = ["--scorer", _address_of(own, own.roles.scorer_node)] if has_scorer else []
@@ -248,15 +250,18 @@ def torchrun_arguments(config: Config, roles: NodeRoles, node: int, module: str)
     ]
 
 
-def _start_scorer(own: Node, arguments: Sequence[str]) -> None:
-    """Start the scorer, which the trainer waits for and ends."""
-    address, trainer = _address_of(own, own.number), own.role(TRAINER)
+def _start_scorer(
+    own: Node, arguments: Sequence[str], *,
+    outlives: str, role: str = SCORER, config_file: str = CONFIG,
+) -> None:  # fmt: skip
+    """Start the scorer, which the trainer waits for and ends; a judge ends with its phase."""
+    address, until = _address_of(own, own.number), own.role(outlives)
     if own.number:
         check_scorer_ports(own.config, address)
     own.start(
-        SCORER, "generation.scorer", ["--address", address, *arguments],
-        outlives=trainer if own.roles.trainer_ranks else None,
-        restarts=restart_rule(own.config, "scorer", SCORER, until=trainer),
+        role, "generation.scorer", ["--address", address, *arguments], config_file=config_file,
+        outlives=until,
+        restarts=restart_rule(own.config, "scorer", SCORER, role=role, until=until),
         gpus=own.roles.scorer,
     )  # fmt: skip
 
@@ -281,6 +286,7 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
             queue, "megatron_rl.rollout_queue.server", [*only, *arguments],
             config_file=file, restarts=rule,
         )  # fmt: skip
+    judge = _start_judge(own, queue, f"{SCORER}{suffix}", file)
     parts = own.roles.engine_nodes
     leads = [i for i in own.roles.engines if i not in parts or not parts[i].rank]
     check_engine_ports(own.config, leads)
@@ -288,6 +294,7 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
     for index, gpus in own.roles.engines.items():
         part = own.roles.engine_nodes.get(index)
         name, module, given = engine_command(own.config, index, part)
+        given = given if part and part.rank else [*given, *judge]
         role, kind = f"{name}{suffix}", "follower" if part and part.rank else "generator"
         rule = restart_rule(own.config, kind, name, role=role, until=until)
         if own.has_joined:
@@ -307,6 +314,15 @@ def _start_serving(own: Node, phase: RunPhase, arguments: Sequence[str]) -> str:
             ),
         )  # fmt: skip
     return queue
+
+
+def _start_judge(own: Node, queue: str, role: str, config_file: str) -> list[str]:
+    """Start the judge if it is this node's; arguments of generators that ask it."""
+    if own.config.judge_folder is None:
+        return []
+    if own.number == own.roles.scorer_node:
+        _start_scorer(own, [], outlives=queue, role=role, config_file=config_file)
+    return ["--scorer", _address_of(own, own.roles.scorer_node)]
 
 
 def _evaluation_file(own: Node, label: str, model: Path) -> str:
@@ -345,6 +361,7 @@ def _end_serving(own: Node, queue: str) -> None:
     Raises RoleDied, NodeLost, DeadlineExceeded.
     """
     started, ends_at, limit_s = time.monotonic(), None, eval_limit_s(own.config)
+    is_judging = own.config.judge_folder is not None
     while running := [
         name
         for name, role in own.supervisor.roles.items()
@@ -359,6 +376,9 @@ def _end_serving(own: Node, queue: str) -> None:
             link.end_phase()
         if not link.is_ending:
             continue
+        if is_judging:
+            own.supervisor.end("scorer")
+            is_judging = False
         ends_at = ends_at or now + _END_S
         if now > ends_at:
             log.warning(

@@ -123,7 +123,7 @@ def is_free(host: str, port: int) -> bool:
 def _width(name: str, config: Config) -> int:
     """Ports of a name: 3 for a scorer, 2 for each replica of the engine, else 1."""
     if name == "scorer":
-        return 3 if config.algorithm.needs_scorer else 0
+        return 3 if config.algorithm.needs_scorer or config.judge_folder else 0
     return 2 * config.generator.replicas if name == "engine" else 1
 
 

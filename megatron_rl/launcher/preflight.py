@@ -114,6 +114,7 @@ def check(
         model_checks.check_model(config)
     if config.train.steps:
         model_checks.check_reference(config)
+    model_checks.check_judge(config)
     model_checks.check_megatron_path(config)
     check_extras(config)
     check_ports(config)

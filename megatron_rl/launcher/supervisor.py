@@ -294,6 +294,12 @@ class Supervisor:
                     f"it hangs: the queue has not heard it for {now - role.silent_since:.0f} s",
                 )
 
+    def end(self, kind: str) -> None:
+        """Ask the roles of a kind to end, by SIGTERM, which is their ordinary end."""
+        for role in self.roles.values():
+            if role.kind == kind and role.process.poll() is None:
+                role.process.terminate()
+
     def is_running(self, name: str) -> bool:
         """Whether the role was started and has no noted end, or is about to be restarted."""
         role = self.roles.get(name)

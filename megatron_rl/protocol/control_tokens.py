@@ -8,7 +8,7 @@ conversation without such texts is tokenized in one piece, as the template's own
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.config.thinking import KNOWN_TAGS
@@ -46,6 +46,15 @@ class ControlTokens:
         )
         self._starts = _starts_of(tokens)
         self._own_starts = _starts_of(tokens.keys() - thoughts)
+
+    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of messages, up to where the reply begins. Raises RenderError."""
+        guard = unused_character(messages, tools)
+        text = self._renderer.template.render(
+            [self.mark_turn(turn, guard) for turn in messages],
+            tools=[self.mark_tool(tool, guard) for tool in tools],
+        )
+        return self.encode(text, guard)
 
     def at(self, text: str, place: int = 0) -> str:
         """The control token that a text has at this place; "": none."""

@@ -30,7 +30,7 @@ WEIGHTS = Endpoint("weights", types.FromMember, types.ToMember)
 NODES = Endpoint("nodes", NodeState, RunPhase)
 """Launcher of the first node <-> launchers of the other nodes."""
 SCORER = Endpoint("scorer", types.FromScored, types.ToScored)
-"""Scorer <-> the first rank of each data-parallel replica of the trainer."""
+"""Scorer <-> the first rank of each data-parallel replica of the trainer, and generators."""
 ENDPOINTS = (PROMPTS, VERIFY, BATCHES, WEIGHTS, NODES, SCORER)
 ANY = Endpoint("any", types.AnyMessage, types.AnyMessage)
 """For tools and tests."""

@@ -99,12 +99,7 @@ class Turns:
                 f"the chat template writes no tools, and {len(tools)} are offered: describe them "
                 "in a system message, or give a render.chat_template that writes them"
             )
-        guard = unused_character(messages, tools)
-        text = self._template.render(
-            [self._tokens.mark_turn(turn, guard) for turn in messages],
-            tools=[self._tokens.mark_tool(tool, guard) for tool in tools],
-        )
-        return self._tokens.encode(text, guard)
+        return self._tokens.render(messages, tools)
 
     def glue(
         self, sampled: Sequence[int], given: Sequence[Turn], tools: Sequence[Tool] = ()

@@ -42,7 +42,14 @@ from megatron_rl.protocol.rollout import Score as Score
 from megatron_rl.protocol.rollout import ScoredRollout as ScoredRollout
 from megatron_rl.protocol.rollout import VersionSpan as VersionSpan
 from megatron_rl.protocol.rollout import no_choices
-from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
+from megatron_rl.protocol.scorer_messages import (
+    Judged,
+    JudgeRefused,
+    JudgeRequest,
+    LogprobRequest,
+    LogprobsDone,
+    LogprobsFailed,
+)
 from megatron_rl.protocol.weight_messages import (
     Ack,
     Failed,
@@ -311,8 +318,8 @@ FromLeader = NextBatch | WeightsSynced | SaveState
 ToLeader = RankBatch | QueueState | Stop
 FromMember = Hello | StartRequest | Ack | Failed
 ToMember = Receive | Fence | Ping | MayStart | Pause | Release | Reclaim | Resume | LeaveGroup
-FromScored = LogprobRequest | Stop
-ToScored = LogprobsDone | LogprobsFailed
+FromScored = LogprobRequest | JudgeRequest | Stop
+ToScored = LogprobsDone | LogprobsFailed | Judged | JudgeRefused
 AnyMessage = (FromGenerator | ToGenerator | FromVerifier | ToVerifier | FromLeader | ToLeader
               | FromMember | ToMember | NodeState | RunPhase | FromScored | ToScored)  # fmt: skip
 """`endpoints.py` says which kinds go over which endpoint."""

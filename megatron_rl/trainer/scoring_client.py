@@ -177,7 +177,9 @@ class Scorer:
 
 @contextmanager
 def open_scorer(cfg: Config, leader: Leader, address: str) -> Iterator[Scorer | None]:
-    """The scorer of the run, where it has one. Ends the process when the block ends well.
+    """The scorer of the run, where it holds the reference.
+
+    Ends the process when the block ends well, unless it is also a judge.
 
     address: of its node.
     """
@@ -189,7 +191,7 @@ def open_scorer(cfg: Config, leader: Leader, address: str) -> Iterator[Scorer | 
         return
     dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
     client = ScoringClient(
-        f"{address}:{ports.scorer}",
+        ports.scorer_at(address),
         f"trainer-{dp_rank}-reference",
         keys=load_keys(ports.keys_dir),
         label=ports.label,
@@ -198,5 +200,6 @@ def open_scorer(cfg: Config, leader: Leader, address: str) -> Iterator[Scorer | 
     )
     with client:
         yield Scorer(leader, client)
-        if dp_rank == 0:
+        # A judge serves environments until the phase ends.
+        if dp_rank == 0 and cfg.judge_folder is None:
             client.stop()

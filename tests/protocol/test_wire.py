@@ -108,6 +108,8 @@ def plain(kind: type) -> Any:
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, 3], list[int] | None: [7, 2**40],
         list[tuple[int, int]]: [(2**40, 1)],
+        list[ChatMessage]: [ChatMessage("user", "a question")],
+        list[float]: [-0.5, -1e30],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"}, dict[int, str]: {0: "10.0.0.1", 1: "10.0.0.2"},
         LengthRule | None: LengthRule(8, 2, 0.1),

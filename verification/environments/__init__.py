@@ -13,6 +13,7 @@ from verification.environments.policy import (
     Call,
     Chat,
     EpisodeInput,
+    JudgeRefused,
     Outcome,
     Policy,
     PolicyLimit,
@@ -22,6 +23,6 @@ from verification.environments.text_game import text_game_episode
 from verification.environments.tools import ToolRun, tools_episode
 
 __all__ = [
-    "Call", "Chat", "EpisodeInput", "Outcome", "Policy", "PolicyLimit", "Reply", "ToolRun",
-    "mcp_episode", "text_game_episode", "tools_episode",
+    "Call", "Chat", "EpisodeInput", "JudgeRefused", "Outcome", "Policy", "PolicyLimit", "Reply",
+    "ToolRun", "mcp_episode", "text_game_episode", "tools_episode",
 ]  # fmt: skip

@@ -4,9 +4,9 @@ Runs on the generator's event loop. `EpisodeProcess.run` is one task, which wait
 
 | event | does |
 |---|---|
-| a message of the environment | starts `answer` for a turn, or takes the outcome |
-| an `answer` | sends the reply |
-| the environment's own time, while no `answer` runs | gives the environment up |
+| a message of the environment | starts `answer` or `judge`, or takes the outcome |
+| an `answer`, a verdict | sends it |
+| the environment's own time, while none of them runs | gives the environment up |
 | cancellation | the same |
 
 Whatever ends it, `end` has the keeper kill all processes of the episode, and waits for that.
@@ -29,11 +29,13 @@ from verification.environments.policy import (
     MAX_WAITING,
     BadOutcome,
     EpisodeInput,
+    JudgeInput,
     Outcome,
     PolicyLimit,
     Reply,
     Say,
     TooLong,
+    Verdict,
     check_outcome,
     is_message,
     pack,
@@ -54,6 +56,9 @@ MAX_REASON_CHARS = 1000
 _PLACE = re.compile(r"most recent call first\):\n\s*(File .*)")
 
 Answer = Callable[[Say], Awaitable[Reply]]
+Judge = Callable[[JudgeInput], Awaitable[Verdict]]
+_NO_CHAT = -1
+"""Stands for the chat of a request to the judge."""
 
 log = logging.getLogger(__name__)
 
@@ -105,14 +110,16 @@ class EpisodeProcess:
         self._settings = settings
         self._writer: asyncio.StreamWriter | None = None
         self._limits = 0
-        self._waiting: dict[asyncio.Task[Reply], tuple[int, int]] = {}
+        self._waiting: dict[asyncio.Task[Reply | Verdict], tuple[int, int]] = {}
         """Running answers, with the numbers of their requests and chats."""
         self._turns: dict[int, int] = {}
         """Answered turns by chat."""
         self.has_ended = False
         """Whether its processes are known to be gone."""
 
-    async def run(self, task: EpisodeInput, answer: Answer, clock: Clock) -> Outcome:
+    async def run(
+        self, task: EpisodeInput, answer: Answer, clock: Clock, judge: Judge | None = None
+    ) -> Outcome:
         """The outcome; call `end` afterwards. Raises EnvironmentFailed and what `answer` raises."""
         reader, writer = await asyncio.open_unix_connection(sock=self._messages)
         self._writer = writer
@@ -135,9 +142,12 @@ class EpisodeProcess:
                     clock.start()
                 if reading in done:
                     message = reading.result()
-                    if "say" not in message:
+                    if "say" in message:
+                        self._start(message, answer)
+                    elif "judge" in message:
+                        self._start_judge(message, judge)
+                    else:
                         return _read_outcome(message)
-                    self._start(message, answer)
                     clock.stop()
                     reading = asyncio.ensure_future(self._read(reader))
         finally:
@@ -184,8 +194,7 @@ class EpisodeProcess:
 
     def _start(self, message: dict[str, Any], answer: Answer) -> None:
         """Start the answer to a request."""
-        if len(self._waiting) >= MAX_WAITING:
-            raise EnvironmentFailed(f"it requested over {MAX_WAITING} turns at once", "flood")
+        self._check_room()
         number, say = _read_say(message)
         if any(chat == say.chat for _, chat in self._waiting.values()):
             raise _malformed(f"two turns of chat {say.chat} at once")
@@ -195,9 +204,24 @@ class EpisodeProcess:
             raise _malformed(f"a fork of turn {say.parent_turns} of chat {say.parent}")
         self._waiting[asyncio.ensure_future(answer(say))] = number, say.chat
 
-    def _reply(self, finished: asyncio.Task[Reply]) -> bytes:
+    def _start_judge(self, message: dict[str, Any], judge: Judge | None) -> None:
+        self._check_room()
+        if judge is None:
+            raise EnvironmentFailed(
+                "it asks the judge, and there is none: give expert.scorer.judge=FOLDER", "exception"
+            )
+        number, asked = _read_judge(message)
+        self._waiting[asyncio.ensure_future(judge(asked))] = number, _NO_CHAT
+
+    def _check_room(self) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            raise EnvironmentFailed(f"it sent over {MAX_WAITING} requests at once", "flood")
+
+    def _reply(self, finished: asyncio.Task[Reply | Verdict]) -> bytes:
         """Frame for a finished answer."""
         number, chat = self._waiting.pop(finished)
+        if chat == _NO_CHAT:
+            return pack(dict(asdict(finished.result()), judged=number))
         try:
             frame = pack(dict(asdict(finished.result()), reply=number))
             self._turns[chat] = self._turns.get(chat, 0) + 1
@@ -230,6 +254,25 @@ def _read_say(message: dict[str, Any]) -> tuple[int, Say]:
     ):
         raise _malformed("a request of another form")
     return number, say
+
+
+def _read_judge(message: dict[str, Any]) -> tuple[int, JudgeInput]:
+    """(number, request to the judge) of a message. Raises EnvironmentFailed."""
+    fields = dict(message)
+    try:
+        number = fields.pop("judge")
+        asked = JudgeInput(**fields)
+    except TypeError as error:
+        raise _malformed(error) from error
+    if not (
+        all(type(count) is int and count >= 0 for count in (number, asked.max_tokens))
+        and isinstance(asked.messages, list)
+        and all(map(is_message, asked.messages))
+        and isinstance(asked.verdicts, list)
+        and all(isinstance(verdict, str) for verdict in asked.verdicts)
+    ):
+        raise _malformed("a request to the judge of another form")
+    return number, asked
 
 
 def _read_outcome(message: dict[str, Any]) -> Outcome:

@@ -14,7 +14,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from verification.environments.episode import Answer, Clock, EpisodeProcess
+from verification.environments.episode import Answer, Clock, EpisodeProcess, Judge
 from verification.environments.fork_client import ForkClient
 from verification.environments.policy import EpisodeInput, Outcome
 from verification.environments.settings import EnvironmentFailed, EnvironmentSettings
@@ -43,13 +43,15 @@ class EnvironmentHost:
         await self.close()
 
     async def run(
-        self, target: str, task: EpisodeInput, answer: Answer, *, clock: Clock | None = None
-    ) -> Outcome:
+        self, target: str, task: EpisodeInput, answer: Answer, *,
+        clock: Clock | None = None, judge: Judge | None = None,
+    ) -> Outcome:  # fmt: skip
         """The outcome of one episode of "module:name".
 
         answer: takes one turn of the policy. It returns a Reply, or raises PolicyLimit, which the
             environment may catch and which otherwise is the outcome, with reward 0. Several calls
             run at once if the environment asks for turns of several chats.
+        judge: answers requests to the judge; None: there is none.
         clock: of this episode, for turns that the policy takes by another way than `answer`.
         Raises EnvironmentFailed for what the environment did wrong, and what else `answer` raises.
         To cancel this call kills the episode.
@@ -65,7 +67,7 @@ class EnvironmentHost:
             raise
         failure: EnvironmentFailed | None = None
         try:
-            outcome = await process.run(task, answer, clock or Clock(self._settings))
+            outcome = await process.run(task, answer, clock or Clock(self._settings), judge)
         except EnvironmentFailed as error:
             failure = error
         finally:

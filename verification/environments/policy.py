@@ -10,6 +10,8 @@ big-endian, and a JSON object:
 | {"say": number, ...} | environment | a `Say`: one turn of the policy |
 | {"reply": number, ...} | host | the `Reply` to the `Say` of that number |
 | {"limit": number, "reason": ...} | host | the policy reached a limit instead |
+| {"judge": number, ...} | environment | a `JudgeInput` |
+| {"judged": number, ...} | host | the `Verdict` of the request of that number |
 | {"outcome": {...}} | environment, last | the `Outcome` |
 | {"failed": kind, "reason": ...} | environment, last | why there is none |
 """
@@ -61,6 +63,13 @@ class Outcome:
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each reply, in the order of asking, with the reward as their sum. A reply then
     learns from its own reward and from later ones; without it from the reward of the episode."""
+    turn_returns: list[float] = field(default_factory=list)
+    """What each reply learns from, in the order of asking, instead of turn_rewards: for replies of
+    several sides, such as those of a debate, whose gains are not each other's."""
+
+
+class JudgeRefused(Exception):
+    """The judge cannot answer these messages, because they are too long for it or malformed."""
 
 
 class BadOutcome(ValueError):
@@ -121,6 +130,28 @@ class Say:
     tools: list[dict[str, Any]]
     """JSON schemas of the chat's tools; only on the first turn of a chat without parent."""
     max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class JudgeInput:
+    """Request to the judge."""
+
+    messages: list[dict[str, Any]]
+    verdicts: list[str]
+    """Whole replies whose logprobs are wanted; []: the judge writes its reply."""
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judge's answer."""
+
+    logprobs: list[float]
+    """Of each verdict."""
+    text: str
+    """What the judge wrote."""
+    refusal: str = ""
+    """Why there is no answer; "" if there is one."""
 
 
 class Chat:
@@ -202,7 +233,7 @@ class Policy:
         self._numbers = itertools.count()
         self._chats = itertools.count()
         self._room = asyncio.Semaphore(MAX_WAITING)
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]] = (), *, tools: Sequence[Mapping[str, Any]] = ()
@@ -216,12 +247,40 @@ class Policy:
 
     async def ask(self, say: Say) -> Reply:
         """Send a request and wait for its reply. Raises PolicyLimit."""
+        reply: Reply = await self._request("say", asdict(say))
+        return reply
+
+    async def judge(
+        self, messages: Sequence[Mapping[str, Any]], verdicts: Sequence[str]
+    ) -> list[float]:
+        """Logprobs of each verdict, such as "Yes" and "No", as the judge's whole reply.
+
+        Raises JudgeRefused. A judge that fails fails the episode, without a reward.
+        """
+        if not verdicts:
+            raise ValueError("the judge needs at least one verdict")
+        return (await self._ask_judge(messages, verdicts, 0)).logprobs
+
+    async def judge_reply(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int) -> str:
+        """What the judge writes, greedily. Raises as `judge`."""
+        return (await self._ask_judge(messages, (), max_tokens)).text
+
+    async def _ask_judge(
+        self, messages: Sequence[Mapping[str, Any]], verdicts: Sequence[str], max_tokens: int
+    ) -> Verdict:
+        asked = JudgeInput([_checked(dict(one)) for one in messages], list(verdicts), max_tokens)
+        verdict: Verdict = await self._request("judge", asdict(asked))
+        if verdict.refusal:
+            raise JudgeRefused(verdict.refusal)
+        return verdict
+
+    async def _request(self, kind: str, fields: dict[str, Any]) -> Any:
         number = next(self._numbers)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         async with self._room:
             self._waiting[number] = future
             try:
-                self._writer.write(pack(dict(asdict(say), say=number)))
+                self._writer.write(pack({**fields, kind: number}))
                 return await future
             finally:
                 del self._waiting[number]
@@ -230,11 +289,15 @@ class Policy:
         """Hand replies to those who wait for them, until the host closes."""
         while True:
             message = await read_message(self._reader, max_bytes)
-            future = self._waiting.get(message.get("reply", message.get("limit", -1)))
+            numbers = (message.get(kind) for kind in ("reply", "limit", "judged"))
+            future = self._waiting.get(next(n for n in numbers if n is not None))
             if future is None or future.done():
                 continue  # The environment cancelled its call.
             if "limit" in message:
                 future.set_exception(PolicyLimit(message["reason"]))
+            elif "judged" in message:
+                del message["judged"]
+                future.set_result(Verdict(**message))
             else:
                 del message["reply"]
                 calls = [Call(**call) for call in message.pop("calls")]
@@ -270,9 +333,12 @@ def check_outcome(value: Any) -> Outcome:
     parts = {name: _number(name, part) for name, part in value.parts.items()}
     reward = _number("reward", value.reward)
     turns = [_number("turn_rewards", one) for one in value.turn_rewards]
+    returns = [_number("turn_returns", one) for one in value.turn_returns]
+    if turns and returns:
+        raise BadOutcome("the outcome has turn_rewards and turn_returns, expected one of them")
     if turns and not math.isclose(sum(turns), reward, rel_tol=1e-6, abs_tol=1e-6):
         raise BadOutcome(f"turn_rewards sum to {sum(turns)}, and the reward is {reward}")
-    return Outcome(reward, value.reason, parts, turns)
+    return Outcome(reward, value.reason, parts, turns, returns)
 
 
 def _number(name: str, value: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_rl.config.reward import EnvironmentsConfig
 
-FailureKind = Literal["crash", "hang", "flood", "start", "exception", "bad_outcome"]
+FailureKind = Literal["crash", "hang", "flood", "start", "exception", "bad_outcome", "judge"]
 
 
 @dataclass(frozen=True)
