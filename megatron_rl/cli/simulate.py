@@ -35,7 +35,13 @@ from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.plots import draw_all
 from megatron_rl.simulation.records import read_run
 from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
-from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
+from megatron_rl.simulation.workload import (
+    Conversation,
+    LogNormalLengths,
+    PassRates,
+    Workload,
+    mean_tokens,
+)
 
 _MANY_SLOTS = 1024
 """Completions in flight above which the queue answers in grains of 1 % of a completion's time."""
@@ -100,6 +106,12 @@ class SimulateOptions:
     """Mean share of right completions."""
     zero_variance_share: Annotated[float, _GENERATE] = 0.25
     """Share of zero-variance groups."""
+    turns: Annotated[int, _GENERATE] = 1
+    """Replies of a conversation with an environment; 1: single answers."""
+    environment_s: Annotated[float, _GENERATE] = 0.0
+    """Mean seconds of an environment between two replies."""
+    given_share: Annotated[float, _GENERATE] = 0.0
+    """Share of a conversation's tokens that its environment gives."""
     steps: int = Span.steps
     """Number of measured steps."""
     warm_up: int = Span.warm_up
@@ -153,14 +165,15 @@ def simulate(options: SimulateOptions, console: Console) -> int:
 
 def _check(options: SimulateOptions) -> None:
     for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
-                 "verifier_servers"):  # fmt: skip
+                 "verifier_servers", "turns"):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
-    for name in ("sigma", "verify_s", "deaths_per_engine_hour", "dead", "warm_up"):
+    for name in ("sigma", "verify_s", "deaths_per_engine_hour", "dead", "warm_up",
+                 "environment_s"):  # fmt: skip
         if getattr(options, name) < 0:
             raise InputError(f"--{name.replace('_', '-')} must not be below 0")
-    for name in ("correlation", "pass_rate", "zero_variance_share"):
+    for name in ("correlation", "pass_rate", "zero_variance_share", "given_share"):
         if not 0 <= getattr(options, name) <= 1:
             raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
     if not 0 < options.pass_rate < 1 or options.zero_variance_share >= 1:
@@ -192,6 +205,7 @@ def _workload(
         options.prompt_tokens,
         PassRates.of(options.pass_rate, options.zero_variance_share, config.train.group_size),
         options.seed,
+        Conversation(options.turns, options.given_share, options.environment_s),
     )
 
 

@@ -114,7 +114,12 @@ def _check_same(name: str, fitted: object, asked: object) -> None:
 
 
 def calibrate(run: RunRecords) -> Calibration:
-    """Fit to a run whose roles share no device."""
+    """Fit to a run whose roles share no device. Raises InputError for one with environments."""
+    if run.config.reward.environments:
+        raise InputError(
+            "--calibrate: the run has conversations with environments, whose records do not say "
+            "when the engine worked: leave --calibrate out, and give --turns and --environment-s"
+        )
     measured, engine = measure(run), fit_engine(run)
     model = ClusterModel(
         engine=engine.model,

@@ -26,6 +26,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.simulation.workload import Reply
 
 RESERVE_TOKENS = 512
 """Cache tokens reserved for each running completion when another joins. SGLang 0.5.23 estimates
@@ -71,6 +72,12 @@ class Request:
     joined_at: int = 0
     """Engine iteration at which it last joined."""
     leased_at: float = 0.0
+    asked_at: float = 0.0
+    """When its reply was requested of the engine."""
+    cached: int = 0
+    """Of `generated`: tokens in the prefix cache when it joins."""
+    later: list[Reply] = field(default_factory=list)
+    """Further replies; `tokens` is the end of this one."""
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, its first completion token)."""
 
@@ -298,7 +305,8 @@ class Engine:
         heapq.heappush(self._running, (ends, next(self._order), request))
         self.kv += request.prompt_tokens + request.generated
         self.peak_kv = max(self.peak_kv, self.kv)
-        return request.generated
+        prefilled, request.cached = request.generated - request.cached, 0
+        return prefilled
 
     def _knows(self, group: int) -> bool:
         """Whether a group's prompt was in the prefix cache; adds it."""

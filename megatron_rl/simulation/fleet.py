@@ -32,6 +32,8 @@ class Generator:
     """Number of its last scheduled event; earlier events are void."""
     seen_at: float = 0.0
     """End of its counted time."""
+    cancelled: set[int] = dataclasses.field(default_factory=set)
+    """Cancelled leases, whose conversations may wait for their environments."""
 
 
 @dataclasses.dataclass
@@ -81,10 +83,11 @@ class Fleet:
         group, cap = lease.sampling.seed, lease.sampling.max_new_tokens
         self._count_time(generator)
         for index in lease.indices:
-            tokens = workload.tokens(group, index, cap)
+            first, *later = workload.replies(group, index, workload.tokens(group, index, cap))
             request = Request(
-                lease.lease_id, index, group, workload.prompt_tokens, tokens, leased_at=now
-            )
+                lease.lease_id, index, group, workload.prompt_tokens, first.end,
+                leased_at=now, asked_at=now, later=later,
+            )  # fmt: skip
             generator.engine.add(request, now)
         self._changed(generator)
 
@@ -92,6 +95,8 @@ class Fleet:
         """Drop the unfinished completions of a lease."""
         generator = self.generators[name]
         self._count_time(generator)
+        if self._run.workload.conversation.replies > 1:
+            generator.cancelled.add(cancel.lease_id)
         generator.engine.cancel(cancel.lease_id, self._run.now)
         self._changed(generator)
 
@@ -114,6 +119,9 @@ class Fleet:
         engine = generator.engine
         version = engine.version if engine.pending_version is None else engine.pending_version
         slots = self._run.model.engine.max_running
+        if self._run.workload.conversation.replies > 1:
+            # A conversation that waits for its environment holds no slot of the engine.
+            slots = max(slots, self._run.config.environments.max_episodes)
         self._run.say(PROMPTS, generator.name, GeneratorReady(slots, version, generator.session))
 
     def beat(self) -> None:
@@ -175,14 +183,29 @@ class Fleet:
         for _, request in generator.engine.take_finished():
             self._hand_over(generator, request)
 
+    def _go_on(self, generator: Generator, session: int, request: Request) -> None:
+        """Request a conversation's next reply, if the conversation still exists."""
+        is_same = generator.is_alive and generator.session == session
+        if not is_same or request.lease_id in generator.cancelled:
+            return
+        reply, now, engine = request.later.pop(0), self._run.now, generator.engine
+        # Each version of the weights has its own prefix cache.
+        request.cached = request.tokens if request.starts[-1][0] == engine.version else 0
+        request.generated, request.tokens, request.asked_at = reply.start, reply.end, now
+        self._count_time(generator)
+        engine.add(request, now)
+        self._changed(generator)
+
     def _hand_over(self, generator: Generator, request: Request) -> None:
-        latency_s, limit_s = (
-            self._run.now - request.leased_at,
-            self._run.config.generator.request_timeout_s,
-        )
-        self._totals.latency_s += latency_s
+        now, limit_s = self._run.now, self._run.config.generator.request_timeout_s
+        is_late = now - request.asked_at > limit_s
+        if request.later and not is_late:
+            next_reply = partial(self._go_on, generator, generator.session, request)
+            self._run.later(request.later[0].wait_s, next_reply)
+            return
+        self._totals.latency_s += now - request.leased_at
         self._totals.finished += 1
-        if latency_s > limit_s:
+        if is_late:
             self._totals.timeouts += 1
             reason = f"it took longer than {limit_s:.0f} s"
             failed = RolloutFailed(request.lease_id, request.index, reason)
@@ -213,6 +236,7 @@ class Fleet:
     def _restart(self, generator: Generator) -> None:
         self._count_time(generator)
         generator.is_alive = True
+        generator.cancelled.clear()
         generator.session += 1
         self._await_death(generator)
         self._on_restart(generator)

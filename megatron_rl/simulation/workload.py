@@ -89,6 +89,26 @@ class PassRates:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """How completions are spoken with an environment: in replies of about one length."""
+
+    replies: int = 1
+    given_share: float = 0.0
+    """Share of a completion's tokens that the environment gives between its replies."""
+    environment_s: float = 0.0
+    """Mean time of the environment before each further reply; exponentially distributed."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply: completion tokens [start, end) after a wait for the environment."""
+
+    start: int
+    end: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
 class Workload:
     """Completions of a run and their verdicts."""
 
@@ -96,11 +116,28 @@ class Workload:
     prompt_tokens: int
     pass_rates: PassRates
     seed: int = 0
+    conversation: Conversation = Conversation()
 
     def tokens(self, group: int, index: int, cap: int) -> int:
         """Length of a completion."""
         own = random.Random(f"{self.seed}/{group}/{index}/length")
         return self.lengths.draw(random.Random(f"{self.seed}/{group}/length"), own, cap)
+
+    def replies(self, group: int, index: int, tokens: int) -> list[Reply]:
+        """Replies of a completion of so many tokens, in order."""
+        spoken = self.conversation
+        count = max(1, min(spoken.replies, tokens))
+        given = min(round(spoken.given_share * tokens), tokens - count) if count > 1 else 0
+        draw = random.Random(f"{self.seed}/{group}/{index}/turns")
+        found = []
+        for turn in range(count):
+            # What is given stands before each reply but the first.
+            before = given * turn // max(1, count - 1)
+            sampled = tokens - given
+            start, end = (before + sampled * (turn + n) // count for n in (0, 1))
+            wait_s = draw.expovariate(1.0) * spoken.environment_s if turn else 0.0
+            found.append(Reply(start, end, wait_s))
+        return found
 
     def is_correct(self, group: int, index: int) -> bool:
         """Verdict on a completion."""

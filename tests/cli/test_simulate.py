@@ -119,6 +119,8 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
         (SHARED[:2], "release_memory=true in a simulation"),
         ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
+        (("--turns", "0"), "--turns 0"),
+        (("--given-share", "2"), "--given-share must be between 0 and 1"),
         (("--zero-variance-share", "1"), "zero-variance-share"),
         (("--calibrate", "/nowhere"), "holds no run"),
     ],

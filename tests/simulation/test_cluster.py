@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.simulation.advice import reasons
 from megatron_rl.simulation.machines import Faults, Turns, VerifierModel, WeightSyncModel
 from megatron_rl.simulation.outcome import Outcome
-from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
+from megatron_rl.simulation.workload import Conversation, LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import PROMPT, TOKENS, config_of, constant, model_of, simulated
 
 ROLLOUTS = 8 * 16
@@ -31,6 +31,21 @@ def test_constant_lengths_take_the_longer_of_generation_and_training(training_s:
     # Generators stop once as many groups are open as the bound allows.
     busy = min(1.0, GENERATION_S / training_s)
     assert found.slots_used == pytest.approx(busy, rel=0.02)
+
+
+@pytest.mark.parametrize(("waited_s", "episodes"), [(5.0, 32), (5.0, 64), (30.0, 64), (30.0, 96)])
+def test_conversations_that_wait_for_environments_leave_the_engine_to_others(
+    waited_s: float, episodes: int
+) -> None:
+    """By Little's law: 4 engines hold `episodes` conversations each, or all places generate."""
+    spoken = Conversation(replies=6, environment_s=waited_s / 5)
+    workload = dataclasses.replace(constant(), conversation=spoken)
+    # With a low bound of staleness the queue holds back groups whose slowest members wait.
+    config = config_of(staleness=12, environments={"max_episodes": episodes})
+    found = simulated(config, model_of(token_s=0.0), workload, steps=16, warm_up=10)
+    # Each reply joins at the end of an iteration of 0.1 s.
+    held = ROLLOUTS * (GENERATION_S + 6 * 0.1 + waited_s) / (4 * episodes)
+    assert found.step_s == pytest.approx(max(GENERATION_S, held), rel=0.03)
 
 
 @pytest.mark.parametrize("training_s", [2.0, 10.0, 25.0])

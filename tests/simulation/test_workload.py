@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.simulation.workload import (
+    Conversation,
     LogNormalLengths,
     PassRates,
     RecordedLengths,
@@ -72,3 +73,15 @@ def test_a_completion_is_the_same_whenever_it_is_drawn() -> None:
     first = [(workload.tokens(5, i, 999), workload.is_correct(5, i)) for i in range(8)]
     workload.tokens(1, 0, 999)
     assert [(workload.tokens(5, i, 999), workload.is_correct(5, i)) for i in range(8)] == first
+
+
+def test_replies_cover_a_conversation_but_for_what_was_given() -> None:
+    spoken = Conversation(replies=4, given_share=0.3, environment_s=2.0)
+    workload = Workload(LogNormalLengths(100, 0.0), 10, PassRates(1, 1), conversation=spoken)
+    replies = workload.replies(3, 1, 100)
+    assert [(one.start, one.end) for one in replies] == [(0, 17), (27, 45), (55, 72), (82, 100)]
+    assert [one.wait_s > 0 for one in replies] == [False, True, True, True]
+    waits = [one.wait_s for n in range(500) for one in workload.replies(n, 0, 100)[1:]]
+    assert sum(waits) / len(waits) == pytest.approx(2.0, rel=0.1)
+    # A completion of few tokens has as many replies.
+    assert [(one.start, one.end) for one in workload.replies(0, 0, 2)] == [(0, 1), (1, 2)]
