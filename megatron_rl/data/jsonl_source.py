@@ -31,7 +31,7 @@ _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
     '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1). "answer" '
-    "may be a list of accepted answers"
+    'may be a list of accepted answers, and may be missing beside an "entry"'
 )
 _COMPARED = ("math", "exact")
 """Our tasks that compare with the answer."""
@@ -126,6 +126,10 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
 
     name, task: id and task of a row without them.
     """
+    if entry := fields.get("entry"):
+        # Graders and environments read JSON, and may need nothing else.
+        text = entry if isinstance(entry, str) else msgspec.json.encode(entry).decode()
+        fields = {"answer": "", **fields, "entry": text}
     try:
         line = msgspec.convert({**fields, **_plain_questions(fields)}, _Line)
     except NotText as error:

@@ -231,8 +231,7 @@ class ToolCallParser:
         self.form: JsonForm | ArgsForm = HERMES
         self.note = (
             "note: the chat template writes no tool calls, so they are read as "
-            '<tool_call>{"name": …, "arguments": {…}}</tool_call>: describe_tools says so to the '
-            "model"
+            '<tool_call>{"name": …, "arguments": {…}}</tool_call>; a system message says so'
         )
         """A line to show; "": calls are read as the template writes them."""
         self.refusal = ""

@@ -157,9 +157,16 @@ class CircuitBreaker:
             f"breaker_window_groups = {config.breaker_window_groups}, "
             f"breaker_min_prompts = {least}). The last one, of prompt "
             f"{failure.group.prompt.id!r}: {_shown(failure)}. {record} has the text and detail of "
-            "each. Read the verifier's log and run `megatron-rl doctor` to find what is missing; "
-            f"`megatron-rl verify {record}` grades them again. Then repeat the run's command: it "
-            "resumes from its newest checkpoint"
+            f"each. {self._advice(failure, record)}. Then repeat the run's command: it resumes "
+            "from its newest checkpoint"
+        )
+
+    def _advice(self, failure: ScoreFailure, record: Path) -> str:
+        if failure.group.prompt.task in self._environments:
+            return "Read logs/environments-*.log, the output of environments"
+        return (
+            "Read the verifier's log and run `megatron-rl doctor` to find what is missing; "
+            f"`megatron-rl verify {record}` grades them again"
         )
 
     def find_trouble(self) -> Finding | None:

@@ -46,6 +46,14 @@ def test_the_source_names_the_task_of_lines_that_name_none(tmp_path: Path) -> No
     assert (prompts[1].id, prompts[1].answer) == ("7", "0.5")
 
 
+def test_an_entry_may_be_json_or_its_text_and_needs_no_answer(tmp_path: Path) -> None:
+    entry = {"rubric": "it is short", "n": [1, 2]}
+    lines = [{"question": q, "entry": e} for q, e in (("a", entry), ("b", json.dumps(entry)))]
+    prompts = load(tmp_path, *lines, {**GOOD, "entry": [3]})
+    assert [json.loads(prompt.entry) for prompt in prompts] == [entry, entry, [3]]
+    assert [prompt.answer for prompt in prompts] == ["", "", str(GOOD["answer"])]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
