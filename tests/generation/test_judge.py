@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
+from generation import judge_client
 from generation.async_sockets import AsyncDealer, AsyncRouter
 from generation.judge import Judge, judge_renderer
 from generation.judge_client import JudgeClient
@@ -18,12 +19,14 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.endpoints import SCORER
 from megatron_rl.protocol.render import Renderer
 from tests.generation.tiny_model import logprobs, make_model
+from tests.lossy_router import Loss
 from tests.ports import free_port
 from tests.protocol.real_templates import open_model
+from tests.trainer.test_scorer_link import JUDGE, LossyAsyncRouter, ScriptedEngine
 from tests.verification.environments.running import prompt, replies, settings
 from verification.environments.host import EnvironmentHost
 from verification.environments.judging import fenced
-from verification.environments.policy import JudgeInput, Outcome
+from verification.environments.policy import JudgeInput, Outcome, Verdict
 from verification.environments.settings import EnvironmentFailed
 
 VOCAB = 3008
@@ -183,6 +186,33 @@ def test_the_same_question_is_asked_of_the_engine_once(serving: Callable[[Work],
         assert engine.asked == before + 2
 
     serving(ask)
+
+
+def test_a_judge_answers_although_the_first_message_of_every_kind_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_client, "ASK_AGAIN_S", 0.2)
+    port, loss = free_port(), Loss(set(JUDGE))
+    judge = Judge(ScriptedEngine(), open_model(tmp_path, "smollm2"), 4)
+    asked = [{"role": "user", "content": "so?"}]
+
+    async def ask() -> list[Verdict]:
+        with LossyAsyncRouter(port, loss) as router:
+            scorer = asyncio.create_task(Scorer(ScriptedEngine(), router, 4, judge).run())
+            dealer = AsyncDealer(f"127.0.0.1:{port}", "generator-0-judge", endpoint=SCORER)
+            async with JudgeClient(dealer, answer_within_s=10.0) as client:
+                found = [await client.ask(JudgeInput(asked, ["Yes", "No"], 0))]
+                found.append(await client.ask(JudgeInput(asked, [""], 0)))
+            scorer.cancel()
+            await asyncio.gather(scorer, return_exceptions=True)
+        return found
+
+    verdict, refused = asyncio.run(asyncio.wait_for(ask(), 30))
+    encode = open_model(tmp_path, "smollm2").encode
+    # The scripted logprob of a token is its id, negative.
+    assert verdict.logprobs == [-float(sum(encode(text))) for text in ("Yes", "No")]
+    assert "empty verdict" in refused.refusal
+    assert loss.kinds == sorted(JUDGE)
 
 
 def test_without_an_answer_the_episode_fails_and_has_no_reward(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
         ("exit", None, "exception", r"SystemExit: 3 \(.*/hostile.py:\d+ in exit\)"),
         ("fail", None, "exception", r"ZeroDivisionError: .*/hostile.py:\d+ in fail\)"),
         ("eat", None, "exception", r"MemoryError \(.*/hostile.py:\d+ in eat\)"),
-        ("ask_much", None, "flood", "over 64 turns at once"),
+        ("ask_much", None, "flood", "over 64 requests at once"),
         ("swallow", None, "flood", "after 256 were refused: out_of_tokens"),
         ("send", "ffffffff", "flood", "4294967295 bytes, allowed are 65536"),
         ("send", "0000000566666666", "crash", "malformed message"),

@@ -189,9 +189,15 @@ def test_a_fault_of_one_kind_of_engine_harms_no_other_generator(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "fault", ["stop reading", "die transfer", "die join", "damage", "fail receive"]
+    ("place", "fault"),
+    [
+        # An engine that never joins costs the whole deadline.
+        pytest.param(place, fault, marks=pytest.mark.exhaustive if is_long else ())
+        for fault in ("stop reading", "die transfer", "die join", "damage", "fail receive")
+        for place in (0, 1, 2)
+        for is_long in [fault == "die join" and place != 1]
+    ],
 )
-@pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_fault_at_any_place_of_a_row_of_engines_harms_no_other(
     tmp_path: Path, fault: str, place: int
 ) -> None:
