@@ -62,8 +62,8 @@ from megatron_rl.protocol.types import AnyMessage, Stop
 from megatron_rl.protocol.wire import WireError
 
 ROLE = "scorer-0"
-MOST_OPEN = 4_096
-"""Open requests of all peers; expert.scorer.max_running bounds the requests of a healthy peer."""
+MOST_OPEN = 16_384
+"""Open requests of all peers. A peer repeats one that came when there were as many."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Scorer:
         self._engine, self._judge = engine, judge
         self._router = router
         self._room = asyncio.Semaphore(max_running)
+        self._is_full = False
         self._open: dict[tuple[str, int], asyncio.Task[None]] = {}
         """The task of each request, by peer and request_id."""
 
@@ -108,9 +109,8 @@ class Scorer:
                     continue
                 match message:
                     case LogprobRequest(request_id) | JudgeRequest(request_id):
-                        if len(self._open) >= MOST_OPEN:
-                            self._refuse(peer, WireError(f"{MOST_OPEN} requests are open"))
-                        elif (peer, request_id) not in self._open:
+                        is_known = (peer, request_id) in self._open
+                        if self._has_room() and not is_known:
                             task = serving.create_task(self._serve(peer, message))
                             self._open[peer, request_id] = task
                             task.add_done_callback(partial(self._forget, (peer, request_id)))
@@ -122,6 +122,12 @@ class Scorer:
                         self._refuse(peer, WireError(f"the scorer takes no {kind}"))
             for task in self._open.values():
                 task.cancel()
+
+    def _has_room(self) -> bool:
+        was_full, self._is_full = self._is_full, len(self._open) >= MOST_OPEN
+        if self._is_full and not was_full:
+            log.warning("%d requests are open: further ones have to come again", MOST_OPEN)
+        return not self._is_full
 
     def _forget(self, asked: tuple[str, int], task: object) -> None:
         del self._open[asked]

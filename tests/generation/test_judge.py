@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from generation import judge_client
+from generation import judge_client, scorer
 from generation.async_sockets import AsyncDealer, AsyncRouter
 from generation.judge import Judge, judge_renderer
 from generation.judge_client import JudgeClient
@@ -96,6 +96,14 @@ class CountedEngine(ScoringEngine):
         return await super().logprobs(token_ids, start)
 
 
+class SlowEngine(ScriptedEngine):
+    """Takes a while for each request."""
+
+    async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
+        await asyncio.sleep(0.1)
+        return await super().logprobs(token_ids, start)
+
+
 Work = Callable[[JudgeClient, CountedEngine], Awaitable[None]]
 
 
@@ -116,12 +124,12 @@ def serving(config: Config) -> Iterator[Callable[[Work], None]]:
 async def _serve(engine: CountedEngine, renderer: Renderer, work: Work) -> None:
     port = free_port()
     with AsyncRouter("127.0.0.1", port, endpoint=SCORER) as router:
-        scorer = asyncio.create_task(Scorer(engine, router, 4, Judge(engine, renderer, 4)).run())
+        serving = asyncio.create_task(Scorer(engine, router, 4, Judge(engine, renderer, 4)).run())
         dealer = AsyncDealer(f"127.0.0.1:{port}", "generator-0-judge", endpoint=SCORER)
         async with JudgeClient(dealer, answer_within_s=30.0) as client:
             await work(client, engine)
-        scorer.cancel()
-        await asyncio.gather(scorer, return_exceptions=True)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 def played(
@@ -192,22 +200,27 @@ def test_a_judge_answers_although_the_first_message_of_every_kind_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judge_client, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(scorer, "MOST_OPEN", 2)
     port, loss = free_port(), Loss(set(JUDGE))
-    judge = Judge(ScriptedEngine(), open_model(tmp_path, "smollm2"), 4)
+    judge = Judge(SlowEngine(), open_model(tmp_path, "smollm2"), 4)
     asked = [{"role": "user", "content": "so?"}]
 
     async def ask() -> list[Verdict]:
         with LossyAsyncRouter(port, loss) as router:
-            scorer = asyncio.create_task(Scorer(ScriptedEngine(), router, 4, judge).run())
+            serving = asyncio.create_task(Scorer(SlowEngine(), router, 4, judge).run())
             dealer = AsyncDealer(f"127.0.0.1:{port}", "generator-0-judge", endpoint=SCORER)
             async with JudgeClient(dealer, answer_within_s=10.0) as client:
                 found = [await client.ask(JudgeInput(asked, ["Yes", "No"], 0))]
                 found.append(await client.ask(JudgeInput(asked, [""], 0)))
-            scorer.cancel()
-            await asyncio.gather(scorer, return_exceptions=True)
+                # More than the scorer takes at once.
+                many = (client.ask(JudgeInput(asked, [str(n)], 0)) for n in range(6))
+                found += await asyncio.gather(*many)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
         return found
 
-    verdict, refused = asyncio.run(asyncio.wait_for(ask(), 30))
+    verdict, refused, *others = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert len(others) == 6 and all(len(one.logprobs) == 1 for one in others)
     encode = open_model(tmp_path, "smollm2").encode
     # The scripted logprob of a token is its id, negative.
     assert verdict.logprobs == [-float(sum(encode(text))) for text in ("Yes", "No")]
