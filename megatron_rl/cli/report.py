@@ -16,7 +16,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_run
 from megatron_rl.observe.facts import find_export, read_summary, run_facts
 from megatron_rl.observe.report.material import read_material
-from megatron_rl.observe.summary import RunFacts, render_text, summarize
+from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.whole_file import write_whole
 

@@ -42,7 +42,8 @@ from megatron_rl.launcher.run_folder import (
 )
 from megatron_rl.observe.deaths import RunFailed
 from megatron_rl.observe.facts import find_export, run_facts
-from megatron_rl.observe.summary import RunFacts, render_text, summarize
+from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.observe.summary_text import render_text
 from megatron_rl.protocol.checkpoint_folder import step_of
 from megatron_rl.protocol.disk_room import WriteFailed, disk_faults_named, write_when_room
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE

@@ -1,4 +1,4 @@
-"""The summary of a run: numbers from its metrics, and their text.
+"""The numbers of a run's summary, from its metrics; `summary_text.py` has their text.
 
 Used by the launcher. Pure functions of rows of `metrics.jsonl` and of `RunFacts`; a missing number
 is None.
@@ -10,13 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.observe.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.observe.choice import (
-    choice_lines,
-    difference_of,
-    difference_text,
-    summarize_choice,
-)
+from megatron_rl.observe.activity_text import ActivityTotals
+from megatron_rl.observe.choice import difference_of, summarize_choice
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
     GENERATOR_RESTARTS,
@@ -24,7 +19,6 @@ from megatron_rl.protocol.metrics import (
     MAJ_AT,
     PASS_AT,
 )
-from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
@@ -39,7 +33,8 @@ _OF_STEP = (
     "time", "source", "step", "train/loss", "train/update_s", "train/logprob_gap",
     "train/logprob_gap_tokens", "wait/batch_s", "weight_sync/s", "rollout/reward",
     "queue/rollouts_trained", "queue/rollouts_spanning_versions", "queue/staleness_versions_mean",
-    "queue/staleness_versions_max",
+    "queue/staleness_versions_max", "environment/turns", "environment/given_tokens",
+    "environment/wait_s",
 )  # fmt: skip
 """Kept values of a step's row, besides drop counts: long runs have thousands of long rows."""
 
@@ -106,6 +101,12 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         ),
         "staleness_max": max(_values(steps, "queue/staleness_versions_max"), default=None),
         "max_staleness": facts.max_staleness,
+        **{
+            f"{name}_mean": _weighted_mean(
+                steps, f"environment/{name}", weight="queue/rollouts_trained"
+            )
+            for name in ("turns", "given_tokens", "wait_s")
+        },
         "logprob_gap_mean": _weighted_mean(
             steps, "train/logprob_gap", weight="train/logprob_gap_tokens"
         ),
@@ -215,132 +216,6 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
         idle += row["generator/idle_s"]
         busy += row["generator/busy_s"]
     return idle / (idle + busy) if idle + busy > 0 else None
-
-
-def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
-    """The text at the end of a run: numbers with standard errors, and paths."""
-    lines = [*_accuracy_lines(summary, facts), "", *choice_lines(summary.get("cold_start"))]
-    lines += [*_training_lines(summary, facts), ""]
-    if restarts := summary.get("generator_restarts"):
-        lines.append(f"Generators          died and were restarted {restarts} times")
-    wall = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["wall_s"].items())
-    if wall:
-        lines.append(f"Time                {wall}")
-    lines.append(f"Trained model       {summary['hf_export'] or 'none was exported'}")
-    if facts.files:
-        lines.append(f"Everything else     {facts.run_dir}: {', '.join(facts.files)}")
-    return "\n".join(lines)
-
-
-def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
-    if summary["accuracy_before"] is None and summary["accuracy_after"] is None:
-        return _set_lines(summary) or ["No evaluation was made."]
-    how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
-    before = summary["accuracy_before"], summary["accuracy_se_before"]
-    after = summary["accuracy_after"], summary["accuracy_se_after"]
-    baseline = summary.get("sft_baseline_accuracy"), summary.get("sft_baseline_se")
-    lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
-    if ungraded := summary.get("eval_not_graded"):
-        lines[0] += f"; {ungraded} completions could not be graded and count neither way"
-    lines.append(f"  before RL         {_with_error(*before)}")
-    if after[0] is not None:
-        lines.append(f"  after RL          {_with_error(*after)}{_change(before, after, 'before')}")
-    if baseline[0] is not None:
-        lines.append(
-            f"  SFT baseline      {_with_error(*baseline)}{_change(before, baseline, 'before')}"
-        )
-        lines.append(f"    (SFT baseline: {summary['sft_baseline']})")
-        if after[0] is not None:
-            lines.append(f"  RL vs SFT baseline {_change(baseline, after, 'SFT baseline').strip()}")
-    lines += _set_lines(summary)
-    if facts.dataset_remark:
-        lines.append(f"  cold start        {facts.dataset_remark}")
-    return lines
-
-
-def _set_lines(summary: dict[str, Any]) -> list[str]:
-    sets = summary.get("evaluation_sets", {})
-    lines = [
-        f"  {label:17s} {_with_error(found['accuracy'], found['se'])} on {found['n']} prompts"
-        for label, found in sets.items()
-    ]
-    for name in ("pass", "maj"):
-        for label, found in summary.get(f"{name}_at", {}).items():
-            ks = [k for k in found if not k.endswith("_se")]
-            texts = [f"{name}@{k} {_with_error(found[k], found[f'{k}_se'])}" for k in ks]
-            lines.append(f"  {label:17s} {', '.join(texts)}")
-    return lines
-
-
-def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
-    if not summary["steps"]:
-        return _stepless_lines(summary)
-    bound = "" if facts.strict_staleness else " for a typical rollout; a slow group may exceed it"
-    return [
-        f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
-        f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
-        f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
-        f"last 10 steps {_number(summary['reward_last10'])}",
-        "Sampled accuracy    of all rollouts, zero-variance groups too: first fifth of the steps "
-        f"{_number(summary.get('sampled_accuracy_first'))}, last fifth "
-        f"{_number(summary.get('sampled_accuracy_last'))}",
-        f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
-        f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
-        f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",
-        f"Logprob gap         {_number(summary['logprob_gap_mean'], 5)} mean |trainer - generator|",
-        f"Weight sync         {_number(summary['weight_sync_s_median'], 2)} s median",
-        f"Idle                trainer {_percent(summary['trainer_idle_fraction'])}, "
-        f"generators {_percent(summary['generator_idle_fraction'])}",
-        f"Ran on              {summary['engine']} {summary['engine_version']}, megatron-core "
-        f"{summary['megatron_core_version']}, {_ranks(summary['trainer_world_size'])} "
-        f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
-        f"{_number(summary['model_parameters'], 0)} parameters",
-    ]
-
-
-def _ranks(count: int) -> str:
-    return "1 trainer rank" if count == 1 else f"{count} trainer ranks"
-
-
-def _stepless_lines(summary: dict[str, Any]) -> list[str]:
-    lines = ["No step of reinforcement learning was taken."]
-    activity = ActivityTotals.of_counts(summary.get("activity", {}))
-    if activity.count("rollouts_generated"):
-        lines.append(f"Rollouts            {rollouts_text(activity)}")
-    if activity.count("groups_complete") or summary.get("groups_dropped"):
-        lines.append(f"Groups              {groups_text(activity)}")
-    if summary.get("diagnosis"):
-        lines.append(f"Likely fault        {summary['diagnosis']}")
-    return lines
-
-
-def _dropped_text(summary: dict[str, Any]) -> str:
-    return reasons_text(Counter(summary["groups_dropped"])) or "none"
-
-
-def _ungraded_text(summary: dict[str, Any]) -> str:
-    # Summaries of earlier releases lack this key.
-    ungraded = summary.get("completions_dropped")
-    return f"; completions not graded: {reasons_text(Counter(ungraded))}" if ungraded else ""
-
-
-def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
-    difference, sigmas = difference_of(start, end)
-    return "" if difference is None else f"   {difference_text(difference, sigmas, name)}"
-
-
-def _with_error(value: float | None, error: float | None) -> str:
-    if value is None:
-        return "not measured"
-    return f"{value:.3f}" if error is None else f"{value:.3f} +- {error:.3f}"
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "not measured" if value is None else f"{value:,.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.0%}"
 
 
 def _step_rows(rows: list[Row]) -> list[Row]:

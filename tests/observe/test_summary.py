@@ -11,10 +11,10 @@ from megatron_rl.observe.facts import sampled_accuracy
 from megatron_rl.observe.summary import (
     RunFacts,
     generator_idle_fraction,
-    render_text,
     summarize,
     trainer_idle_fraction,
 )
+from megatron_rl.observe.summary_text import render_text
 
 KEYS_OF_THE_ISSUE = {
     "engine", "engine_version", "megatron_core_version", "trainer_world_size", "tp", "pp", "dp",
@@ -29,7 +29,8 @@ ADDED_KEYS = {
     "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_sft_baseline", "rl_minus_sft_baseline_standard_errors", "sampled_accuracy_first",
-    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start",
+    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start", "turns_mean",
+    "given_tokens_mean", "wait_s_mean",
 }  # fmt: skip
 
 PASS_AT_4 = {"eval/pass_at_2": 0.6, "eval/pass_at_2_se": 0.02, "eval/pass_at_4": 0.75,
@@ -113,6 +114,24 @@ def run_rows() -> list[dict[str, Any]]:
 
 def test_keys_are_exactly_the_agreed_ones() -> None:
     assert set(summarize(run_rows(), FACTS)) == KEYS_OF_THE_ISSUE | ADDED_KEYS
+
+
+def test_conversations_are_summed_up_by_the_rollouts_of_each_step() -> None:
+    assert summarize(run_rows(), FACTS)["turns_mean"] is None
+    assert "Conversations" not in render_text(summarize(run_rows(), FACTS), FACTS)
+    rows = run_rows()
+    means = iter([(1.0, 10.0, 0.0), (3.0, 30.0, 0.5), (2.0, 0.0, 1.0)])
+    for row in rows:
+        if "queue/rollouts_trained" in row:  # 4, 12 and 4
+            names = ("environment/turns", "environment/given_tokens", "environment/wait_s")
+            row |= dict(zip(names, next(means), strict=True))
+    summary = summarize(rows, FACTS)
+    found = [summary[name] for name in ("turns_mean", "given_tokens_mean", "wait_s_mean")]
+    assert found == pytest.approx([(4 + 36 + 8) / 20, (40 + 360) / 20, (6 + 4) / 20])
+    text = render_text(summary, FACTS)
+    assert (
+        "Conversations       on average 2.40 replies, 20.0 given tokens, 0.50 s of waiting" in text
+    )
 
 
 def test_values_are_those_worked_out_by_hand() -> None:
