@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from megatron_rl.protocol.call_forms import CallForm, ToolCall
 from megatron_rl.protocol.chat_template import RenderError, Tool, Turn
-from megatron_rl.protocol.tool_calls import MAX_DEPTH, CallForm, ToolCall, nested_beyond
+from megatron_rl.protocol.tool_calls import MAX_DEPTH, nested_beyond
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 256

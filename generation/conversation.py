@@ -9,7 +9,9 @@ tree becomes one row of the rollout; a reply that several rows share is learnt i
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from generation.engine import Completion
+import numpy as np
+
+from generation.engine import Completion, EngineError
 from megatron_rl.protocol.types import VersionSpan
 
 OUT_OF_TOKENS = "out_of_tokens"
@@ -59,6 +61,14 @@ class Turn:
         return [token for turn in self.path for token in (*turn.given, *turn.reply_ids)]
 
     @property
+    def choices_from(self) -> int:
+        """First token whose expert choices come with the reply, as in `Sampling`.
+
+        It is the last one of the parent, after which nothing had been computed.
+        """
+        return 0 if self.parent is None else len(self.parent.ids) - 1
+
+    @property
     def size(self) -> int:
         """Tokens of the turn, with the room that is kept for its reply."""
         return len(self.given) + (self.most_tokens if self.reply is None else len(self.reply_ids))
@@ -75,6 +85,9 @@ class Rows(NamedTuple):
     finish_reason: str
     replies: list[Turn]
     """The learnt replies, in the order of their tokens."""
+    expert_choices: np.ndarray
+    """As in `Rollout`, with -1 for the last token of each row but the last; empty if a reply came
+    without."""
 
 
 class ConversationTree:
@@ -145,7 +158,8 @@ class ConversationTree:
     def rows(self) -> Rows:
         """The rollout's rows; call when every turn is closed, and there is one at least."""
         first = self.turns[0]
-        rows = Rows(first.given, [], [], [], [], "length" if self.is_cut else "stop", [])
+        end = "length" if self.is_cut else "stop"
+        rows = Rows(first.given, [], [], [], [], end, [], self._expert_choices())
         learnt: set[int] = set()
         for leaf in self._leaves:
             if rows.token_ids:
@@ -162,6 +176,27 @@ class ConversationTree:
                     rows.replies.append(turn)
                     learnt.add(id(turn))
         return rows
+
+    def _expert_choices(self) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for leaf in self._leaves:
+            choices = [_choices_of(turn) for turn in leaf.path]
+            if not all(one.size for one in choices):
+                return np.zeros(0, np.int32)
+            if parts:
+                parts.append(np.full_like(choices[0][:1], -1))
+            parts += choices
+        return np.concatenate(parts).ravel()
+
+
+def _choices_of(turn: Turn) -> np.ndarray:
+    """[tokens from `choices_from` on, but the last; experts of a token in all layers] int32."""
+    assert turn.reply is not None, "a turn is still open"
+    choices = np.frombuffer(turn.reply.expert_choices, np.int32)
+    tokens = len(turn.ids) - 1 - turn.choices_from
+    if len(choices) % tokens:
+        raise EngineError(f"the engine returned {len(choices)} expert choices of {tokens} tokens")
+    return choices.reshape(tokens, -1)
 
 
 def _add_given(rows: Rows, token_ids: list[int]) -> None:

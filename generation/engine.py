@@ -109,7 +109,8 @@ class Completion:
     finish_reason: str
     """"stop" or "length"."""
     expert_choices: bytes = b""
-    """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for."""
+    """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for; without the
+    first `Sampling.choices_from` tokens."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache, if the engine says so."""
     first_token_at: float = -1.0

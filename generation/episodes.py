@@ -30,21 +30,26 @@ from generation.judge_client import open_judge
 from generation.proxy import Proxy, open_proxy
 from generation.rollouts import Work
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.call_forms import find_call_form
 from megatron_rl.protocol.chat_template import RenderError
 from megatron_rl.protocol.chat_template import Turn as Message
+from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import EngineActivity
 from megatron_rl.protocol.rollout import TurnReturn
-from megatron_rl.protocol.tool_calls import (
-    ParsedReply,
-    ToolCallParser,
-    describe_tools,
-    find_call_form,
-)
+from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser, with_tools
 from megatron_rl.protocol.turns import Turns
 from megatron_rl.protocol.types import Lease, Rollout, RolloutFailed, Score, sendable
 from verification.environments.episode import Judge
 from verification.environments.host import EnvironmentHost
-from verification.environments.policy import Call, EpisodeInput, Outcome, PolicyLimit, Reply, Say
+from verification.environments.policy import (
+    Call,
+    EpisodeInput,
+    Outcome,
+    PolicyLimit,
+    Reply,
+    Say,
+    ToGrade,
+)  # fmt: skip
 from verification.environments.settings import EnvironmentFailed, environment_settings
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.]+")
@@ -181,12 +186,16 @@ class Episode:
         self._replying += replies
         self._changed_at = now
 
-    def end(self, outcome: Outcome) -> Rollout:
+    def end(self, end: Outcome | ToGrade) -> Rollout:
         """The rollout. Raises EnvironmentFailed if the environment never asked for a reply."""
         if not self._tree.turns:
             raise EnvironmentFailed("it returned without a turn of the policy", "bad_outcome")
         self._count(0)
         rows, renderer = self._tree.rows(), self.owner.renderer
+        asked = self._tree.turns[-1].prompt if isinstance(end, ToGrade) else rows.prompt_ids
+        if isinstance(end, ToGrade) and self._lease.prompt.task not in self.owner.graded_tasks:
+            reason = "it returned a text to grade, and its task has no reward.tasks.NAME.compare"
+            raise EnvironmentFailed(reason, "bad_outcome")
         return Rollout(
             lease_id=self._lease.lease_id,
             index=self._index,
@@ -194,13 +203,15 @@ class Episode:
             token_ids=np.array(rows.token_ids, np.int32),
             logprobs=np.array(rows.logprobs, np.float32),
             spans=rows.spans,
+            expert_choices=narrow_choices(rows.expert_choices),
             finish_reason=rows.finish_reason,
             text=renderer.decode(rows.token_ids),
-            prompt_tail=renderer.tail(rows.prompt_ids),
+            prompt_tail=renderer.tail(asked),
             first_token_s=max(-1.0, self._first_at - self._began_at),
-            score=score_of(outcome),
+            score=None if isinstance(end, ToGrade) else score_of(end),
+            to_grade=end.text if isinstance(end, ToGrade) else None,
             row_starts=rows.row_starts,
-            turn_returns=self._returns(outcome, rows.replies),
+            turn_returns=[] if isinstance(end, ToGrade) else self._returns(end, rows.replies),
             environment_s=self._environment_s,
         )  # fmt: skip
 
@@ -229,6 +240,7 @@ class Episodes:
         """Raises InputError for a chat template that cannot continue a conversation."""
         self.targets = environments.targets
         """Environment of each task that has one."""
+        self.graded_tasks = environments.graded_tasks
         self._engine, self.renderer, self._health, self._activity = work
         self._host, self._proxy = environments.host, environments.proxy
         self._judge = environments.judge
@@ -286,8 +298,8 @@ class Episodes:
         finally:
             self._open.remove(episode)
 
-    async def _play(self, episode: Episode, given: EpisodeInput) -> Outcome:
-        """The outcome of an episode. Raises EnvironmentFailed, EngineError."""
+    async def _play(self, episode: Episode, given: EpisodeInput) -> Outcome | ToGrade:
+        """How an episode ended. Raises EnvironmentFailed, EngineError."""
         assert self._host is not None, "no environments were opened"
         run = partial(self._host.run, judge=self._judge)
         target = self.targets[given.task]
@@ -301,7 +313,9 @@ class Episodes:
         self, lease: Lease, index: int, turn: Turn, tree: ConversationTree
     ) -> Completion:
         """The engine's reply of a turn. Raises EngineError."""
-        sampling = msgspec.structs.replace(lease.sampling, max_new_tokens=turn.most_tokens)
+        sampling = msgspec.structs.replace(
+            lease.sampling, max_new_tokens=turn.most_tokens, choices_from=turn.choices_from
+        )
         if seeds := lease.sampling.draw_seeds:
             own = seeds[lease.indices.index(index)] + tree.turns.index(turn)
             sampling = msgspec.structs.replace(sampling, draw_seeds=(own,))
@@ -318,15 +332,6 @@ class Episodes:
         finally:
             self._activity.change(time.monotonic(), -1, tokens)
         raise EngineError("the engine ended a request without an answer")
-
-
-def with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The messages, whose system message describes the tools for a template that writes none."""
-    described = describe_tools(tools)
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": described}, *messages]
 
 
 def score_of(outcome: Outcome) -> Score:
@@ -354,6 +359,8 @@ class Environments(NamedTuple):
     host: EnvironmentHost | None = None
     proxy: Proxy | None = None
     judge: Judge | None = None
+    graded_tasks: frozenset[str] = frozenset()
+    """Those whose environments may return a text for the verifier."""
 
 
 @asynccontextmanager
@@ -375,7 +382,9 @@ async def open_environments(
         judge = None
         if config.judge_folder is not None:
             judge = (await stack.enter_async_context(open_judge(config, name, scorer))).ask
-        yield Environments(config.reward.environments, host, proxy, judge)
+        tasks = config.reward.tasks.items()
+        graded = frozenset(name for name, task in tasks if task.environment and task.compare)
+        yield Environments(config.reward.environments, host, proxy, judge, graded)
 
 
 def capacity_of(config: Config) -> int:

@@ -25,12 +25,13 @@ from weakref import WeakSet
 from generation.chat_requests import Answer, ApiError, ChatRequest, Message
 from generation.conversation import OUT_OF_TOKENS, OutOfTokens, Turn
 from generation.tasks import end_with_first
+from megatron_rl.protocol.call_forms import CallForm, ToolCall
 from megatron_rl.protocol.chat_template import RenderError, Tool
 from megatron_rl.protocol.chat_template import Turn as GivenMessage
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.tool_calls import CallForm, ParsedReply, ToolCall, ToolCallParser
+from megatron_rl.protocol.tool_calls import ParsedReply, ToolCallParser
 from verification.environments.episode import Clock
-from verification.environments.policy import Outcome
+from verification.environments.policy import Outcome, ToGrade
 from verification.environments.settings import EnvironmentFailed
 
 MAX_REQUESTS = 64
@@ -117,13 +118,13 @@ class Session:
         self._allowance, self._allowed_at = float(BURST_REQUESTS), time.monotonic()
         self._is_out_of_tokens = False
 
-    async def watch(self, running: Coroutine[Any, Any, Outcome]) -> Outcome:
+    async def watch(self, running: Coroutine[Any, Any, Outcome | ToGrade]) -> Outcome | ToGrade:
         """The outcome of the episode. Raises what `running` raises, and what its requests meet.
 
         An environment that fails because there is no room for a reply has that outcome.
         """
         try:
-            outcome: Outcome = await end_with_first(running, _wait(self._failed))
+            outcome: Outcome | ToGrade = await end_with_first(running, _wait(self._failed))
         except EnvironmentFailed as error:
             if error.kind == "exception" and self._is_out_of_tokens:
                 return Outcome(0.0, OUT_OF_TOKENS)

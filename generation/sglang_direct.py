@@ -49,6 +49,7 @@ def direct_request(
         stop_ids=list(setup.stop_ids),
         extra_key=prefix_key,
         returns_expert_choices=setup.returns_expert_choices,
+        choices_from=sampling.choices_from,
     )
 
 

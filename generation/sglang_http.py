@@ -133,6 +133,7 @@ def request_body(request: Generate, name: str, seed: int | None = None) -> dict[
         "sampling_params": params,
         "return_logprob": True,
         "return_routed_experts": request.returns_expert_choices,
+        "routed_experts_start_len": request.choices_from,
         "stream": True,
         "extra_key": request.extra_key,
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.protocol.line_errors import decode_texts
 from megatron_rl.protocol.prompt import LengthRule
@@ -40,6 +41,8 @@ class _Line(Sample, frozen=True, kw_only=True):
     prompt_id: str = ""
     reason: str = ""
     stage: int = 0
+    to_grade: str | None = None
+    is_outcome: bool = False
 
 
 class Record(NamedTuple):
@@ -81,7 +84,7 @@ def read_records(
     *,
     read_answers: ReadAnswers = _as_written,
 ) -> list[Record]:
-    """All lines of a file; InputError names the first bad one.
+    """All lines of a file but outcomes of environments; InputError names the first bad one.
 
     prompts: by id; the source of tests and reasoning_gym entries, which records leave out.
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
@@ -89,8 +92,12 @@ def read_records(
     """
     records = []
     for _, line in decode_texts(path, _Line, expected=_EXPECTED):
+        if line.is_outcome:
+            continue
         answers = read_answers(line.answer, line.task) or [""]
         records.append(Record(_sample(line, answers, prompts, rules), line.reason))
+    if not records and path.stat().st_size:
+        raise InputError(f"{path}: environments decided all rewards: a verifier grades none again")
     return records
 
 
@@ -103,6 +110,7 @@ def _sample(
     prompt = prompts.get(line.prompt_id)
     known = {name: getattr(line, name) for name in Sample.__struct_fields__}
     known |= {
+        "text": line.text if line.to_grade is None else line.to_grade,
         "answer": answers[0],
         "entry": line.entry or (prompt.entry if prompt else ""),
         "is_finished": line.is_finished and line.finish_reason != "length",

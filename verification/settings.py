@@ -34,7 +34,7 @@ def check_sources(sources: Iterable[PromptSource]) -> None:
 def check_functions(reward: RewardConfig) -> None:
     """Raise InputError for a comparison or an extra reward that cannot be loaded."""
     for name, task in reward.tasks.items():
-        if task.environment:
+        if task.is_decided_by_environment:
             continue
         find_function(
             {known: c.judge for known, c in COMPARISONS.items()},

@@ -17,7 +17,7 @@ def main() -> None:
     name, target, seed = sys.argv[1], Path(sys.argv[2]).absolute(), int(sys.argv[3])
     example = importlib.import_module(name)
     target.mkdir(parents=True)
-    make_folder(target / "model", seed=seed)
+    make_folder(target / "model", seed=seed, programs=getattr(example, "WRITES_PROGRAMS", False))
     rng = random.Random(seed)
     made = {"prompts": example.prompts(rng), "sft": example.examples(rng)}
     if hasattr(example, "judge_examples"):

@@ -357,10 +357,9 @@ REFUSALS = (
         "and give that as algorithm.reference.policy",
     ),
     Refusal(
-        lambda c: bool(c.reward.environments) and (c.train.router_replay or _has_gold(c)),
-        "reward.tasks.*.environment excludes train.router_replay={train.router_replay} and "
-        "algorithm.gold.groups={algorithm.gold.groups!r}: conversations record neither choices of "
-        "experts nor a place for the reference answer; set both to their defaults",
+        lambda c: bool(c.reward.environments) and _has_gold(c),
+        "reward.tasks.*.environment excludes algorithm.gold.groups={algorithm.gold.groups!r}: a "
+        "conversation has no place for the reference answer; set it to its default",
     ),
     # Replay.
     Refusal(

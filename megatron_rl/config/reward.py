@@ -39,12 +39,18 @@ class TaskConfig(Section):
     """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
     as `f(answer: str, request: ScoreRequest) -> bool`. Tasks with the first four names have it."""
     environment: str = Field(default="", pattern=r"^([\w.]+:\w+)?$")
-    """package.module:name of an environment, which holds a conversation with the policy and decides
-    the reward alone: docs/agents.md. It takes the place of format_check and compare."""
+    """package.module:name of an environment, which holds a conversation with the policy:
+    docs/agents.md. Without compare it decides the reward alone; with it the verifier grades the
+    text that the environment returns."""
+
+    @property
+    def is_decided_by_environment(self) -> bool:
+        """Whether its environment decides the whole reward, and no verifier grades."""
+        return bool(self.environment) and not self.compare
 
     def decided(self, *, thinks: bool) -> Self:
         """The task with its format check decided, for a model that thinks or does not."""
-        if self.environment:
+        if self.is_decided_by_environment:
             return self.model_copy(update={"format_check": "none"})
         if self.format_check != "auto":
             return self
@@ -146,11 +152,11 @@ class RewardConfig(Section):
     def steps_of(self, task: str) -> tuple[Step, ...]:
         """Steps that may follow the format check of a completion of a task, in order.
 
-        Only this function decides the worker pools; a task with an environment has none. The queue
-        keeps room in the pools of all steps; the verifier skips the first step if comparing texts
-        decides.
+        Only this function decides the worker pools; a task whose environment decides has none. The
+        queue keeps room in the pools of all steps; the verifier skips the first step if comparing
+        texts decides.
         """
-        if self.all_tasks[task].environment:
+        if self.all_tasks[task].is_decided_by_environment:
             return ()
         compare = self.all_tasks[task].compare
         pool = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
@@ -204,15 +210,11 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         for name, task in self.tasks.items():
-            if task.compare and task.environment:
+            if task.is_decided_by_environment and task.format_check not in ("auto", "none"):
                 raise ValueError(
-                    f"reward.tasks.{name}: compare={task.compare!r} and environment="
-                    f"{task.environment!r}: a task has only one of the two"
-                )
-            if task.environment and task.format_check not in ("auto", "none"):
-                raise ValueError(
-                    f"reward.tasks.{name}: format_check={task.format_check!r} with an environment, "
-                    "which judges replies itself: leave format_check out"
+                    f"reward.tasks.{name}: format_check={task.format_check!r} with an environment "
+                    "that decides the reward: leave it out, or give compare, by which the verifier "
+                    "then grades the text that the environment returns"
                 )
         return self
 

@@ -166,12 +166,13 @@ def read_prompts(
         for source in sources
     ]
     loaded = _with_unique_ids([reading.prompts for reading in readings])
-    environments = reward.environments if reward else {}
-    loaded = [[_marked(prompt, environments) for prompt in prompts] for prompts in loaded]
+    tasks = reward.tasks.items() if reward else ()
+    games = frozenset(name for name, task in tasks if task.is_decided_by_environment)
+    loaded = [[_marked(prompt, games) for prompt in prompts] for prompts in loaded]
     evaluated = {}
     for one in eval_sets:
         reading = _read_eval_set(one, seed, reward)
-        evaluated[one.name] = [_marked(prompt, environments) for prompt in reading.prompts]
+        evaluated[one.name] = [_marked(prompt, games) for prompt in reading.prompts]
         readings.append(reading)
     return PromptMaterial(
         sources,
@@ -182,9 +183,9 @@ def read_prompts(
     )
 
 
-def _marked(prompt: Prompt, environments: Container[str]) -> Prompt:
-    """The prompt; one whose task has an environment knows it."""
-    is_episode = prompt.task in environments
+def _marked(prompt: Prompt, games: Container[str]) -> Prompt:
+    """The prompt; one whose task's environment decides the reward knows it."""
+    is_episode = prompt.task in games
     return msgspec.structs.replace(prompt, is_episode=True) if is_episode else prompt
 
 

@@ -81,8 +81,9 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> 
         say(console, note)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)
-    environments = config.reward.environments
-    graded = [prompt for prompt in choose_prompts(sets.all) if prompt.task not in environments]
+    tasks = config.reward.all_tasks
+    chosen = choose_prompts(sets.all)
+    graded = [one for one in chosen if not tasks[one.task].is_decided_by_environment]
     reports = grade_made_up(graded, config)
     if reports:
         _print(reports, console)

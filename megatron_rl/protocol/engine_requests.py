@@ -44,6 +44,8 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     extra_key: str
     """Requests with different keys share no cached prefix."""
     returns_expert_choices: bool
+    choices_from: Count
+    """As in Sampling."""
     seeds: list[Id] = []
     """Seed of each name, to draw its tokens; []: all draw from one stream."""
 

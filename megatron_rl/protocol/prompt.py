@@ -58,7 +58,7 @@ class Prompt(msgspec.Struct, frozen=True):
     other_answers: list[str] = []
     """Further accepted answers: a completion is right if it equals any."""
     is_episode: bool = False
-    """An environment holds its conversation: prompts that begin alike are different games."""
+    """Its environment decides the reward: prompts that begin alike are different games."""
 
     @property
     def answers(self) -> list[str]:

@@ -28,6 +28,9 @@ class Sampling(msgspec.Struct, frozen=True):
     """Seed of the group's grading, such as the draw of a program's test cases."""
     draw_seeds: tuple[Id, ...] = ()
     """In a lease under expert.generator.deterministic: seed of each index, to draw its tokens."""
+    choices_from: Count = 0
+    """First token whose expert choices are wanted (train.router_replay): an earlier reply of the
+    conversation brought those before it."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -160,6 +163,8 @@ class Rollout(msgspec.Struct, frozen=True, weakref=True):
     """Only with algorithm.gold."""
     score: Score | None = None
     """The verdict of the environment that held the conversation; None: a verifier grades it."""
+    to_grade: str | None = None
+    """What the verifier grades of a conversation; None: the whole text."""
     row_starts: list[Count] = []
     """Indices in prompt + completion at which further rows begin, in order: branches of the
     conversation, which begin with given tokens and see only their own row."""
@@ -182,6 +187,11 @@ class Rollout(msgspec.Struct, frozen=True, weakref=True):
     def sampled_tokens(self) -> int:
         """Number of completion tokens that the policy sampled."""
         return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def graded_text(self) -> str:
+        """What the verifier grades."""
+        return self.text if self.to_grade is None else self.to_grade
 
     @property
     def turns(self) -> int:

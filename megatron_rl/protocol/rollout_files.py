@@ -118,6 +118,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """As in Score."""
     turn_returns: list[TurnReturn] = []
     """As in Rollout."""
+    to_grade: str | None = None
+    """As in Rollout."""
 
     @property
     def sampled_tokens(self) -> int:

@@ -5,30 +5,30 @@ be read or is not offered becomes a fault, a text that the model gets as the res
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.chat_template import ChatTemplate, RenderError, Tool, Turn
+from megatron_rl.protocol.call_forms import (
+    PROBE_TOOL,
+    QUESTION,
+    SHOWN_CHARACTERS,
+    JsonForm,
+    MalformedCall,
+    ToolCall,
+    WrittenCall,
+    find_call_form,
+    read_json,
+)
+from megatron_rl.protocol.chat_template import RenderError, Tool, Turn
+from megatron_rl.protocol.learned_calls import Form, TaggedForm, find_form
 from megatron_rl.protocol.render import Renderer
 
-_QUESTION: Turn = {"role": "user", "content": "probe-question"}
 MAX_DEPTH = 64
 """Levels of a call's arguments; deeper ones exhaust the stack of what renders them."""
-_SHOWN_CHARACTERS = 80
-_BLANKS = re.compile(r"\s*")
-_NAMED = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]")
 
-
-class ToolCall(NamedTuple):
-    """A call that a model made."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str = ""
-    """As the model wrote it, for templates that repeat it with the result; "": it wrote none."""
+MAX_CALLS = 64
+"""Calls and faults of a reply; a call that nothing closes is looked for in all that follows."""
 
 
 class ParsedReply(NamedTuple):
@@ -39,131 +39,6 @@ class ParsedReply(NamedTuple):
     calls: list[ToolCall]
     faults: list[str]
     """Why further calls cannot be made, for the model to read."""
-
-
-class CallForm(NamedTuple):
-    """How a template takes a message with calls."""
-
-    takes_text: bool
-    """It takes the arguments as JSON text, not as an object."""
-    content: str | None
-    """What it takes as the content of a message that only calls."""
-
-    def turn(self, calls: Sequence[ToolCall], content: str = "") -> Turn:
-        """The message of an assistant that makes these calls."""
-        made = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False)
-                    if self.takes_text
-                    else call.arguments,
-                },
-            }
-            for call in calls
-        ]
-        return {"role": "assistant", "content": content or self.content, "tool_calls": made}
-
-
-_PROBE = ToolCall("probe_call", {"probe_key": "probe-value"}, "probe0123")
-"""Mistral's templates want ids of nine characters."""
-PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": _PROBE.name,
-        "description": "Probes.",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe_key": {"type": "string", "description": "A key."}},
-            "required": ["probe_key"],
-        },
-    },
-}
-
-
-def find_call_form(template: ChatTemplate) -> CallForm | None:
-    """How the template takes calls; None: it writes none."""
-    for takes_text, content in product((False, True), ("", None)):
-        form = CallForm(takes_text, content)
-        turns = [_QUESTION, form.turn([_PROBE])]
-        try:
-            text = template.render(turns, opens_answer=False, tools=[PROBE_TOOL])
-        except RenderError:
-            continue
-        if _PROBE.arguments["probe_key"] in text:
-            return form
-    return None
-
-
-class _Malformed(ValueError):
-    """A call that cannot be read."""
-
-
-class _Written(NamedTuple):
-    """A call as it stands in a text, unchecked."""
-
-    name: Any
-    arguments: Any
-    id: Any = ""
-
-
-class JsonForm(NamedTuple):
-    """A JSON object for each call, or a JSON list of them, between two texts."""
-
-    opening: str
-    """ "": the whole reply is the call."""
-    closing: str
-    arguments: str = "arguments"
-    """The key of the arguments, beside "name"."""
-    is_list: bool = False
-
-    @property
-    def starts(self) -> re.Pattern[str]:
-        """Finds where a call begins; an empty text before a closing text without its opening."""
-        if not self.opening:
-            return re.compile(r'\A\s*(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:)')
-        stray = f"|(?={re.escape(self.closing)})" if self.closing else ""
-        return re.compile(re.escape(self.opening) + stray)
-
-    def read(self, text: str, place: int) -> tuple[list[_Written], int]:
-        """(calls, place behind them) at a place behind an opening. Raises _Malformed."""
-        value, end = _read_json(text, place)
-        if not text.startswith(self.closing, end) or not (self.opening or end == len(text)):
-            behind = f"by {self.closing}" if self.closing else "by nothing"
-            raise _Malformed(f"the JSON of a call must be followed {behind}")
-        if self.is_list != isinstance(value, list) or value == []:
-            raise _Malformed(f"{self.opening} takes a JSON {'list' if self.is_list else 'object'}")
-        return [self._take(one) for one in (value if self.is_list else [value])], end + len(
-            self.closing
-        )
-
-    def _take(self, value: Any) -> _Written:
-        keys = {"name", self.arguments}
-        if not isinstance(value, dict) or not keys <= value.keys() <= keys | {"id"}:
-            raise _Malformed(f'a call is {{"name": …, "{self.arguments}": {{…}}}}')
-        return _Written(value["name"], value[self.arguments], value.get("id", ""))
-
-
-class ArgsForm(NamedTuple):
-    """[TOOL_CALLS]name[ARGS]{…}, for each call; [CALL_ID]id may follow the name."""
-
-    opening: str = "[TOOL_CALLS]"
-    closing: str = ""
-
-    @property
-    def starts(self) -> re.Pattern[str]:
-        """Finds where a call begins."""
-        return re.compile(re.escape(self.opening))
-
-    def read(self, text: str, place: int) -> tuple[list[_Written], int]:
-        """(calls, place behind them) at a place behind an opening. Raises _Malformed."""
-        found = _NAMED.match(text, place)
-        if not found:
-            raise _Malformed(f"name[ARGS]{{…}} must follow {self.opening}")
-        value, end = _read_json(text, found.end())
-        return [_Written(found["name"], value, found["id"] or "")], end
 
 
 HERMES = JsonForm("<tool_call>", "</tool_call>")
@@ -183,35 +58,13 @@ def describe_tools(tools: Sequence[Tool]) -> str:
     )
 
 
-def _read_json(text: str, place: int) -> tuple[Any, int]:
-    """(JSON value, place behind it and behind blanks). Raises _Malformed."""
-    try:
-        value, end = _DECODER.raw_decode(text, _skip_blanks(text, place))
-    except (ValueError, RecursionError) as error:
-        raise _Malformed(f"the call is no JSON: {error}"[: 2 * _SHOWN_CHARACTERS]) from error
-    return value, _skip_blanks(text, end)
-
-
-def _skip_blanks(text: str, place: int) -> int:
-    found = _BLANKS.match(text, place)
-    return found.end() if found else place
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key is given twice in {', '.join(key for key, _ in pairs)}")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, strict=False
-)
-"""Takes line breaks within texts, as models write them."""
+def with_tools(messages: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
+    """The messages, whose system message describes the tools for a template that writes none."""
+    described = describe_tools(tools)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": described}, *messages]
 
 
 class ToolCallParser:
@@ -221,14 +74,14 @@ class ToolCallParser:
         """Raises InputError if the template fails with a tool offered."""
         self._tags = renderer.tags
         try:
-            prompt = renderer.template.render([_QUESTION], tools=[PROBE_TOOL])
+            prompt = renderer.template.render([QUESTION], tools=[PROBE_TOOL])
         except RenderError as error:
             raise InputError(
                 f"model.path={renderer.model}: with a tool offered, {error}"
             ) from error
         self._is_opened = self._tags is not None and self._tags.is_opened_by(prompt)
         """The prompt opens the thoughts."""
-        self.form: JsonForm | ArgsForm = HERMES
+        self.form: Form = HERMES
         self.note = (
             "note: the chat template writes no tool calls, so they are read as "
             '<tool_call>{"name": …, "arguments": {…}}</tool_call>; a system message says so'
@@ -238,7 +91,7 @@ class ToolCallParser:
         """Why no calls can be read: the template writes them in a form that is not known."""
         if form := find_call_form(renderer.template):
             try:
-                self.form, self.note = _find_form(renderer, form, prompt), ""
+                self.form, self.note = find_form(renderer, form, prompt), ""
             except InputError as error:
                 self.refusal, self.note = str(error), f"note: no tools can be offered: {error}"
         self._starts = self.form.starts
@@ -266,12 +119,17 @@ class ToolCallParser:
             content.append(text[place : call.start() if call else len(text)])
             if not call:
                 break
+            if len(calls) + len(faults) >= MAX_CALLS:
+                faults.append(f"over {MAX_CALLS} calls in one reply: the others are not made")
+                break
             try:
                 written, place = self.form.read(text, call.end())
-            except _Malformed as error:
+            except MalformedCall as error:
                 faults.append(str(error))
                 place = self._find_next(text, call.end())
                 continue
+            if isinstance(self.form, TaggedForm) and self.form.behind_key:
+                written = [_typed(one, tools) for one in written]
             for one in written:
                 fault = _find_fault(one, calls, tools)
                 if fault:
@@ -298,41 +156,32 @@ class ToolCallParser:
         return end + len(self._tags.close) if end >= 0 else len(text)
 
 
-def _find_form(renderer: Renderer, form: CallForm, prompt: str) -> JsonForm | ArgsForm:
-    """The form in which a template writes calls. Raises InputError for one that is not known."""
-    turns = [_QUESTION, form.turn([_PROBE])]
-    text = renderer.template.render(turns, opens_answer=False, tools=[PROBE_TOOL])
-    end = str(renderer.tokenizer.convert_ids_to_tokens(renderer.end_id))
-    reply = text.removeprefix(prompt)
-    if reply == text:  # the prompt opens thoughts, and the template leaves the opening out
-        reply = text.partition(_QUESTION["content"])[2]
-    reply = reply.rstrip().removesuffix(end).rpartition(end)[2]
-    tried: list[JsonForm | ArgsForm] = [ArgsForm()]
-    for begin in (found.start() for found in re.finditer(r"[\[{]", reply)):
-        try:
-            _, behind = _read_json(reply, begin)
-        except _Malformed:
-            continue
-        opening = reply[:begin].rstrip().rpartition("</think>")[2]
-        texts = (opening.split()[-1:] or [""])[0], (reply[behind:].split()[:1] or [""])[0]
-        for arguments in ("arguments", "parameters"):
-            tried.append(JsonForm(*texts, arguments, is_list=reply[begin] == "["))
-    for one in tried:
-        start = one.starts.search(reply)
-        try:
-            written, _ = one.read(reply, start.end()) if start else ([], 0)
-        except _Malformed:
-            continue
-        if [(call.name, call.arguments) for call in written] == [_PROBE[:2]]:
-            return one
-    raise InputError(
-        f"model.path={renderer.model}: its chat template writes tool calls as {reply!r}, which is "
-        "no JSON with a name between two texts and not [TOOL_CALLS]name[ARGS]{…}: give a template "
-        "that writes one of these forms (render.chat_template), or offer no tools"
-    )
+def _typed(call: WrittenCall, tools: Sequence[Tool]) -> WrittenCall:
+    """The call with the arguments that its texts stand for, by the tool's schema.
+
+    A text that is no value of another type stays a text, which the tool refuses.
+    """
+    offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    properties = offered.get(call.name, {}).get("properties") or {}
+    typed = {key: _value_of(text, properties.get(key)) for key, text in call.arguments.items()}
+    return call._replace(arguments=typed)
 
 
-def _find_fault(call: _Written, earlier: Sequence[ToolCall], tools: Sequence[Tool]) -> str:
+def _value_of(text: str, schema: Any) -> Any:
+    options = [schema, *schema.get("anyOf", ())] if isinstance(schema, dict) else []
+    kinds = [one.get("type") for one in options if isinstance(one, dict)]
+    if any(kind == "string" or isinstance(kind, list) and "string" in kind for kind in kinds):
+        return text
+    # Some templates write values as Python does.
+    text_of_json = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    try:
+        value, end = read_json(text_of_json, 0)
+    except MalformedCall:
+        return text
+    return value if end == len(text_of_json) else text
+
+
+def _find_fault(call: WrittenCall, earlier: Sequence[ToolCall], tools: Sequence[Tool]) -> str:
     """Why a call cannot be made; "": it can."""
     if nested_beyond(list(call), MAX_DEPTH + 1):
         return f"a call is nested over {MAX_DEPTH} levels"
@@ -371,4 +220,4 @@ def nested_beyond(value: Any, levels: int) -> bool:
 
 def _show(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -13,10 +13,10 @@ from itertools import groupby, product
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS
+from megatron_rl.protocol.call_forms import PROBE_TOOL, ToolCall, find_call_form
 from megatron_rl.protocol.chat_template import RenderError, Tool, Turn
 from megatron_rl.protocol.control_tokens import ControlTokens, unused_character
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.tool_calls import PROBE_TOOL, ToolCall, find_call_form
 
 _SHOWN_CHARACTERS = 60
 _MOST_KINDS = 256

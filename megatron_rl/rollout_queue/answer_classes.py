@@ -17,7 +17,7 @@ RIGHT = 0
 def find_without_asking(group: Group) -> bool:
     """Whether a scored group has the classes that it needs; sets them if all answers are right.
 
-    Conversations with an environment have no answers to compare.
+    Conversations whose environment decides have no answers to compare.
     """
     if any(scored.rollout.score is not None for scored in group.ordered):
         group.needs_classes = False
@@ -34,7 +34,7 @@ def class_request(request_id: int, group: Group, reward: RewardConfig) -> ClassR
     return ClassRequest(
         request_id,
         prompt.task,
-        texts=[rollout.text for rollout in rollouts],
+        texts=[rollout.graded_text for rollout in rollouts],
         prompt_tails=[rollout.prompt_tail for rollout in rollouts],
         problem=prompt.question,
         entry=prompt.entry if is_own else "",

@@ -162,7 +162,7 @@ class CircuitBreaker:
         )
 
     def _advice(self, failure: ScoreFailure, record: Path) -> str:
-        if failure.group.prompt.task in self._environments:
+        if failure.reason == ENVIRONMENT_FAILED:
             return "Read logs/environments-*.log, the output of environments"
         return (
             "Read the verifier's log and run `megatron-rl doctor` to find what is missing; "
@@ -186,11 +186,11 @@ class CircuitBreaker:
             f"got no grade ({counts.ungradable} ungradable, {counts.not_graded} not_graded): they "
             f"are dropped, never wrong. The last one: {_shown(failure)}."
         )
-        if environment := self._environments.get(task):
+        if failure.reason == ENVIRONMENT_FAILED:
             return Finding(
                 ENVIRONMENT_FAILED,
-                f"{head} Cause: the environment {environment!r} fails. Fix: read the generators' "
-                "logs and logs/environments-*.log",
+                f"{head} Cause: the environment {self._environments[task]!r} fails. Fix: read the "
+                "generators' logs and logs/environments-*.log",
             )
         if counts.not_graded >= counts.ungradable:
             return Finding(

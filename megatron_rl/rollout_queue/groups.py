@@ -42,7 +42,7 @@ class RolloutTally:
             self._sums["format"] += score.is_well_formed
             self._sums["length_tokens"] += rollout.sampled_tokens
             self._sums["truncated"] += rollout.finish_reason == "length"
-            if score.is_outcome:
+            if score.is_outcome or rollout.to_grade is not None:
                 self._conversations += 1
                 self._sums["turns"] += rollout.turns
                 self._sums["given_tokens"] += len(rollout.token_ids) - rollout.sampled_tokens

@@ -239,5 +239,6 @@ def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecor
         other_answers=group.prompt.other_answers,
         row_starts=rollout.row_starts,
         turn_returns=rollout.turn_returns,
+        to_grade=rollout.to_grade,
         environment_s=round(rollout.environment_s, 3) if rollout.environment_s else None,
     )

@@ -108,6 +108,7 @@ class StoredGroup(NamedTuple):
             row_starts=record.row_starts,
             turn_returns=record.turn_returns,
             text="",
+            to_grade=None if record.to_grade is None else "",
         )
 
 

@@ -103,7 +103,7 @@ class Scoring:
             task=prompt.task,
             answer=prompt.answer,
             entry=prompt.entry,
-            text=rollout.text,
+            text=rollout.graded_text,
             completion_tokens=len(rollout.token_ids),
             is_finished=rollout.finish_reason != "length",
             problem=prompt.question,

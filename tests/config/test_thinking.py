@@ -59,6 +59,19 @@ def test_open_format_checks_follow_the_comparison() -> None:
     assert reward.decided(thinks=False).format_checks == plain
 
 
+def test_an_environment_decides_the_reward_unless_the_task_has_a_comparison() -> None:
+    given = [
+        f"reward.tasks.{name}.environment=games:play" for name in ("math", "code", "game", "mine")
+    ]
+    reward = load_config(None, [*given, "reward.tasks.mine.compare=exact"]).reward
+    checks = {"math": "think_box", "code": "think_code", "game": "none", "mine": "think_box"}
+    assert {name: reward.format_checks[name] for name in checks} == checks
+    pools = {name: [step.pool for step in reward.steps_of(name)] for name in checks}
+    assert pools == {"math": ["answers"], "code": ["code"], "game": [], "mine": ["answers"]}
+    with pytest.raises(ConfigError, match="give compare, by which the verifier"):
+        load_config(None, [*given, "reward.tasks.game.format_check=box"])
+
+
 @pytest.mark.parametrize("tags", [HOUSE_TAGS, SQUARE, OWN], ids=lambda tags: tags.open)
 @pytest.mark.parametrize(
     "given",

@@ -2,10 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from generation.conversation import ConversationTree, OutOfTokens, Turn
-from generation.engine import Completion
+from generation.engine import Completion, EngineError
 from megatron_rl.protocol.rollout import given_ranges
 from megatron_rl.protocol.types import VersionSpan
 
@@ -119,3 +120,50 @@ def test_any_tree_learns_each_sampled_token_once_and_keeps_to_its_limit(seed: in
     leaves = [turn.ids for turn in closed if not any(other.parent is turn for other in closed)]
     assert sorted(found) == sorted(leaves) and rows.prompt_ids == closed[0].given
     assert max(map(len, found)) <= 100
+
+
+def with_choices(tree: ConversationTree, parent: Turn | None, given: list[int], n: int) -> Turn:
+    """A turn whose reply has n tokens; two layers choose the experts t and 100 + t of token t.
+
+    As SGLang does, the choices begin with the token `choices_from`, and leave out the last one.
+    """
+    turn = tree.open(parent, given, None)
+    ids = [*turn.prompt, *range(20, 20 + n)]
+    chosen = [[token, 100 + token] for token in ids[turn.choices_from : -1]]
+    reply = Completion(
+        0, ids[-n:], [-0.5] * n, [VersionSpan(0, 0, n)], "stop",
+        np.array(chosen, np.int32).tobytes(),
+    )  # fmt: skip
+    tree.close(turn, reply)
+    return turn
+
+
+def test_expert_choices_of_turns_join_to_those_of_each_token() -> None:
+    tree = ConversationTree(completion_tokens=100, context_tokens=100)
+    first = with_choices(tree, None, [1, 2, 3], 2)
+    second = with_choices(tree, first, [4], 3)
+    with_choices(tree, second, [5, 6], 1)
+    with_choices(tree, first, [7], 2)
+    with_choices(tree, None, [8], 1)
+    rows = tree.rows()
+    tokens = [*rows.prompt_ids, *rows.token_ids]
+    lasts = {start - 1 for start in rows.row_starts}
+    assert len(lasts) == 2
+    expected = [
+        [-1, -1] if place in lasts else [token, 100 + token]
+        for place, token in enumerate(tokens[:-1])
+    ]
+    assert rows.expert_choices.reshape(-1, 2).tolist() == expected
+
+
+def test_choices_of_a_single_reply_are_missing_or_cut() -> None:
+    tree = ConversationTree(completion_tokens=100, context_tokens=100)
+    first = with_choices(tree, None, [1, 2, 3], 2)
+    say(tree, first, [5], [6])
+    assert len(tree.rows().expert_choices) == 0
+    tree = ConversationTree(completion_tokens=100, context_tokens=100)
+    turn = tree.open(None, [1, 2, 3], None)
+    cut = np.arange(7, dtype=np.int32).tobytes()
+    tree.close(turn, Completion(0, [9, 9], [0.0, 0.0], [VersionSpan(0, 0, 2)], "stop", cut))
+    with pytest.raises(EngineError, match="7 expert choices of 4 tokens"):
+        tree.rows()

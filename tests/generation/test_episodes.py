@@ -99,6 +99,7 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
+graded = tools_episode([add])
 adds = tools_episode([add], reward=lambda prompt, run: float(run.text == prompt.answer))
 '''
 
@@ -138,7 +139,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 @asynccontextmanager
 async def opened(
-    folder: Path, engine: ScriptedEngine, game: str
+    folder: Path, engine: ScriptedEngine, game: str, graded: frozenset[str] = frozenset()
 ) -> AsyncIterator[tuple[Episodes, Activity]]:
     (folder / "games_of_tests.py").write_text(GAMES)
     settings = EnvironmentSettings(
@@ -147,7 +148,8 @@ async def opened(
     activity = Activity()
     work = Work(engine, engine.renderer, EngineHealth(60, counts_passes=False), activity)
     async with EnvironmentHost(settings) as host:
-        yield Episodes(work, Environments({"sums": f"games_of_tests:{game}"}, host)), activity
+        targets = {"sums": f"games_of_tests:{game}"}
+        yield Episodes(work, Environments(targets, host, graded_tasks=graded)), activity
 
 
 def lease_of(indices: int, most: int = 400, answer: str = "5") -> Lease:
@@ -163,9 +165,10 @@ def play(
     indices: int = 1,
     most: int = 400,
     answer: str = "5",
+    graded: frozenset[str] = frozenset(),
 ) -> list[Rollout | RolloutFailed]:
     async def run() -> list[Rollout | RolloutFailed]:
-        async with opened(folder, engine, game) as (episodes, activity):
+        async with opened(folder, engine, game, graded) as (episodes, activity):
             lease = lease_of(indices, most, answer)
             found = [one async for one in episodes.rollouts(lease)]
             assert episodes.pop_active() in ([3], []) and activity.running == 0
@@ -318,3 +321,22 @@ def test_a_called_function_answers_in_the_form_of_the_template(
     assert (rollout.score.reward, rollout.turns) == (1.0, 2)
     assert '"name": "add"' in renderer.decode(rollout.prompt_ids.tolist())
     assert rows_of(rollout) == [engine.seen[-1]]
+
+
+def test_the_last_reply_is_graded_where_the_task_has_a_comparison(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    def answer(text: str) -> str:
+        if "<tool_response>" in text:
+            return "\\boxed{5}"
+        return '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+    engine = ScriptedEngine(renderer, answer)
+    [rollout] = play(tmp_path, engine, "graded", graded=frozenset({"sums"}))
+    assert isinstance(rollout, Rollout) and rollout.score is None
+    assert rollout.to_grade == rollout.graded_text == "\\boxed{5}"
+    assert rollout.text.startswith("<tool_call>") and rows_of(rollout) == [engine.seen[-1]]
+    assert rollout.prompt_tail.endswith("<|im_start|>assistant\n")
+    [failed] = play(tmp_path, engine, "graded")
+    assert isinstance(failed, RolloutFailed) and failed.fault == "environment"
+    assert "its task has no reward.tasks.NAME.compare" in failed.reason

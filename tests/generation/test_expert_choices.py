@@ -24,13 +24,21 @@ ROUNDING = 0.1
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
-async def generate(setup: EngineSetup) -> list[Completion]:
-    """Two completions of the prompt."""
+async def generate(setup: EngineSetup) -> tuple[list[Completion], list[int], Completion]:
+    """Two completions of the prompt; and a turn behind the first, with its prompt.
+
+    Of the turn the choices are asked for from the last token of the first completion on.
+    """
     engine = SGLangEngine(setup)
     try:
         await engine.start()
         async with aclosing(engine.generate(PROMPT, Sampling(6, 1.0), [0, 1])) as answers:
-            return [completion async for completion in answers]
+            completions = [completion async for completion in answers]
+        known = [*PROMPT, *completions[0].token_ids]
+        prompt = [*known, 12, 13, 14]
+        asked = Sampling(5, 1.0, choices_from=len(known) - 1)
+        async with aclosing(engine.generate(prompt, asked, [0])) as answers:
+            return completions, prompt, await anext(answers)
     finally:
         await engine.close()
 
@@ -43,13 +51,16 @@ def test_the_engines_choices_are_those_of_the_model(tmp_path: Path) -> None:
         weights_timeout_s=30, host="127.0.0.1", port=free_port(), seed=0, version=0,
         log_path=tmp_path / "sglang.log", returns_expert_choices=True,
     )  # fmt: skip
-    completions = asyncio.run(generate(setup))
+    completions, prompt, turn = asyncio.run(generate(setup))
     assert len(completions) == 2
-    for completion in completions:
-        ids = torch.tensor([PROMPT + completion.token_ids])
+    # The engine had the first completion in its prefix cache.
+    begin = len(PROMPT) + len(completions[0].token_ids) - 1
+    told = [*((PROMPT, completion, 0) for completion in completions), (prompt, turn, begin)]
+    for asked, completion, skipped in told:
+        ids = torch.tensor([asked + completion.token_ids])
         with torch.no_grad():
             scores = model(ids, output_router_logits=True).router_logits
-        scores = torch.stack(scores, dim=1)[:-1]
+        scores = torch.stack(scores, dim=1)[skipped:-1]
         found = np.frombuffer(completion.expert_choices, np.int32).reshape(-1, LAYERS, TOPK)
         assert found.shape == (*scores.shape[:2], TOPK)
         assert all(len(set(chosen)) == TOPK for chosen in found.reshape(-1, TOPK).tolist())

@@ -27,7 +27,7 @@ from megatron_rl.protocol.engine_requests import (
 )
 from megatron_rl.protocol.types import VersionSpan
 
-REQUEST = Generate([], [5, 6], 8, 1.0, 1.0, 0, 0.0, [], [1], "0.0", False)
+REQUEST = Generate([], [5, 6], 8, 1.0, 1.0, 0, 0.0, [], [1], "0.0", False, 0)
 
 
 def ended(name: str, *tokens: int) -> Ended:
@@ -238,7 +238,7 @@ def take(requests: object, *messages: Generate | Abort) -> list[str]:
 
 def request(number: int, count: int, max_new_tokens: int = 8) -> Generate:
     return Generate(
-        names_of(number, count), [5, 6], max_new_tokens, 1.0, 1.0, 0, 0.0, [], [], "0.0", False
+        names_of(number, count), [5, 6], max_new_tokens, 1.0, 1.0, 0, 0.0, [], [], "0.0", False, 0
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import Lease, RolloutDone, RolloutFailed, Score
+from megatron_rl.protocol.types import Lease, Rollout, RolloutDone, RolloutFailed, Score
 from megatron_rl.rollout_queue.coordinator import PROMPTS
 from tests.rollout_queue.played_queue import PlayedQueue
 
@@ -83,3 +83,33 @@ def test_environment_that_fails_nine_of_ten_tries_loses_its_completions_and_noth
     whole = collections.Counter(key[0] for key in rewards if key[0] % 2)
     assert whole and set(whole.values()) == {4}
     assert {count for key, count in queue.tries.items() if key[0] % 2} == {1}
+
+
+class GradedConversations(PlayedQueue):
+    """Conversations of which the verifier grades the last reply."""
+
+    def _rollout(self, lease: Lease, index: int) -> Rollout:
+        rollout = super()._rollout(lease, index)
+        return msgspec.structs.replace(rollout, text="all turns", to_grade=rollout.text)
+
+
+def test_last_reply_goes_to_the_verifier_and_the_record_keeps_both(tmp_path: Path) -> None:
+    right = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
+    wrong = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
+    queue = GradedConversations(
+        tmp_path,
+        lambda prompt, index: right if index % 2 else wrong,
+        reward={"tasks": {"math": {"environment": "games:solve"}}},
+    )
+    queue.start()
+    queue.play(12)
+    [batch] = queue.batches
+    trained = [line for path in tmp_path.glob("rollouts/step_*") for line in read_jsonl(path)]
+    assert {line["to_grade"] for line in trained} <= set(queue.graded) and len(trained) == 8
+    for line in trained:
+        assert line["to_grade"] == f"{line['prompt_id']}/{line['index']}"
+        assert (line["text"], line["reward"]) == ("all turns", [0.1, 1.0][line["index"] % 2])
+        assert "is_outcome" not in line
+    # Sums over 8 completions of one reply each, all of them conversations.
+    assert batch.metrics["environment/turns"][0] == 8.0
+    assert batch.metrics["rollout/correct"][0] == 4.0

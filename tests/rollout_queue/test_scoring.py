@@ -48,6 +48,15 @@ def test_truncated_completion_is_asked_about_as_unfinished() -> None:
     assert asked is not None and not asked[1].is_finished and asked[1].completion_tokens == 3
 
 
+def test_of_a_conversation_the_text_to_grade_is_sent() -> None:
+    scoring = scoring_with("v")
+    for text in ("x", "", None):
+        rollout = make_rollout(0, text="all turns")
+        scoring.submit(new_group(), msgspec.structs.replace(rollout, to_grade=text))
+    asked = [scoring.next_request(0.0) for _ in range(3)]
+    assert [found and found[1].text for found in asked] == ["x", "", "all turns"]
+
+
 def test_every_accepted_answer_is_sent() -> None:
     scoring, group = scoring_with("v"), new_group()
     group.prompt = msgspec.structs.replace(group.prompt, other_answers=["3.5", "7/2"])

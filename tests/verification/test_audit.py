@@ -47,6 +47,16 @@ def test_records_of_a_run_find_their_tests_by_prompt(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_of_a_conversation_the_text_that_was_graded_is_graded_again(tmp_path: Path) -> None:
+    graded = {"text": "a<eos>tool<eos>b", "to_grade": "b", "reason": "correct"}
+    outcome = {"text": "x", "is_outcome": True, "reason": "out_of_turns"}
+    path = _write(tmp_path / "r.jsonl", graded, outcome, {"text": "plain"})
+    found = read_records(path, {})
+    assert [record.sample.text for record in found] == ["b", "plain"]
+    with pytest.raises(InputError, match="environments decided all rewards"):
+        read_records(_write(tmp_path / "only.jsonl", outcome), {})
+
+
 @pytest.mark.parametrize("text", ['{"answer": "7"}', "[]", '{"text": 7}', "no json"])
 def test_bad_line_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.jsonl"

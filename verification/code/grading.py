@@ -5,6 +5,7 @@ Runs in a grading process, which must be alone with the program's sandbox: see `
 
 import json
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,7 +36,10 @@ from verification.sandbox.server import EXIT_OUT_OF_MEMORY, EXIT_SYNTAX
 from verification.sandbox.time_limits import Limits
 from verification.verdict import CORRECT, GradingError, HostBusy, Verdict
 
-__all__ = ["Case", "CodeLimits", "CodeTests", "draw_cases", "grade", "parse_tests", "prepare"]
+__all__ = [
+    "Case", "CodeLimits", "CodeTests", "Ran", "draw_cases", "grade", "parse_tests", "prepare",
+    "run_program",
+]  # fmt: skip
 
 MEMORY_SHARE = 0.8
 """A failed program that held this share of its memory limit ran out of memory."""
@@ -92,6 +96,33 @@ def grade(
         elif calls:
             passed = _count_calls(sandbox, source, tests, calls=calls, limits=own)
     return verdict._replace(tests=(passed, total))
+
+
+class Ran(NamedTuple):
+    """What came of a program."""
+
+    reason: str
+    """"" for exit code 0; else as in a verdict, such as "runtime_error" or "test_timeout"."""
+    output: str
+    errors: str
+    """Start of standard error, or the compiler's messages."""
+
+
+def run_program(source: str, tag: str, *, stdin: str, limits: CodeLimits) -> Ran:
+    """Run a program once. The caller must be as for `grade`. Raises GradingError."""
+    name = find_language(tag)
+    if name is None:
+        return Ran("unknown_language", "", f"{tag!r}: known are {', '.join(LANGUAGES)}")
+    code = source.encode("utf-8", "surrogatepass")
+    with open_sandbox(name, limits) as sandbox:
+        compiled = compile_program(sandbox, name, code, limits)
+        if not compiled.is_correct:
+            return Ran(compiled.reason, "", compiled.detail)
+        result = _run_program(sandbox, name, code, case=Case(stdin, ""), limits=limits)
+    is_python = not LANGUAGES[name].program
+    failure = failure_of(result, result.endings[0], limits_of_test(limits), is_python=is_python)
+    reason = failure.reason if failure else ""
+    return Ran(reason, result.output.decode(errors="replace"), result.errors)
 
 
 def _is_allowed(name: str, tests: CodeTests) -> bool:

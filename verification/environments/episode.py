@@ -34,9 +34,10 @@ from verification.environments.policy import (
     PolicyLimit,
     Reply,
     Say,
+    ToGrade,
     TooLong,
     Verdict,
-    check_outcome,
+    check_end,
     is_message,
     pack,
     read_message,
@@ -119,8 +120,8 @@ class EpisodeProcess:
 
     async def run(
         self, task: EpisodeInput, answer: Answer, clock: Clock, judge: Judge | None = None
-    ) -> Outcome:
-        """The outcome; call `end` afterwards. Raises EnvironmentFailed and what `answer` raises."""
+    ) -> Outcome | ToGrade:
+        """How it ended; call `end` afterwards. Raises EnvironmentFailed, and as `answer` does."""
         reader, writer = await asyncio.open_unix_connection(sock=self._messages)
         self._writer = writer
         writer.write(pack({"task": asdict(task)}))
@@ -147,7 +148,7 @@ class EpisodeProcess:
                     elif "judge" in message:
                         self._start_judge(message, judge)
                     else:
-                        return _read_outcome(message)
+                        return _read_end(message)
                     clock.stop()
                     reading = asyncio.ensure_future(self._read(reader))
         finally:
@@ -275,14 +276,16 @@ def _read_judge(message: dict[str, Any]) -> tuple[int, JudgeInput]:
     return number, asked
 
 
-def _read_outcome(message: dict[str, Any]) -> Outcome:
-    """Outcome of an episode's last message. Raises EnvironmentFailed."""
+def _read_end(message: dict[str, Any]) -> Outcome | ToGrade:
+    """What an episode's last message says. Raises EnvironmentFailed."""
     if "failed" in message:
         is_bad = message["failed"] == "bad_outcome"
         reason = str(message.get("reason"))[:MAX_REASON_CHARS]
         raise EnvironmentFailed(reason, "bad_outcome" if is_bad else "exception")
     try:
-        return check_outcome(Outcome(**message["outcome"]))
+        if "to_grade" in message:
+            return check_end(ToGrade(**message["to_grade"]))
+        return check_end(Outcome(**message["outcome"]))
     except BadOutcome as error:
         raise EnvironmentFailed(str(error)[:MAX_REASON_CHARS], "bad_outcome") from error
     except (KeyError, TypeError) as error:

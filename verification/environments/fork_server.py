@@ -30,7 +30,8 @@ from verification.environments.policy import (
     Outcome,
     Policy,
     PolicyLimit,
-    check_outcome,
+    ToGrade,
+    check_end,
     pack,
     read_message,
 )
@@ -44,7 +45,7 @@ MAX_DATAGRAM_BYTES = 4096
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _NO_USER_CODE = (_FOLDER, os.path.dirname(os.path.abspath(asyncio.__file__)))
 
-Episode = Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome]]
+Episode = Callable[[EpisodeInput, Policy], Coroutine[Any, Any, "Outcome | ToGrade"]]
 
 
 class ForkServer:
@@ -66,6 +67,8 @@ class ForkServer:
         """Import the module, then serve until the host closes the socket."""
         try:
             form, episode = load(self._target)
+            if prepare := getattr(episode, "prepare", None):
+                prepare()
         except BaseException as error:  # noqa: BLE001  Whatever a module raises is reported.
             traceback.print_exc()
             lines = traceback.format_exception(type(error), error, error.__traceback__, -1)
@@ -185,7 +188,7 @@ async def _play(messages: socket.socket, episode: Episode, max_bytes: int) -> No
 async def _last_message(episode: Episode, prompt: EpisodeInput, policy: Policy) -> dict[str, Any]:
     """Run the user's code; the message of what came of it."""
     try:
-        outcome = check_outcome(await episode(prompt, policy))
+        end = check_end(await episode(prompt, policy))
     except BadOutcome as error:
         return {"failed": "bad_outcome", "reason": str(error)[:MAX_REASON]}
     except BaseException as error:  # noqa: BLE001  Whatever an environment raises is reported.
@@ -194,7 +197,7 @@ async def _last_message(episode: Episode, prompt: EpisodeInput, policy: Policy) 
             return {"outcome": vars(Outcome(0.0, limit))}
         traceback.print_exc()
         return {"failed": "exception", "reason": _describe(error)}
-    return {"outcome": vars(outcome)}
+    return {"to_grade" if isinstance(end, ToGrade) else "outcome": vars(end)}
 
 
 def _print_place(task: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Self
 
 from verification.environments.episode import Answer, Clock, EpisodeProcess, Judge
 from verification.environments.fork_client import ForkClient
-from verification.environments.policy import EpisodeInput, Outcome
+from verification.environments.policy import EpisodeInput, Outcome, ToGrade
 from verification.environments.settings import EnvironmentFailed, EnvironmentSettings
 
 
@@ -45,8 +45,8 @@ class EnvironmentHost:
     async def run(
         self, target: str, task: EpisodeInput, answer: Answer, *,
         clock: Clock | None = None, judge: Judge | None = None,
-    ) -> Outcome:  # fmt: skip
-        """The outcome of one episode of "module:name".
+    ) -> Outcome | ToGrade:  # fmt: skip
+        """The end of one episode of "module:name".
 
         answer: takes one turn of the policy. It returns a Reply, or raises PolicyLimit, which the
             environment may catch and which otherwise is the outcome, with reward 0. Several calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from verification.environments.policy import EpisodeInput, Outcome, Policy
+from verification.environments.policy import EpisodeInput, Outcome, Policy, ToGrade
 from verification.environments.tools import MAX_RESULT_CHARS, Limits, converse
 
 
@@ -40,16 +40,16 @@ class ServerTool:
 
 
 def mcp_episode(
-    command: Sequence[str], *, reward: Callable[..., Any], max_turns: int = 8,
+    command: Sequence[str], *, reward: Callable[..., Any] | None = None, max_turns: int = 8,
     max_tokens: int | None = None, max_result_chars: int = MAX_RESULT_CHARS,
-) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome]]:  # fmt: skip
+) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome | ToGrade]]:  # fmt: skip
     """Episode with the tools of an MCP server over stdio, which each episode starts for itself.
 
     command: program and arguments. The rest is as for `tools_episode`; `run.state` is the session.
     """
     limits = Limits(max_turns, max_tokens, max_result_chars)
 
-    async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import stdio_client
 

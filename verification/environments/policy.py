@@ -13,6 +13,7 @@ big-endian, and a JSON object:
 | {"judge": number, ...} | environment | a `JudgeInput` |
 | {"judged": number, ...} | host | the `Verdict` of the request of that number |
 | {"outcome": {...}} | environment, last | the `Outcome` |
+| {"to_grade": {...}} | environment, last | the `ToGrade` instead |
 | {"failed": kind, "reason": ...} | environment, last | why there is none |
 """
 
@@ -66,6 +67,25 @@ class Outcome:
     turn_returns: list[float] = field(default_factory=list)
     """What each reply learns from, in the order of asking, instead of turn_rewards: for replies of
     several sides, such as those of a debate, whose gains are not each other's."""
+
+
+@dataclass(frozen=True)
+class ToGrade:
+    """End of an episode of a task with `compare`: the verifier grades the text.
+
+    It grades as it would a completion, by the task's format check and comparison.
+    """
+
+    text: str
+    """Usually a reply's `text`."""
+
+
+class Unavailable(Exception):
+    """What the environment needs is not there, such as a service: the episode has no outcome.
+
+    It is held again, and earns no reward. A tool that raises this fails the episode; any other
+    exception of a tool is a message to the policy.
+    """
 
 
 class JudgeRefused(Exception):
@@ -318,8 +338,12 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def check_outcome(value: Any) -> Outcome:
-    """The outcome with plain numbers. Raises BadOutcome."""
+def check_end(value: Any) -> Outcome | ToGrade:
+    """What an episode returned, with plain numbers. Raises BadOutcome."""
+    if isinstance(value, ToGrade):
+        if not isinstance(value.text, str):
+            raise BadOutcome(f"the episode returned {value!r:.200}, expected a text to grade")
+        return value
     if not isinstance(value, Outcome):
         raise BadOutcome(f"the episode returned a {type(value).__name__}, expected an Outcome")
     if not isinstance(value.reason, str) or not 0 < len(value.reason) <= MAX_REASON_CHARS:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verification.environments.policy import Call, Chat, EpisodeInput, Outcome, Policy
+from verification.environments.policy import (
+    Call,
+    Chat,
+    EpisodeInput,
+    Outcome,
+    Policy,
+    ToGrade,
+    Unavailable,
+)
 from verification.environments.tool_schemas import Tool
 
 MAX_RESULT_CHARS = 20_000
@@ -40,8 +48,8 @@ class Limits:
 
 async def converse(
     prompt: EpisodeInput, policy: Policy, tools: list[Any], *, state: Any,
-    reward: Callable[..., Any], limits: Limits,
-) -> Outcome:  # fmt: skip
+    reward: Callable[..., Any] | None, limits: Limits,
+) -> Outcome | ToGrade:  # fmt: skip
     """Let the policy call tools until a turn without a call. tools: with the methods of `Tool`."""
     by_name = {tool.name: tool for tool in tools}
     chat = policy.chat(prompt.messages, tools=[tool.schema for tool in tools])
@@ -49,8 +57,11 @@ async def converse(
     for _ in range(limits.max_turns):
         reply = await chat.say(max_tokens=limits.max_tokens)
         if not reply.calls and not reply.faults:
+            if reward is None:
+                return ToGrade(reply.text)
             value = await _finished(reward(prompt, ToolRun(reply.content, calls, state)))
-            return value if isinstance(value, Outcome) else Outcome(value, "answered")
+            is_end = isinstance(value, (Outcome, ToGrade))
+            return value if is_end else Outcome(value, "answered")
         await _answer(chat, reply.calls, by_name, calls, limits.max_result_chars)
         for fault in reply.faults:
             chat.add("tool", f"Error: {fault}")
@@ -58,15 +69,17 @@ async def converse(
 
 
 def tools_episode(
-    tools: Iterable[Callable[..., Any]] | type, *, reward: Callable[..., Any], max_turns: int = 8,
-    max_tokens: int | None = None, max_result_chars: int = MAX_RESULT_CHARS,
-) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome]]:  # fmt: skip
+    tools: Iterable[Callable[..., Any]] | type, *, reward: Callable[..., Any] | None = None,
+    max_turns: int = 8, max_tokens: int | None = None, max_result_chars: int = MAX_RESULT_CHARS,
+) -> Callable[[EpisodeInput, Policy], Coroutine[Any, Any, Outcome | ToGrade]]:  # fmt: skip
     """Episode in which the policy calls tools until a turn without a call, then is rewarded.
 
     tools: functions with a docstring and annotated arguments; or a class, of which each episode has
         its own object: its public methods are the tools, but for `reset(prompt)`, called first.
-        Functions may be async. A faulty call, or a tool's exception, is a message to the policy.
-    reward: `reward(prompt, run: ToolRun)` returns a number or an `Outcome`; may be async.
+        Functions may be async. A faulty call, or a tool's exception other than `Unavailable`, is a
+        message to the policy.
+    reward: `reward(prompt, run: ToolRun)` returns a number, an `Outcome` or `ToGrade`; may be
+        async. None: the verifier grades the last reply, by the task's `compare`.
     max_turns: ends the episode with reward 0 and reason "out_of_turns".
     max_result_chars: of a longer result the policy sees the start.
     Raises TypeError for a tool without docstring or annotations.
@@ -75,7 +88,7 @@ def tools_episode(
     _tools(source)  # raises for tools that are none
     limits = Limits(max_turns, max_tokens, max_result_chars)
 
-    async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome:
+    async def episode(prompt: EpisodeInput, policy: Policy) -> Outcome | ToGrade:
         state, known = _tools(source)
         if hasattr(state, "reset"):
             await _finished(state.reset(prompt))
@@ -117,6 +130,8 @@ async def _call(call: Call, tools: dict[str, Tool]) -> str:
         return f"Error: {fault}"
     try:
         result = await _finished(tool.function(**call.arguments))
+    except Unavailable:
+        raise
     except Exception as error:  # noqa: BLE001  The policy sees whatever its call raised.
         return f"Error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, default=str)

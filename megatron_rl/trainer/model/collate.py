@@ -319,12 +319,16 @@ def _choices(
     """
     narrow = np.result_type(np.int16, *(s.expert_choices.dtype for s in sequences))
     choices = np.full((sum(lengths), width), -1, narrow)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    for sequence, start in zip(sequences, starts, strict=False):
+    starts = iter(np.concatenate([[0], np.cumsum(lengths)]))
+    for sequence in sequences:
         count = len(sequence.token_ids) - 1
+        places = [(*row, next(starts)) for row in sequence.rows]
         if len(sequence.expert_choices) == count * width:
             _check_experts(sequence.expert_choices, experts)
-            choices[start : start + count] = sequence.expert_choices.reshape(count, width)
+            found = sequence.expert_choices.reshape(count, width)
+            # The last token of a row predicts nothing.
+            for begin, end, start in places:
+                choices[start : start + end - begin - 1] = found[begin : end - 1]
         elif sequence.weight:
             raise InputError(
                 f"train.router_replay: a sequence of {count + 1} tokens has "

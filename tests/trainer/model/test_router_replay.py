@@ -50,21 +50,29 @@ def make_config(folder: Path, *overrides: str) -> Config:
 
 
 def make_sequences() -> list[TrainSequence]:
-    """Random tokens and random choices, of two different experts each."""
+    """Random tokens and random choices, of two different experts each.
+
+    The last one is a conversation of two rows, the second of which begins with two given tokens.
+    """
     rng = np.random.default_rng(5)
     sequences = []
-    for prompt, completion in ((5, 9), (3, 4), (7, 2), (4, 12)):
+    for prompt, completion, second in ((5, 9, 0), (3, 4, 0), (7, 2, 0), (4, 12, 0), (4, 10, 8)):
         count = prompt + completion - 1
         chosen = [rng.permutation(EXPERTS)[:TOPK] for _ in range(count * LAYERS)]
+        if second:
+            chosen[(second - 1) * LAYERS : second * LAYERS] = [np.full(TOPK, UNKNOWN)] * LAYERS
+        learnt = completion - 2 * bool(second)
         sequences.append(
             TrainSequence(
                 token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
                 prompt_length=prompt,
-                generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
-                token_versions=np.zeros(completion, np.int32),
+                generator_logprobs=rng.normal(-5, 0.3, learnt).astype(np.float32),
+                token_versions=np.zeros(learnt, np.int32),
                 advantage=float(rng.normal()),
-                weight=1 / 27,
+                weight=1 / 35,
                 expert_choices=np.concatenate(chosen).astype(np.int32),
+                given=[(second - prompt, second - prompt + 2)] if second else [],
+                row_starts=[second] if second else [],
             )
         )
     return sequences
@@ -183,6 +191,14 @@ def test_choices_stand_at_their_positions() -> None:
     assert choices[14:20].flatten().tolist() == second.expert_choices.tolist()
     # Last positions and padding predict nothing.
     assert (choices[[13, 20, 21, 22, 23]] == UNKNOWN).all()
+    # A conversation before another sequence: its rows have 8 and 6 tokens.
+    rows = make_sequences()[-1]
+    found = collate([rows, first], choice_width=width, experts=EXPERTS).expert_choices
+    assert found is not None and found.shape == (14 + 14, width)
+    recorded = rows.expert_choices.reshape(13, width).tolist()
+    assert found[:7].tolist() == recorded[:7] and found[8:13].tolist() == recorded[8:]
+    assert (found[[7, 13, 27]] == UNKNOWN).all()
+    assert found[14:27].flatten().tolist() == first.expert_choices.tolist()
     assert (collate([], choice_width=width, experts=EXPERTS).expert_choices == UNKNOWN).all()
     assert collate([first]).expert_choices is None
 
@@ -250,7 +266,7 @@ def test_what_megatron_keeps_of_a_microbatch_stays_narrow(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
 def test_choices_of_any_width_are_the_same_to_the_routers(dtype: type) -> None:
     width = LAYERS * TOPK
-    wide = make_sequences()
+    wide = make_sequences()[:4]  # the others have choices of -1
     narrow = [
         msgspec.structs.replace(s, expert_choices=s.expert_choices.astype(dtype)) for s in wide
     ]

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from verification.environments.episode import Answer
 from verification.environments.host import EnvironmentHost
-from verification.environments.policy import EpisodeInput, Outcome, Reply, Say
+from verification.environments.policy import EpisodeInput, Reply, Say
 from verification.environments.settings import EnvironmentSettings
 
 T = TypeVar("T")
@@ -70,16 +70,16 @@ class Running:
 
         return self._runner.run(body())
 
-    def play(self, target: str, policy: Answer | None = None, /, **fields: Any) -> Outcome:
-        """One episode, with these fields of its prompt."""
+    def play(self, target: str, policy: Answer | None = None, /, **fields: Any) -> Any:
+        """The end of one episode, with these fields of its prompt."""
         return self.wait(self.host.run(target, prompt(**fields), policy or replies()))
 
 
 def run(
     folder: Path, target: str, answer: Answer | None = None, *, task: EpisodeInput | None = None,
     **changes: Any,
-) -> Outcome:  # fmt: skip
-    """One episode under a host of its own."""
+) -> Any:  # fmt: skip
+    """The end of one episode, under a host of its own."""
     with Running(folder, **changes) as running:
         return running.wait(running.host.run(target, task or prompt(), answer or replies()))
 

@@ -171,6 +171,7 @@ class Requests:
                 stream=False,
                 extra_key=message.extra_key,
                 return_routed_experts=message.returns_expert_choices,
+                routed_experts_start_len=message.choices_from,
             )
             for name, own in zip(message.names, samplings, strict=True)
         ]
