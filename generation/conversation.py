@@ -61,17 +61,22 @@ class Turn:
         return [token for turn in self.path for token in (*turn.given, *turn.reply_ids)]
 
     @property
+    def size(self) -> int:
+        """Tokens of the turn, with the room that is kept for its reply."""
+        return len(self.given) + (self.most_tokens if self.reply is None else len(self.reply_ids))
+
+    @property
+    def row_size(self) -> int:
+        """Tokens from the root to the end of the turn."""
+        return sum(turn.size for turn in self.path)
+
+    @property
     def choices_from(self) -> int:
         """First token whose expert choices come with the reply, as in `Sampling`.
 
         It is the last one of the parent, after which nothing had been computed.
         """
-        return 0 if self.parent is None else len(self.parent.ids) - 1
-
-    @property
-    def size(self) -> int:
-        """Tokens of the turn, with the room that is kept for its reply."""
-        return len(self.given) + (self.most_tokens if self.reply is None else len(self.reply_ids))
+        return 0 if self.parent is None else self.parent.row_size - 1
 
 
 class Rows(NamedTuple):
@@ -125,7 +130,7 @@ class ConversationTree:
 
     def room_behind(self, parent: Turn | None) -> int:
         """Tokens that may follow a reply, or begin another row; the first prompt is not counted."""
-        begun = 0 if parent is None else len(parent.ids)
+        begun = 0 if parent is None else parent.row_size
         copied = begun if parent is not None and parent.successors else 0
         room = self._context_tokens - begun
         return min(room, self._completion_tokens - self._used - copied) if self.turns else room
@@ -133,7 +138,7 @@ class ConversationTree:
     @property
     def _used(self) -> int:
         """Completion tokens of all rows, with the room that is kept for open turns."""
-        rows = sum(sum(turn.size for turn in leaf.path) for leaf in self._leaves)
+        rows = sum(leaf.row_size for leaf in self._leaves)
         return rows - (len(self.turns[0].given) if self.turns else 0)
 
     @property
@@ -179,10 +184,10 @@ class ConversationTree:
 
     def _expert_choices(self) -> np.ndarray:
         parts: list[np.ndarray] = []
+        if not all(turn.reply and turn.reply.expert_choices for turn in self.turns):
+            return np.zeros(0, np.int32)
         for leaf in self._leaves:
             choices = [_choices_of(turn) for turn in leaf.path]
-            if not all(one.size for one in choices):
-                return np.zeros(0, np.int32)
             if parts:
                 parts.append(np.full_like(choices[0][:1], -1))
             parts += choices
@@ -193,7 +198,7 @@ def _choices_of(turn: Turn) -> np.ndarray:
     """[tokens from `choices_from` on, but the last; experts of a token in all layers] int32."""
     assert turn.reply is not None, "a turn is still open"
     choices = np.frombuffer(turn.reply.expert_choices, np.int32)
-    tokens = len(turn.ids) - 1 - turn.choices_from
+    tokens = turn.row_size - 1 - turn.choices_from
     if len(choices) % tokens:
         raise EngineError(f"the engine returned {len(choices)} expert choices of {tokens} tokens")
     return choices.reshape(tokens, -1)

@@ -192,8 +192,12 @@ class Episode:
             raise EnvironmentFailed("it returned without a turn of the policy", "bad_outcome")
         self._count(0)
         rows, renderer = self._tree.rows(), self.owner.renderer
-        asked = self._tree.turns[-1].prompt if isinstance(end, ToGrade) else rows.prompt_ids
-        if isinstance(end, ToGrade) and self._lease.prompt.task not in self.owner.graded_tasks:
+        asked, to_grade, score, returns = rows.prompt_ids, None, None, list[TurnReturn]()
+        if isinstance(end, Outcome):
+            score, returns = score_of(end), self._returns(end, rows.replies)
+        elif self._lease.prompt.task in self.owner.graded_tasks:
+            asked, to_grade = self._tree.turns[-1].prompt, end.text
+        else:
             reason = "it returned a text to grade, and its task has no reward.tasks.NAME.compare"
             raise EnvironmentFailed(reason, "bad_outcome")
         return Rollout(
@@ -208,10 +212,10 @@ class Episode:
             text=renderer.decode(rows.token_ids),
             prompt_tail=renderer.tail(asked),
             first_token_s=max(-1.0, self._first_at - self._began_at),
-            score=None if isinstance(end, ToGrade) else score_of(end),
-            to_grade=end.text if isinstance(end, ToGrade) else None,
+            score=score,
+            to_grade=to_grade,
             row_starts=rows.row_starts,
-            turn_returns=[] if isinstance(end, ToGrade) else self._returns(end, rows.replies),
+            turn_returns=returns,
             environment_s=self._environment_s,
         )  # fmt: skip
 

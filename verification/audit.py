@@ -90,13 +90,14 @@ def read_records(
     rules: by the stage of a line; a line of another stage gets the rule of the configuration.
     read_answers: as the reader of prompts does, so that a list in text is a list here too.
     """
-    records = []
+    records, outcomes = [], 0
     for _, line in decode_texts(path, _Line, expected=_EXPECTED):
         if line.is_outcome:
+            outcomes += 1
             continue
         answers = read_answers(line.answer, line.task) or [""]
         records.append(Record(_sample(line, answers, prompts, rules), line.reason))
-    if not records and path.stat().st_size:
+    if outcomes and not records:
         raise InputError(f"{path}: environments decided all rewards: a verifier grades none again")
     return records
 

@@ -156,7 +156,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The first elements, as far as they are equal."""
+    """The leading elements that both share."""
     pairs = zip(one, other, strict=False)
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 

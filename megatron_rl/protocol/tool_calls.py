@@ -159,7 +159,7 @@ class ToolCallParser:
 def _typed(call: WrittenCall, tools: Sequence[Tool]) -> WrittenCall:
     """The call with the arguments that its texts stand for, by the tool's schema.
 
-    A text that is no value of another type stays a text, which the tool refuses.
+    A text that does not parse as its type stays a text, and the tool refuses it.
     """
     offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     properties = offered.get(call.name, {}).get("properties") or {}

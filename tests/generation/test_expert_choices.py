@@ -27,7 +27,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 async def generate(setup: EngineSetup) -> tuple[list[Completion], list[int], Completion]:
     """Two completions of the prompt; and a turn behind the first, with its prompt.
 
-    Of the turn the choices are asked for from the last token of the first completion on.
+    The turn asks for choices from the last token of the first completion on.
     """
     engine = SGLangEngine(setup)
     try:

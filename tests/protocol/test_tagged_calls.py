@@ -9,7 +9,15 @@ from megatron_rl.protocol.call_forms import ToolCall
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.tool_calls import ToolCallParser
 from tests.protocol.real_templates import open_model
-from tests.protocol.test_tool_calls import TOOLS, text, tool, value, written
+from tests.protocol.test_tool_calls import (
+    TOOLS,
+    chat_template,
+    damage,
+    text,
+    tool,
+    value,
+    written,
+)
 
 TAGGED = ("qwen3.5", "glm4.5")
 """Templates that write each argument between tags."""
@@ -77,15 +85,7 @@ def test_damaged_tags_are_calls_or_faults_and_never_nothing(
         whole = renderer.decode(renderer.encode(written(renderer, tagged_calls(rng, 1))))
         begin = whole.index("<tool_call>") + len("<tool_call>")
         place = rng.randrange(begin, len(whole))
-        damaged = rng.choice(
-            (
-                whole[:place],
-                whole[:place] + whole[place + 1 :],
-                whole[:place] + whole[place] + whole[place:],
-                whole[:place] + rng.choice("</>=_ \n") + whole[place + 1 :],
-            )
-        )
-        parsed = parser.parse(damaged, TYPED)
+        parsed = parser.parse(damage(rng, whole, place, "</>=_ \n"), TYPED)
         assert parsed.calls or parsed.faults
         faults += bool(parsed.faults)
     assert faults > 50
@@ -142,15 +142,12 @@ def test_of_many_calls_that_nothing_closes_the_first_are_read(
 
 
 def test_several_calls_may_share_what_surrounds_them(tmp_path: Any) -> None:
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
-        "{% for c in m.tool_calls or [] %}{% if loop.first %}{{ '<my:calls>\\n' }}{% endif %}"
+    template = chat_template(
+        "{% if loop.first %}{{ '<my:calls>\\n' }}{% endif %}"
         "{{ '<invoke name=\"' + c.function.name + '\">\\n' }}"
         "{% for k, v in c.function.arguments.items() %}{{ '<parameter name=\"' + k + '\">' }}"
         "{{ (v if v is string else v | tojson) + '</parameter>\\n' }}{% endfor %}"
         "{{ '</invoke>\\n' }}{% if loop.last %}{{ '</my:calls>' }}{% endif %}"
-        "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     renderer = open_model(tmp_path / "model", "qwen3", template=template)
     parser, rng = ToolCallParser(renderer), random.Random(3)

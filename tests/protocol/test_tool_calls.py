@@ -89,6 +89,28 @@ def written(renderer: Renderer, calls: list[ToolCall]) -> str:
     return whole[len(prompt) :].rstrip("\n")
 
 
+def damage(rng: random.Random, whole: str, place: int, others: str) -> str:
+    """The text, cut at a place, or with its character there left out, doubled or another one."""
+    return rng.choice(
+        (
+            whole[:place],
+            whole[:place] + whole[place + 1 :],
+            whole[:place] + whole[place] + whole[place:],
+            whole[:place] + rng.choice(others) + whole[place + 1 :],
+        )
+    )
+
+
+def chat_template(calls: str, opens: str = "") -> str:
+    """A template; calls: what it writes for m.tool_calls; opens: begin of each answer."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+        f"{{% for c in m.tool_calls or [] %}}{calls}{{% endfor %}}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+        f"{{{{ '<|im_start|>assistant\\n{opens}' }}}}{{% endif %}}"
+    )
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_that_a_template_writes_are_read_again(
     name: str, renderers: dict[str, Renderer], parsers: dict[str, ToolCallParser]
@@ -119,15 +141,7 @@ def test_damaged_calls_are_calls_or_faults_and_never_nothing(
         assert start is not None
         # Llama's form is known by the key that comes first.
         place = rng.randrange(start.end() + len('{"name": ') * (name == "llama3.2"), len(whole))
-        damaged = rng.choice(
-            (
-                whole[:place],
-                whole[:place] + whole[place + 1 :],
-                whole[:place] + whole[place] + whole[place:],
-                whole[:place] + rng.choice('"{}[],:\\x<') + whole[place + 1 :],
-            )
-        )
-        parsed = parser.parse(damaged, TOOLS)
+        parsed = parser.parse(damage(rng, whole, place, '"{}[],:\\x<'), TOOLS)
         assert parsed.calls or parsed.faults
         faults += bool(parsed.faults)
         for call in parsed.calls:
@@ -233,12 +247,7 @@ def test_calls_are_read_only_outside_of_thoughts(parsers: dict[str, ToolCallPars
 
 
 def test_a_prompt_may_open_the_thought(tmp_path: Any) -> None:
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
-        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson }}</tool_call>"
-        "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
-    )
+    template = chat_template("{{ '<tool_call>' + c.function | tojson }}</tool_call>", "<think>\\n")
     parser = ToolCallParser(open_model(tmp_path / "model", "qwen3", template=template))
     call = hermes(GOOD)
     assert parser.parse(f"hm {call}", TOOLS) == (f"hm {call}", "", [], [])
@@ -260,12 +269,7 @@ def test_a_template_without_calls_has_an_assumed_form_and_an_unknown_form_is_ref
     assert "writes no tool calls, so they are read as <tool_call>" in parsers["smollm2"].note
     assert [parsers[name].note for name in WRITERS] == [""] * len(WRITERS)
     # A form without the name, as of models whose ids tell it.
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
-        "{% for c in m.tool_calls or [] %}{{ '<call id=' + c.id + '>' }}"
-        "{{ c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
+    template = chat_template("{{ '<call id=' + c.id + '>' }}{{ c.function.arguments | tojson }}")
     parser = ToolCallParser(open_model(tmp_path / "unknown", "qwen3", template=template))
     assert "<call id=probe0123>" in parser.refusal and parser.refusal in parser.note
     assert parser.parse("<tool_call>x", []) == ("", "<tool_call>x", [], [])

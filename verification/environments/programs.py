@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from verification.code.grading import Ran, grade, parse_tests, run_program
 from verification.code.problem import CodeTests
 from verification.code.setup import CodeLimits, resolve
@@ -127,10 +129,7 @@ async def repair_program(
 def visible_tests(entry: Any, shown: int) -> CodeTests:
     """The tests that the policy may see. Raises GradingError for an entry that has none."""
     tests = parse_tests(entry if isinstance(entry, str) else json.dumps(entry))
-    return CodeTests(
-        **{name: getattr(tests, name) for name in tests.__struct_fields__ if name != "cases"},
-        cases=tests.cases[:shown],
-    )
+    return msgspec.structs.replace(tests, cases=tests.cases[:shown])
 
 
 async def _find_fault(programs: Programs, reply: str, tests: CodeTests, seed: int) -> str:
