@@ -23,6 +23,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.exchange.layouts import EngineKind
 from megatron_rl.weights.layout.engine_layout import check_slices
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import PLAIN
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
@@ -75,10 +77,22 @@ def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
     setup = replace(setup, is_deterministic=False, releases_memory=False)
     # The last of equal options counts. Attention has no parameters, and none is computed.
     command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
-    question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, hf_shapes(shape))
+    wrapper = FAMILIES[shape.architecture].wrapper
+    spelling = wrapper.spellings[0] if wrapper is not None else PLAIN
+    own = {spelling.rename(name): name for name in hf_shapes(shape)}
+    tensors = {name: hf_shapes(shape)[text] for name, text in own.items()}
+    question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, tensors)
     environment = {**os.environ, **server_environment(setup)}
     limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
-    return msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
+    traces = msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
+    return [
+        RankTrace(
+            trace.parameters,
+            [part._replace(hf=own[part.hf]) for part in trace.loaded],
+            trace.odd,
+        )
+        for trace in traces
+    ]
 
 
 def _kind_of(config: Config) -> EngineKind:

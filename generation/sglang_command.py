@@ -10,10 +10,13 @@ from pathlib import Path
 
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
+from generation.text_models import MODEL_VARIABLE, TIED_VARIABLE
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.whole_file import write_private
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.shape import read_shape
 
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 NEVER_STREAM_TOKENS = 1_000_000
@@ -85,6 +88,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
+        *_family_flags(Path(setup.model)),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.is_deterministic and not sglang_cpu.is_needed():
@@ -95,6 +99,13 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         command.append("--enable-memory-saver")
     command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
     return command + extra_flags(setup.extra_args)
+
+
+def _family_flags(model: Path) -> tuple[str, ...]:
+    # A model by a name on the Hub is looked up by SGLang alone.
+    known = (model / "config.json").is_file()
+    family = FAMILIES.get(sglang_cpu.architecture_of(model)) if known else None
+    return family.engine_flags if family is not None else ()
 
 
 def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str]:
@@ -134,6 +145,7 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
         shims |= sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
         shims |= {DETERMINISTIC_VARIABLE: "1"} if setup.is_deterministic else {}
+    shims |= _text_model_environment(Path(setup.model))
     if setup.colocate:
         # Free memory differs between its ranks, as the trainer's ranks hold unequal shares.
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
@@ -144,4 +156,17 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
+    }
+
+
+def _text_model_environment(model: Path) -> dict[str, str]:
+    """Variables by which SGLang's processes make the text model of a wrapper alone."""
+    known = (model / "config.json").is_file()
+    family = FAMILIES.get(sglang_cpu.architecture_of(model)) if known else None
+    if family is None or family.wrapper is None:
+        return {}
+    return {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "generation.text_models",
+        MODEL_VARIABLE: family.architecture,
+        TIED_VARIABLE: str(int(read_shape(model).is_tied)),
     }

@@ -61,14 +61,17 @@ def write_model(
     config = getattr(transformers, f"{family}Config")(
         **{**SIZES, "tie_word_embeddings": is_tied, **options}
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms and biases that are 1 and 0 would hide that they are used.
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model = model.to(dtype).eval()
+    model = disturb(getattr(transformers, f"{family}ForCausalLM")(config)).to(dtype).eval()
     model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def disturb(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with other vectors: norms and biases of 1 and 0 would hide that they are used."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
 

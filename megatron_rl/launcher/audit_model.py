@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
@@ -26,6 +26,8 @@ from megatron_rl.observe.facts import read_summary
 from megatron_rl.protocol.render import Renderer, open_renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.shape import read_shape
 
 PROBE_PROMPTS = 32
 BATCH = 64
@@ -76,10 +78,17 @@ def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> di
     }
 
 
+def load_model(folder: Path, dtype: str) -> torch.nn.Module:
+    """The folder's model as transformers loads it, a text model with its wrapper."""
+    is_wrapped = FAMILIES[read_shape(folder).architecture].wrapper is not None
+    kind = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
 @torch.no_grad()
 def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Tensor:
     """[tokens of all sequences, vocabulary] float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = load_model(folder, dtype)
     return torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in sequences])
 
 
@@ -128,9 +137,7 @@ def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
 @torch.no_grad()
 def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float:
     """Share of prompts with a well-formed completion whose boxed answer is the reference."""
-    model = AutoModelForCausalLM.from_pretrained(
-        cfg.model.path, dtype=getattr(torch, cfg.model.dtype)
-    ).eval()
+    model = load_model(cfg.model.path, cfg.model.dtype)
     how: dict[str, object] = {"do_sample": False}
     if cfg.eval.temperature > 0:
         torch.manual_seed(SAMPLING_SEED)

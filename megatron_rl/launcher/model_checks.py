@@ -16,6 +16,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.protocol.render import Renderer, read_values
+from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -23,7 +24,6 @@ from megatron_rl.weights.layout.shape import (
     counts_of,
     read_shape,
 )
-from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_FOREIGN_IDS = 1024
@@ -57,6 +57,7 @@ def check_model(config: Config) -> None:
     check_parallel(shape, config.parallel)
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_expert_parallel(config.generator, shape)
+    check_wrapper(config.generator, shape)
     if config.train.router_replay and not shape.experts:
         raise InputError(
             f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
@@ -76,19 +77,32 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
         )
 
 
+def check_wrapper(generator: GeneratorConfig, shape: ModelShape) -> None:
+    """The engine can take new weights of a text model inside a wrapper."""
+    if FAMILIES[shape.architecture].wrapper is None:
+        return
+    fault = f"model.path is a {shape.architecture}, which holds more than the text model"
+    if generator.engine in ("hf", "vllm"):
+        raise InputError(
+            f"{fault}: generator.engine={generator.engine!r} takes weights of text models alone; "
+            "set it to 'sglang'"
+        )
+
+
 def check_quantization(config: Config) -> None:
     """A quantised engine can take new weights."""
     given, engine = config.generator.quantization, config.generator.engine
     if not given or engine != "sglang" or not config.train.steps:
         return
     architecture = sglang_cpu.architecture_of(config.model.path)
+    family = FAMILIES.get(architecture)
     fault = f"generator.quantization={given!r} with a model of architecture {architecture}"
     if given != "fp8":
         raise InputError(
             f"{fault}: such an engine takes no new weights. A training run allows 'fp8' alone. "
             "Set generator.quantization='fp8' or ''"
         )
-    if sglang_cpu.is_needed() and architecture in EXPERT_NAMES:
+    if sglang_cpu.is_needed() and family is not None and family.experts:
         # SGLang 0.5.23, kernels/ops/quantization/fp8_kernel.py: scaled_fp8_quant.
         raise InputError(
             f"{fault} without a GPU: SGLang quantises experts by a CUDA kernel. "

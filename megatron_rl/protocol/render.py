@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
@@ -357,5 +358,4 @@ def stop_strings(model: Path) -> list[str]:
 
 def read_values(path: Path) -> dict[str, Any]:
     """Values of a model's JSON file; values of `text_config` come first."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return {**found, **(found.get("text_config") or {})}
+    return text_values(json.loads(path.read_text())) if path.exists() else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.hf_config import text_values
 
 Packing = Literal["tokens", "flops"]
 
@@ -45,7 +46,7 @@ def find_cost(packing: Packing, model: Path) -> SequenceCost:
 def read_cost(model: Path) -> SequenceCost:
     """FLOPs of the model in a Hugging Face folder."""
     try:
-        values = json.loads((model / "config.json").read_text())
+        values = text_values(json.loads((model / "config.json").read_text()))
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         dim = values.get("head_dim") or hidden // heads
         projections = hidden * dim * 2 * (heads + values.get("num_key_value_heads", heads))

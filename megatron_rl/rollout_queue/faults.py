@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 
+from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.limits import INT32_MAX, find_bad_ids
 from megatron_rl.protocol.rollout import ROUNDING_NATS, Rollout, find_bad_spans, given_ranges
@@ -46,7 +47,7 @@ class RolloutLimits:
 def limits_of(config: Config) -> RolloutLimits:
     """Return the limits at the start of a run; without a model folder, token ids have none."""
     path = config.model.path / "config.json"
-    values = json.loads(path.read_text()) if path.exists() else {}
+    values = text_values(json.loads(path.read_text())) if path.exists() else {}
     return RolloutLimits(
         last_id=values.get("vocab_size", INT32_MAX + 1) - 1,
         tokens=config.generator.context_tokens,

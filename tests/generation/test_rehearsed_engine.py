@@ -46,7 +46,13 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
         "Qwen3Moe", (4096, 94, 64, 4, 151936, 12288), {**EXPERTS, "moe_intermediate_size": 1536},
         235_093_634_560,
     ),
+    # The text models alone.
+    "Magistral-2507": ("Mistral3", (5120, 40, 32, 8, 131072, 32768), {}, 23_572_403_200),
+    "Qwen2.5-VL-7B": ("Qwen2_5_VL", (3584, 28, 28, 4, 152064, 18944), {}, 7_615_616_512),
+    "Qwen3-VL-8B": ("Qwen3VL", (4096, 36, 32, 8, 151936, 12288), {}, 8_190_735_360),
 }  # fmt: skip
+WRAPPERS = {"Mistral3": ("mistral3", "mistral"), "Qwen2_5_VL": ("qwen2_5_vl", "qwen2_5_vl_text"),
+            "Qwen3VL": ("qwen3_vl", "qwen3_vl_text")}  # fmt: skip
 TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe"}
 PART = "model.layers.0.mlp.down_proj.weight"
 
@@ -71,6 +77,14 @@ def write_config(folder: Path, name: str) -> None:
     """The config.json of a published model."""
     family, sizes, more, _ = MODELS[name]
     values = COMMON | dict(zip(NAMES, sizes, strict=True)) | more
+    if family in WRAPPERS:
+        outer, inner = WRAPPERS[family]
+        values = {
+            "architectures": [f"{family}ForConditionalGeneration"], "model_type": outer,
+            "text_config": {**values, "model_type": inner}, "vision_config": {},
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(values))
+        return
     kind = {"architectures": [f"{family}ForCausalLM"], "model_type": TYPES[family]}
     (folder / "config.json").write_text(json.dumps(values | kind))
 
@@ -80,9 +94,12 @@ def held_elements(name: str, ranks: int) -> int:
     family, (hidden, layers, _, kv_heads, _, _), more, total = MODELS[name]
     head_dim = more.get("head_dim", 128)
     on_all = layers * 2 * hidden + hidden
+    if family in ("Qwen3Moe", "Qwen3VL"):
+        on_all += layers * 2 * head_dim
     if family == "Qwen3Moe":
-        on_all += layers * (2 * head_dim + EXPERTS["num_experts"] * hidden)
-    keys_values = layers * 2 * kv_heads * head_dim * (hidden + (family == "Qwen2"))
+        on_all += layers * EXPERTS["num_experts"] * hidden
+    has_bias = family in ("Qwen2", "Qwen2_5_VL")
+    keys_values = layers * 2 * kv_heads * head_dim * (hidden + has_bias)
     copies = max(1, ranks // kv_heads)
     return total + on_all * (ranks - 1) + keys_values * (copies - 1)
 
@@ -120,6 +137,8 @@ def test_24b_fit_both_ranks_of_an_engine(tmp_path: Path) -> None:
         ("Qwen3-30B-A3B", 8, 8, ""),
         ("Qwen3-235B-A22B", 8, 1, ""), ("Qwen3-235B-A22B", 8, 4, ""),
         ("Qwen3-235B-A22B", 8, 8, "fp8"),
+        ("Magistral-2507", 8, 1, ""), ("Magistral-2507", 2, 1, "fp8"),
+        ("Qwen2.5-VL-7B", 1, 1, ""), ("Qwen2.5-VL-7B", 4, 1, "fp8"), ("Qwen3-VL-8B", 8, 1, ""),
     ],
 )  # fmt: skip
 def test_published_models_fit(

@@ -11,6 +11,7 @@ from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.launcher import model_checks, preflight
 from tests.generation.layout_models import shape_of, write_model
 from tests.tiny_models import write_model as write_policy
+from tests.wrapped_models import write_wrapped
 
 
 @pytest.mark.parametrize("quantization", ["w8a8_fp8", "awq"])
@@ -60,6 +61,16 @@ def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Pat
         load_config(None, ["generator.tensor_parallel=3", "generator.expert_parallel=2"])
     with pytest.raises(ConfigError, match="which is one process: set it to 1"):
         load_config(None, [*divided, "generator.engine=hf"])
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_other_engines_take_no_weights_of_a_wrapped_text_model(tmp_path: Path, engine: str) -> None:
+    write_wrapped(tmp_path, "Mistral3", num_hidden_layers=1)
+    config = load_config(None, [f"model.path={tmp_path}", "generator.engine=sglang"])
+    model_checks.check_model(config)
+    config = load_config(None, [f"model.path={tmp_path}", f"generator.engine={engine}"])
+    with pytest.raises(InputError, match=f"Mistral3.*='{engine}' takes.*set it to 'sglang'"):
+        model_checks.check_model(config)
 
 
 def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(

@@ -13,6 +13,7 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost, read_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, write_model
+from tests.wrapped_models import write_wrapped
 from tools.bench.packing import magistral_like
 
 # Magistral Small: 40 layers of 32 heads and 8 key heads of 128, hidden 5,120, FFN 32,768.
@@ -38,6 +39,12 @@ def test_costs_are_the_flops_of_a_forward_pass(tmp_path: Path, family: str, opti
     for length in (1, 2, 5, 6, 7, 100):
         assert 3 * cost.of(length) == step_flops(shape, sequences=1, length=length).total
     assert find_cost("flops", tmp_path) == cost and find_cost("tokens", tmp_path) == TOKENS
+
+
+def test_a_text_model_inside_a_wrapper_costs_what_it_costs_alone(tmp_path: Path) -> None:
+    write_wrapped(tmp_path, "Qwen3VL")
+    whole = 3 * read_cost(tmp_path).of(7)
+    assert whole == step_flops(read_shape(tmp_path), sequences=1, length=7).total
 
 
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:

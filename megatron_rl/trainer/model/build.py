@@ -47,7 +47,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.weights.layout.rotary import inverse_frequencies
+from megatron_rl.weights.layout.rotary import inverse_frequencies, softmax_scale
 from megatron_rl.weights.layout.shape import ModelShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -126,7 +126,8 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=number,
     )
-    # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
+    # Megatron knows no linear scaling, fixes llama3's constants, and its fused kernel has no
+    # factor for yarn: so the angles are given here, and the factor in `softmax_scale`.
     module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
     module.to(backend.device)
     mark_experts(module)
@@ -230,6 +231,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
         "kv_channels": shape.head_dim,
+        "softmax_scale": softmax_scale(shape),
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
         "gated_linear_unit": True,

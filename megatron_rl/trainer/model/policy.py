@@ -5,7 +5,7 @@ Runs in trainer ranks.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted, raise_file_limit
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
+from megatron_rl.weights.folders.hf_folder import open_wrapper
 from megatron_rl.weights.folders.load import load_megatron, load_weights
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
@@ -160,6 +161,9 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_weights(chunks, shape, cfg.model.path)
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
+            with ExitStack() as stack:
+                # An export takes a wrapper's other tensors from there: better refused now.
+                open_wrapper(cfg.model.path, shape, stack)
         policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
         with tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions), failures_noted():
             yield policy

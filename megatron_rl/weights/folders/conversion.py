@@ -3,7 +3,8 @@
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.folders.hf_folder import SHARD_BYTES, write_config, write_tensors
+from megatron_rl.weights.folders.hf_folder import (
+    SHARD_BYTES,
+    FolderTensors,
+    as_in_source,
+    open_model,
+    write_config,
+    write_tensors,
+)
 from megatron_rl.weights.folders.megatron_folder import RELEASE, TRACKER
 from megatron_rl.weights.folders.megatron_writer import write_checkpoint
-from megatron_rl.weights.folders.model_files import files_to_carry
+from megatron_rl.weights.folders.model_files import ModelFiles, files_to_carry
 from megatron_rl.weights.folders.sources import Source, open_source
 from megatron_rl.weights.folders.staging import staged
+from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 Kind = Literal["hf", "megatron"]
@@ -72,8 +81,10 @@ def convert(
     if request.target.exists():
         raise InputError(f"{request.target} exists already: name another folder, or delete it")
     files = files_to_carry(request.source, request.files_from)
-    with open_source(request.source, files.paths) as source:
+    with ExitStack() as stack:
+        source = stack.enter_context(open_source(request.source, files.paths))
         to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
+        origin = _open_origin(source, files, stack) if to == "hf" else None
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
         check_space(request.target, reading.size_bytes)
@@ -86,10 +97,26 @@ def convert(
             keeps_config = source.kind != "mistral" and files.run is None
             if not keeps_config or _declared_dtype(source.config) != reading.main_dtype:
                 write_config(source.config, staging, reading.main_dtype)
-            _write(staging, reading, to, request.shard_bytes)
+            if to == "hf":
+                whole = as_in_source(reading.stream(), origin)
+                write_tensors(staging, whole, request.shard_bytes)
+            else:
+                _write_megatron(staging, reading, request.shard_bytes)
             if request.verify:
-                _verify(staging, reading)
+                _verify(staging, reading, {} if origin is None else origin.carried)
     return done
+
+
+def _open_origin(source: Source, files: ModelFiles, stack: ExitStack) -> FolderTensors | None:
+    """As `open_wrapper`. Raises InputError if the rest of the wrapper is not to be had."""
+    if FAMILIES[source.shape.architecture].wrapper is None:
+        return None
+    if files.origin is None or not any(files.origin.glob("*.safetensors")):
+        raise InputError(
+            f"a {source.shape.architecture} holds more than the text model, which is all that a "
+            "Megatron checkpoint has: name a Hugging Face folder with the rest by --files-from"
+        )
+    return open_model(files.origin, source.shape, stack)
 
 
 class _Reading:
@@ -157,26 +184,29 @@ def _declared_dtype(config: dict[str, Any]) -> torch.dtype | None:
     return DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
 
 
-def _write(folder: Path, reading: _Reading, to: Kind, shard_bytes: int) -> None:
-    if to == "hf":
-        write_tensors(folder, reading.stream(), shard_bytes)
-        return
+def _write_megatron(folder: Path, reading: _Reading, shard_bytes: int) -> None:
     (folder / RELEASE).mkdir()
     write_checkpoint(folder / RELEASE, reading.shape, reading, shard_bytes=shard_bytes)
     (folder / TRACKER).write_text(RELEASE)
 
 
-def _verify(folder: Path, reading: _Reading) -> None:
-    """Compare what `folder` holds with what was read for it."""
+def _verify(folder: Path, reading: _Reading, carried: Mapping[str, Any]) -> None:
+    """Compare what `folder` holds with what was read for it, and with a wrapper's other tensors."""
     with open_source(folder, files_to_carry(folder, None).paths) as written:
         for name, expected in reading.digests.items():
             tensor = written.read(name).contiguous()
-            if digest(tensor) != expected:
-                raise VerificationFailed(
-                    f"{name} was written otherwise than it was read; nothing was kept. Is the "
-                    "disk or the memory at fault?"
-                )
+            _check_digest(name, tensor, expected)
             reading.advance(tensor.nbytes)
+        for name, value in carried.items():
+            _check_digest(name, written.carried[name][:], digest(value[:]))
+
+
+def _check_digest(name: str, tensor: Tensor, expected: bytes) -> None:
+    if digest(tensor) != expected:
+        raise VerificationFailed(
+            f"{name} was written otherwise than it was read; nothing was kept. Is the disk or the "
+            "memory at fault?"
+        )
 
 
 def check_space(target: Path, size_bytes: int) -> None:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,8 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     NamedTensor,
+    as_in_source,
+    open_wrapper,
     write_config,
     write_tensors,
 )
@@ -186,10 +189,11 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
-    Configuration and tokenizer files are copied from `source`; run: that trained the model, with
-    its chat template and end tokens. The folder appears at once, when complete; replaces: in place
-    of an older one, which is a FileExistsError without it. Ranks other than 0 return when it is
-    there, or raise DeadlineExceeded after patience_s without news.
+    Configuration and tokenizer files are copied from `source`, and of a wrapper the tensors that
+    are not trained; run: that trained the model, with its chat template and end tokens. The folder
+    appears at once, when complete; replaces: in place of an older one, which is a FileExistsError
+    without it. Ranks other than 0 return when it is there, or raise DeadlineExceeded after
+    patience_s without news.
     """
     calls, tensors = ExportCalls(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
@@ -204,7 +208,8 @@ def save_hf(
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
 
-        with staged(folder, replaces=replaces) as staging:
-            write_tensors(staging, tensors, shard_bytes, limit_s=limit_s)
+        with staged(folder, replaces=replaces) as staging, ExitStack() as stack:
+            whole = as_in_source(tensors, open_wrapper(source, shape, stack))
+            write_tensors(staging, whole, shard_bytes, limit_s=limit_s)
             write_when_room(staging, write_rest, limit_s=limit_s)
     calls.end()

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.rope import in_both_spellings
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import shown
@@ -67,6 +70,66 @@ def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
+@dataclass(frozen=True)
+class FolderTensors:
+    """The lazy slices of a folder's tensors, those of the text model under its own names."""
+
+    text: dict[str, Any]
+    carried: dict[str, Any]
+    """Of a wrapper's towers and projectors, under their names in the files."""
+    spelling: Spelling
+
+
+def open_wrapper(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTensors | None:
+    """As `open_model`; None, and nothing is opened, for a text model alone."""
+    is_wrapped = FAMILIES[shape.architecture].wrapper is not None
+    return open_model(folder, shape, stack) if is_wrapped else None
+
+
+def open_model(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTensors:
+    """The tensors of a folder with a model of `shape`; raises InputError as `open_tensors`, and
+    unless they are those that config.json means."""
+    found = sort_tensors(open_tensors(folder, stack), shape, folder)
+    sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
+    check_tensors(shape, sizes, folder)
+    return found
+
+
+def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
+    """Tensors by what they belong to. Raises InputError for a wrapper without one of its parts."""
+    wrapper = FAMILIES[shape.architecture].wrapper
+    if wrapper is None:
+        return FolderTensors(tensors, {}, PLAIN)
+    carried = {name: value for name, value in tensors.items() if name.startswith(wrapper.carried)}
+    rest = {name: value for name, value in tensors.items() if name not in carried}
+    first = "model.embed_tokens.weight"
+    spelling = next((one for one in wrapper.spellings if one.rename(first) in rest), None)
+    if spelling is None or not carried:
+        lacking = wrapper.carried if spelling else [one.text for one in wrapper.spellings]
+        raise InputError(
+            f"{folder}: a {shape.architecture} has tensors that begin with one of "
+            f"{', '.join(lacking)}, and none is here: give the whole folder"
+        )
+    own = {spelling.rename(name): name for name in (*hf_shapes(shape), "lm_head.weight")}
+    return FolderTensors(
+        {own.get(name, name): value for name, value in rest.items()}, carried, spelling
+    )
+
+
+def as_in_source(
+    tensors: Iterable[NamedTensor], origin: FolderTensors | None
+) -> Iterator[NamedTensor]:
+    """The text model's tensors as `origin` names them, then what that has besides, unchanged.
+
+    origin: the wrapper's folder; None for a text model alone.
+    """
+    if origin is None:
+        yield from tensors
+        return
+    yield from ((origin.spelling.rename(name), tensor) for name, tensor in tensors)
+    yield from ((name, tensor[:]) for name, tensor in origin.carried.items())
+
+
 def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raise InputError unless the tensors found (HF name -> shape) are those of `shape`."""
     expected = hf_shapes(shape)
@@ -92,7 +155,8 @@ def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) ->
     """Write config.json with the dtype of the weights."""
     # transformers 5 writes dtype, earlier ones torch_dtype.
     kept = {key: value for key, value in values.items() if key != "torch_dtype"}
-    if "architectures" in kept:
+    # A wrapper's engine reads the one spelling of its text_config.
+    if "architectures" in kept and "text_config" not in kept:
         kept = in_both_spellings(kept, folder)
     kept["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.backend import fp8
 from megatron_rl.weights.folders.finite import check_loaded
-from megatron_rl.weights.folders.hf_folder import check_tensors, open_tensors
+from megatron_rl.weights.folders.hf_folder import open_model
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape
@@ -48,9 +48,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     for name in PADDED & parameters.keys():
         parameters[name].zero_()
     with ExitStack() as stack:
-        tensors = open_tensors(folder, stack)
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-        check_tensors(shape, sizes, folder)
+        tensors = open_model(folder, shape, stack).text
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
     check_loaded(parameters, lambda: slices, folder)

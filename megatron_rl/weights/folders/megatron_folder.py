@@ -25,7 +25,6 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, shown
 from megatron_rl.weights.layout.trainer_layout import (
-    ARCHITECTURES,
     EMBEDDING,
     ENGINE_NAMES,
     FINAL_NORM,
@@ -33,6 +32,7 @@ from megatron_rl.weights.layout.trainer_layout import (
     PADDED,
     Entry,
     Place,
+    layer_entries,
 )
 
 _KEYS = {ours: engine for engine, ours in ENGINE_NAMES.items()}
@@ -78,7 +78,7 @@ class Block:
 def model_blocks(shape: ModelShape) -> Iterator[Block]:
     """All blocks of a model, so that their HF tensors come nearly in the order of `hf_shapes`."""
     yield _Kind(EMBEDDING, shape).block(shape, 0, 0)
-    kinds = [_Kind(entry, shape) for entry in ARCHITECTURES[shape.architecture]]
+    kinds = [_Kind(entry, shape) for entry in layer_entries(shape.architecture)]
     for layer in range(shape.layers):
         yield from (kind.block(shape, layer, 0) for kind in kinds if not kind.entry.is_expert)
         for expert in range(shape.experts):

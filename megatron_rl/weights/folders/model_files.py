@@ -37,6 +37,8 @@ class ModelFiles:
     paths: tuple[Path, ...]
     run: Config | None = None
     """The run that trained the weights."""
+    origin: Path | None = None
+    """Hugging Face folder with what a wrapper holds besides the text model; None: unknown."""
 
     def write(self, folder: Path) -> None:
         """Copy all into `folder`, which holds none of them; contents only, not permissions.
@@ -87,7 +89,8 @@ def files_to_carry(folder: Path, files_from: Path | None) -> ModelFiles:
             f"{folder} is in mistral format and has no tokenizer that transformers reads (one of "
             f"{', '.join(TOKENIZERS)}): name a folder that has it with --files-from"
         )
-    return ModelFiles(tuple(found.values()), run)
+    origin = files_from if is_megatron_folder(folder) else folder
+    return ModelFiles(tuple(found.values()), run, origin)
 
 
 def read_config(folder: Path, files: Sequence[Path]) -> dict[str, Any]:

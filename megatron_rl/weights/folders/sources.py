@@ -17,6 +17,7 @@ from megatron_rl.weights.folders.hf_folder import (
     check_tensors,
     open_files,
     open_tensors,
+    sort_tensors,
 )
 from megatron_rl.weights.folders.megatron_folder import (
     Block,
@@ -39,6 +40,8 @@ class Source(Protocol):
     config: dict[str, Any]
     """Values of its config.json."""
     shape: ModelShape
+    carried: dict[str, Any]
+    """What a wrapper holds besides the text model: lazy slices, by their names in the files."""
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype of a tensor, by its HF name."""
@@ -75,10 +78,12 @@ class HfSource:
         """tensors: lazy slices of open files, by HF name."""
         self.config = config
         self.shape = shape_of(config, folder)
-        self._tensors = tensors
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        found = sort_tensors(tensors, self.shape, folder)
+        self._tensors = found.text
+        self.carried = found.carried
+        sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
         check_tensors(self.shape, sizes, folder)
-        for name, tensor in tensors.items():
+        for name, tensor in found.text.items():
             if tensor.get_dtype() not in _DTYPES:
                 raise InputError(
                     f"{folder}: {name} is {tensor.get_dtype()}, but only {', '.join(_DTYPES)} are "
@@ -127,6 +132,7 @@ class MegatronSource:
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.config = config
         self.shape = shape_of(config, folder)
+        self.carried = {}
         self._folder = MegatronFolder(folder)
         self._folder.check(self.shape)
         self._blocks = {name: block for block in model_blocks(self.shape) for name in block.hf}

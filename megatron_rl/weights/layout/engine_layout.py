@@ -7,13 +7,15 @@ its layers fuse queries, keys and values, gate and up, and all experts of a laye
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import Experts
 from megatron_rl.weights.layout.shape import ModelShape, counts_of
 from megatron_rl.weights.layout.slices import Share, Slice, unmatched_text
-from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES, hf_shapes
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +80,7 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
     whole = [_whole(name, *size) for name, size in hf_shapes(shape).items()]
     if not shape.experts:
         return whole
-    block = EXPERT_NAMES[shape.architecture].block
+    block = _experts_of(shape).block
     slices = [
         # transformers 5 calls the block `mlp` in every family; the files keep their own names.
         part._replace(local=part.local.replace(f".{block}.gate.", ".mlp.gate."))
@@ -119,6 +121,12 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
 
 
+def _experts_of(shape: ModelShape) -> Experts:
+    experts = FAMILIES[shape.architecture].experts
+    assert experts is not None, f"{shape.architecture} has no experts"
+    return experts
+
+
 class _ExpertPlace(NamedTuple):
     """Position of a rank among the ranks that divide the experts."""
 
@@ -138,7 +146,7 @@ def _experts(
     name: str, shape: ModelShape, place: _ExpertPlace, ffn_multiple: int
 ) -> Iterator[Slice]:
     """The router, and the rank's units of each of its experts."""
-    block = f"{name}.{EXPERT_NAMES[shape.architecture].block}"
+    block = f"{name}.{_experts_of(shape).block}"
     yield _whole(f"{block}.gate.weight", shape.experts, shape.hidden)
     # SGLang pads by all ranks of the engine (configs/update_config.py), on the CPU alone.
     ranks = place.units.size * (place.expert.size if ffn_multiple > 1 else 1)
@@ -151,16 +159,17 @@ def _fused_experts(
     name: str, local: tuple[str, str], units: Span, shape: ModelShape, held: range
 ) -> Iterator[Slice]:
     """Each expert's gate then up in one parameter, [held experts, 2 units, hidden]; down in one."""
-    names = EXPERT_NAMES[shape.architecture]
+    names = _experts_of(shape)
+    gate_name, up_name, down_name = names.projections
     gate_up, down = local
     for place, expert in enumerate(held):
         hf = f"{name}.{names.block}.experts.{expert}"
-        parts = [(f"{hf}.{part}.weight", units) for part in (names.gate, names.up)]
+        parts = [(f"{hf}.{part}.weight", units) for part in (gate_name, up_name)]
         # Up starts after gate's padding, where there is any: at `room`, not at `count`.
         yield from _stacked(parts, gate_up, shape.hidden, local_row=place * 2 * units.room)
         row = place * shape.hidden
         yield Slice(
-            f"{hf}.{names.down}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
+            f"{hf}.{down_name}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
         )
 
 
@@ -212,7 +221,7 @@ def _rounded_up(count: int, multiple: int) -> int:
 
 
 def check_slices(
-    slices: Iterable[Slice], parameters: dict[str, Tensor], *, may_pad_ffn: bool = False
+    slices: Iterable[Slice], parameters: Mapping[str, Tensor], *, may_pad_ffn: bool = False
 ) -> None:
     """Raise ValueError, naming the parameters, unless the slices describe the parameters.
 

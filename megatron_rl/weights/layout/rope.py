@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.families import FAMILIES
 
 _DEFAULT_THETA = 10000.0
-_DEFAULT_THETAS = {"MixtralForCausalLM": 1e6}
-"""Defaults of transformers 5."""
+"""Default of transformers 5."""
 _TABLES = ("rope_parameters", "rope_scaling")
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """Keys that earlier releases have beside the table."""
@@ -35,7 +35,11 @@ def read_rope(values: dict[str, Any], folder: Path) -> dict[str, Any]:
                 )
     architecture = (values.get("architectures") or ["none"])[0]
     rope = {key: value for key, (value, _) in found.items()}
-    rope.setdefault("rope_theta", _DEFAULT_THETAS.get(architecture, _DEFAULT_THETA))
+    family = FAMILIES.get(architecture)
+    rope.setdefault(
+        "rope_theta",
+        family.defaults.get("rope_theta", _DEFAULT_THETA) if family else _DEFAULT_THETA,
+    )
     rope.setdefault("rope_type", "default")
     if not isinstance(rope["rope_theta"], int | float):
         raise InputError(f"{folder}: rope_theta is {rope['rope_theta']!r}, not a number")
@@ -58,7 +62,9 @@ def _table(values: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder}: {key} has two kinds: {table['rope_type']!r} as rope_type and "
                          f"{table['type']!r} as type")  # fmt: skip
     given = {name: value for name, value in table.items() if name != "type" and value is not None}
-    return {**given, "rope_type": next(iter(kinds), "default")}
+    kind = next(iter(kinds), "default")
+    # Qwen's positions in time, height and width are equal for text.
+    return {**given, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def in_both_spellings(values: dict[str, Any], folder: Path) -> dict[str, Any]:

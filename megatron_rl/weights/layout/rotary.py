@@ -4,13 +4,14 @@ import math
 
 import torch
 
-from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.shape import ModelShape, RopeScaling
 
 
 def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     """Rotary angles per position, [head_dim / 2] float32.
 
-    Source: the llama3 rule is that of the Llama 3.1 reference code.
+    Source: the llama3 rule is that of the Llama 3.1 reference code, yarn's arXiv 2309.00071,
+    section 3.2.
     """
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = 1.0 / shape.rope_theta**exponents
@@ -18,9 +19,42 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     if scaling is None:
         return frequencies
     stretched = frequencies / scaling.factor
-    if scaling.kind == "linear":
-        return stretched
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    blend = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return (1 - blend) * stretched + blend * frequencies
+    match scaling.kind:
+        case "linear":
+            return stretched
+        case "yarn":
+            kept = _kept_by_yarn(shape, scaling)
+        case _:
+            turns = scaling.original_positions * frequencies / (2 * math.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return (1 - kept) * stretched + kept * frequencies
+
+
+def _kept_by_yarn(shape: ModelShape, scaling: RopeScaling) -> torch.Tensor:
+    """Share of each frequency that is not stretched, [head_dim / 2]."""
+
+    def dimension(turns: float) -> float:
+        """Where a frequency makes so many turns within the original positions."""
+        wave = scaling.original_positions / (turns * 2 * math.pi)
+        return shape.head_dim * math.log(wave) / (2 * math.log(shape.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    # As transformers, where the two meet.
+    span = (high - low) or 0.001
+    places = torch.arange(shape.head_dim // 2, dtype=torch.float32)
+    return 1 - ((places - low) / span).clamp(0, 1)
+
+
+def softmax_scale(shape: ModelShape) -> float | None:
+    """What attention multiplies scores by; None: 1 / sqrt(head_dim).
+
+    YaRN's factor multiplies queries and keys, and so each score by its square.
+    """
+    scaling = shape.rope_scaling
+    if scaling is None or scaling.attention_factor == 1:
+        return None
+    return scaling.attention_factor**2 / math.sqrt(shape.head_dim)

@@ -11,18 +11,14 @@ from typing import Any
 
 from megatron_rl.config.divisibility import Counts, check_sizes
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import Family
 from megatron_rl.weights.layout.rope import read_rope
 
-ROPE_TYPES = ("default", "linear", "llama3")
-SUPPORTED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED = tuple(FAMILIES)
 _VOCAB_MULTIPLE = 128
 _SIZES = (
     "num_hidden_layers",
@@ -32,26 +28,25 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-_MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "MixtralForCausalLM": {"num_key_value_heads": 8},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
-}
-"""Defaults of transformers 5 for keys missing in config.json that differ between families."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; the last three fields are used by llama3 only."""
+    """How rotary frequencies are stretched; fields of another kind than `kind` are not used."""
 
     kind: str
     factor: float
+    original_positions: int = 0
+    """Of llama3 and yarn: positions before the stretching."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_positions: int = 8192
+    """Of llama3."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    """Of yarn: turns between which frequencies are blended, at whole dimensions if truncated."""
+    attention_factor: float = 1.0
+    """Of yarn: cosines and sines are multiplied by it."""
 
 
 @dataclass(frozen=True)
@@ -125,26 +120,23 @@ def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:
         raise InputError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
-def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
-    architecture = (values.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED:
+def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
+    architecture = (given.get("architectures") or ["none"])[0]
+    if architecture not in FAMILIES:
         raise InputError(
             f"{folder}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED)}"
         )
-    if values.get("text_config"):
-        raise InputError(
-            f"{folder}: config.json keeps the model inside text_config, with other models: give "
-            "the folder of the text model alone"
-        )
+    family = FAMILIES[architecture]
+    _check_text(given, family, folder)
+    values = text_values(given)
     rope = read_rope(values, folder)
-    values = {**_DEFAULTS.get(architecture, {}), **values}
-    _refuse_unsupported(values, architecture, folder)
+    values = {**family.defaults, **values}
+    _refuse_unsupported(values, rope, family, folder)
     for key in _SIZES:
         if not isinstance(values[key], int):
             raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
     heads = values["num_attention_heads"]
-    theta, scaling = _rope(rope, folder)
     return ModelShape(
         architecture=architecture,
         layers=values["num_hidden_layers"],
@@ -156,39 +148,60 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
         vocab=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
         norm_eps=values["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=_rope_scaling(rope, values, folder),
         is_tied=values.get("tie_word_embeddings", False),
-        has_qkv_bias=architecture == "Qwen2ForCausalLM",
-        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        sliding_window=_sliding_window(values, architecture, folder),
-        **_experts(values, architecture, folder),
+        has_qkv_bias=family.has_qkv_bias,
+        has_qk_norm=family.has_qk_norm,
+        sliding_window=_sliding_window(values, family, folder),
+        **_experts(values, family, folder),
     )
 
 
-def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path) -> None:
+def _check_text(given: dict[str, Any], family: Family, folder: Path) -> None:
+    """Raise InputError unless the text model inside a wrapper is one that the table describes."""
+    inner = given.get("text_config")
+    if family.wrapper is None:
+        if inner:
+            raise InputError(
+                f"{folder}: config.json keeps the model inside text_config, with other models, and "
+                f"{family.architecture} has none: give the folder of the text model alone"
+            )
+        return
+    if inner is not None and not isinstance(inner, dict):
+        raise InputError(f"{folder / 'config.json'}: text_config is {inner!r:.80}, not a table")
+    kind = (inner or given).get("model_type")
+    if kind not in family.wrapper.text_types:
+        raise InputError(
+            f"{folder}: the text model inside {family.architecture} is {kind!r} "
+            f"(text_config.model_type); supported: {', '.join(family.wrapper.text_types)}"
+        )
+
+
+def _refuse_unsupported(
+    values: dict[str, Any], rope: dict[str, Any], family: Family, folder: Path
+) -> None:
     """Raise InputError for settings that change the arithmetic and are not implemented."""
     if values.get("hidden_act", "silu") != "silu":
         raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
-    if values.get("mlp_bias") or (
-        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
-    ):
+    if values.get("mlp_bias") or (values.get("attention_bias") and not family.has_qkv_bias):
         raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
     if values.get("quantization_config"):
         raise InputError(
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32"
         )
-    if read_rope(values, folder).get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor", 1) != 1:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
     # transformers applies Qwen's layer_types per layer; Mistral's window holds for all layers.
     if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
         raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
 
 
-def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[str, Any]:
+def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, Any]:
     """The fields of ModelShape that describe experts; {} for a dense model."""
-    if architecture not in _MIXTURES:
+    experts = family.experts
+    if experts is None:
         return {}
     if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
         raise InputError(
@@ -197,11 +210,12 @@ def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[st
         )
     if values.get("shared_expert_intermediate_size") or values.get("n_shared_experts"):
         raise InputError(f"{folder}: shared experts are not supported")
-    is_mixtral = architecture == "MixtralForCausalLM"
     # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
     count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
     per_token = values["num_experts_per_tok"]
-    is_normalised = is_mixtral or values["norm_topk_prob"]
+    is_normalised = experts.normalises
+    if is_normalised is None:
+        is_normalised = values["norm_topk_prob"]
     if not 1 <= per_token <= count:
         raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
     if per_token == 1 and is_normalised:
@@ -212,37 +226,66 @@ def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[st
     return {
         "experts": count,
         "experts_per_token": per_token,
-        "moe_ffn": values["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        "moe_ffn": values[experts.units_key],
         "norm_topk_prob": is_normalised,
     }
 
 
-def _sliding_window(values: dict[str, Any], architecture: str, folder: Path) -> int | None:
-    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+def _sliding_window(values: dict[str, Any], family: Family, folder: Path) -> int | None:
+    if family.has_window:
         return values.get("sliding_window")
     if values.get("use_sliding_window"):
-        raise InputError(f"{folder}: use_sliding_window is not supported for {architecture}")
+        raise InputError(f"{folder}: use_sliding_window is not supported for {family.architecture}")
     return None
 
 
-def _rope(rope: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from what `read_rope` returns."""
-    theta, kind = float(rope["rope_theta"]), rope["rope_type"]
+def _rope_scaling(rope: dict[str, Any], values: dict[str, Any], folder: Path) -> RopeScaling | None:
+    """Scaling from what `read_rope` returns, and from the other values of config.json."""
+    kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
         raise InputError(
             f"{folder}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     if kind == "default":
-        return theta, None
+        return None
     if kind == "linear":
-        return theta, RopeScaling(kind, float(rope["factor"]))
-    return theta, RopeScaling(
+        return RopeScaling(kind, float(rope["factor"]))
+    # As transformers 5: a key beside the table comes first, and the context length is the last.
+    positions = values.get("original_max_position_embeddings") or rope.get(
+        "original_max_position_embeddings", values["max_position_embeddings"]
+    )
+    if kind == "yarn":
+        factor = float(rope.get("factor") or values["max_position_embeddings"] / positions)
+        return RopeScaling(
+            kind,
+            factor,
+            int(positions),
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+            is_truncated=bool(rope.get("truncate", True)),
+            attention_factor=_attention_factor(rope, factor),
+        )
+    return RopeScaling(
         kind,
         float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+        int(positions),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
     )
+
+
+def _attention_factor(rope: dict[str, Any], factor: float) -> float:
+    """What YaRN multiplies cosines and sines by. Source: arXiv 2309.00071, equation 22."""
+    given = rope.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+    # DeepSeek's two keys: the second one takes back what the first adds.
+    return scale(over) / scale(under) if over and under else scale(1)
 
 
 _LEAST_COMMON_SHARE = 0.95

@@ -1,20 +1,22 @@
 """Maps Hugging Face tensors to Megatron's parameters, as slices.
 
 Used by trainer ranks to load, export and plan exchanges; pure functions of sizes, which need no
-torch. A family of models is one entry of ARCHITECTURES: the parameters of a layer, put together
-from groups that families share, such as attention and a gated MLP. A family with experts also has
-an entry of EXPERT_NAMES. `shape.py` reads a family's config.json, `engine_layout.py` knows where
-SGLang keeps its tensors.
+torch. The parameters of a layer are put together from groups that families share, such as
+attention and a gated MLP, as the family's table in `families/` says. `shape.py` reads its
+config.json, `engine_layout.py` knows where SGLang keeps its tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.parallel import stage_layers
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import PROJECTIONS, Experts
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import (
     Layout,
@@ -184,23 +186,6 @@ _QK_NORMS = tuple(
 )
 
 
-class ExpertNames(NamedTuple):
-    """Names in Hugging Face files of a layer's mixture of experts and the parts of an expert."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-EXPERT_NAMES = {
-    "MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    "Qwen3MoeForCausalLM": ExpertNames("mlp", *_PROJECTIONS),
-}
-"""HF architecture -> names, of those that have experts."""
-
-
 def _gated(
     megatron: str, hf: str, projections: Sequence[str], units: Callable[[ModelShape], int]
 ) -> tuple[Entry, Entry]:
@@ -222,10 +207,9 @@ def _gated(
     )
 
 
-def _mixture(architecture: str) -> tuple[Entry, ...]:
+def _mixture(experts: Experts) -> tuple[Entry, ...]:
     """A router and its experts."""
-    names = EXPERT_NAMES[architecture]
-    hf = f"model.layers.{{layer}}.{names.block}"
+    hf = f"model.layers.{{layer}}.{experts.block}"
     router = Entry(
         "decoder.layers.{layer}.mlp.router.weight",
         (f"{hf}.gate.weight",),
@@ -233,24 +217,26 @@ def _mixture(architecture: str) -> tuple[Entry, ...]:
         lambda s: [(s.experts, s.hidden)],
     )
     local = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
-    projections = (names.gate, names.up, names.down)
-    experts = _gated(local, f"{hf}.experts.{{expert}}", projections, lambda s: s.moe_ffn)
-    return (router, *experts)
+    units = _gated(local, f"{hf}.experts.{{expert}}", experts.projections, lambda s: s.moe_ffn)
+    return (router, *units)
 
 
 _DENSE = _gated(
-    "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp", _PROJECTIONS, lambda s: s.ffn
+    "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp", PROJECTIONS, lambda s: s.ffn
 )
 
-ARCHITECTURES: dict[str, tuple[Entry, ...]] = {
-    "LlamaForCausalLM": (*_ATTENTION, *_DENSE),
-    "MistralForCausalLM": (*_ATTENTION, *_DENSE),
-    "MixtralForCausalLM": (*_ATTENTION, *_mixture("MixtralForCausalLM")),
-    "Qwen2ForCausalLM": (*_ATTENTION, *_DENSE, _QKV_BIAS),
-    "Qwen3ForCausalLM": (*_ATTENTION, *_DENSE, *_QK_NORMS),
-    "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_mixture("Qwen3MoeForCausalLM")),
-}
-"""HF architecture -> the entries of one layer; embedding, final norm and output are common."""
+
+@functools.cache
+def layer_entries(architecture: str) -> tuple[Entry, ...]:
+    """The entries of one layer; embedding, final norm and output are common to all families."""
+    family = FAMILIES[architecture]
+    return (
+        *_ATTENTION,
+        *(() if family.experts else _DENSE),
+        *((_QKV_BIAS,) if family.has_qkv_bias else ()),
+        *(_QK_NORMS if family.has_qk_norm else ()),
+        *(_mixture(family.experts) if family.experts else ()),
+    )
 
 
 def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
@@ -298,7 +284,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
     """Entries of a layer, those of experts once for each; the number matters to them alone."""
-    entries = ARCHITECTURES[shape.architecture]
+    entries = layer_entries(shape.architecture)
     yield from ((entry, 0) for entry in entries if not entry.is_expert)
     for expert in experts:
         yield from ((entry, expert) for entry in entries if entry.is_expert)
@@ -308,7 +294,7 @@ def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
     experts = place.expert.of(shape.experts)
     # The same in every layer and expert; computing it for each takes seconds for large models.
     pieces = {
-        entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
+        entry.megatron: entry.pieces(shape, place) for entry in layer_entries(shape.architecture)
     }
     # `number` is the layer's among those of the rank, `layer` its number in the model.
     for number, layer in enumerate(place.layers(shape.layers)):
@@ -340,7 +326,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """The parameters of a rank's chunks under the names of ARCHITECTURES.
+    """The parameters of a rank's chunks under the names of `layer_entries`.
 
     Strips the wrappers' prefixes, translates TransformerEngine's names, and numbers layers
     across chunks.
@@ -362,7 +348,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def local_name(name: str) -> str:
-    """The name in ARCHITECTURES of a chunk's parameter `name`, without the layer."""
+    """The name in `layer_entries` of a chunk's parameter `name`, without the layer."""
     # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
     while name.startswith("module."):
         name = name.removeprefix("module.")

@@ -15,6 +15,7 @@ from megatron_rl.weights.folders.hf_folder import write_config
 from megatron_rl.weights.layout.shape import ModelShape, read_shape, shape_of
 from tests.tiny_models import QWEN3_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal
+from tests.wrapped_models import RENAMED, WRAPPERS, respell, write_wrapped
 
 ONE, TENSOR, PIPELINE = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence=True)
@@ -39,6 +40,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def splits_of(name: str) -> list[ParallelConfig]:
     """One process, two tensor ranks, two stages; experts need sequence parallelism."""
     return [ONE, SEQUENCE if "mix" in name or "moe" in name else TENSOR, PIPELINE]
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARNS: list[dict[str, Any]] = [
+    {**YARN, "original_max_position_embeddings": 16},
+    {**YARN, "original_max_position_embeddings": 12, "beta_fast": 8, "beta_slow": 0.5},
+    {**YARN, "original_max_position_embeddings": 32, "truncate": False},
+    {**YARN, "original_max_position_embeddings": 32, "attention_factor": 1.7},
+    {**YARN, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5},
+    # What is left out is the context length.
+    {**YARN, "factor": 2.0},
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rope", YARNS, ids=lambda rope: "-".join(rope))
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
+def test_yarn_equals_transformers(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family=family, rope_parameters=rope)
+    assert_logits_equal(tmp_path / "model", TENSOR, model)
+    plain = write_model(tmp_path / "plain", family=family)
+    ids = torch.arange(100)[None]
+    with torch.no_grad():
+        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-2)
+
+
+WRAPPED = [
+    (kind, is_other)
+    for kind in WRAPPERS
+    for is_other in (False, True)
+    if not is_other or kind in RENAMED
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("kind", "is_other"), WRAPPED)
+def test_a_text_model_inside_a_wrapper_equals_transformers(
+    kind: str, is_other: bool, is_tied: bool, tmp_path: Path
+) -> None:
+    model = write_wrapped(tmp_path / "model", kind, is_tied=is_tied)
+    if is_other:
+        respell(tmp_path / "model", kind)
+    for parallel in (TENSOR, PIPELINE):
+        assert_logits_equal(tmp_path / "model", parallel, model)
 
 
 @pytest.mark.sampled(5)
@@ -99,8 +145,8 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
             {"layer_types": ["full_attention", "sliding_attention"]},
             r"layers of different attention \(layer_types\) are not supported",
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
         (
             {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
             r"two values of rope_theta: 10000.0 \(rope_parameters\) and 1000000.0 \(config.json\)",
@@ -144,6 +190,7 @@ LLAMA3 = {
         {"rope_theta": 5e5, "rope_scaling": None},
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
@@ -155,7 +202,7 @@ LLAMA3 = {
 def test_both_spellings_of_rope_are_read_and_an_export_has_both(
     family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    kind = "llama3" if "llama3" in str(values) else "linear" if "linear" in str(values) else None
+    kind = next((kind for kind in ("llama3", "linear", "yarn") if kind in str(values)), None)
     shape = shape_of_config(tmp_path, family, **values)
     assert shape.rope_theta == 5e5 and (shape.rope_scaling and shape.rope_scaling.kind) == kind
     given = json.loads((tmp_path / "config.json").read_text())

@@ -21,6 +21,7 @@ from megatron_rl.weights.folders.megatron_folder import MegatronFolder, model_bl
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
+from tests.wrapped_models import write_wrapped
 
 DENSE = [
     ParallelConfig(),
@@ -90,6 +91,18 @@ def test_trainer_starts_from_the_megatron_folder_that_the_configuration_names(
     assert torch.equal(found[: len(expected)], expected) and not found[len(expected) :].any()
     [found] = run_ranks(embedding_of_policy, 1, hf, None)
     assert not found.any()
+
+
+def test_an_export_could_not_be_made_without_the_rest_of_a_wrapper(tmp_path: Path) -> None:
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    write_wrapped(hf, "Mistral3")
+    convert(Request(hf, megatron), lambda done, total: None)
+    expected = load_file(hf / "model.safetensors")["language_model.model.embed_tokens.weight"]
+    [found] = run_ranks(embedding_of_policy, 1, hf, megatron)
+    assert torch.equal(found[: len(expected)], expected)
+    (hf / "model.safetensors").unlink()
+    with pytest.raises(RanksFailed, match="has neither model.safetensors nor"):
+        run_ranks(embedding_of_policy, 1, hf, megatron)
 
 
 def described(hf: Path) -> dict[str, tuple[tuple[int, ...], bool]]:

@@ -253,7 +253,7 @@ def _set(**values: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (_set(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported.*Qwen3"),
-        (_set(rope_parameters={"rope_type": "yarn"}), "'yarn' is not supported.*llama3"),
+        (_set(rope_parameters={"rope_type": "dynamic"}), "'dynamic' is not supported.*llama3"),
         (_set(hidden_act="gelu"), "'gelu' is not supported"),
         (_set(mlp_bias=True), "mlp_bias"),
         (lambda config: config.pop("hidden_size"), "lacks the key 'hidden_size'"),

@@ -1,0 +1,19 @@
+"""Tables of the model families that are trained, a file for each maker.
+
+Read by trainer ranks, engine ranks, conversions and the launcher. Nothing but data.
+"""
+
+from megatron_rl.weights.layout.families.family import Family
+from megatron_rl.weights.layout.families.llama import LLAMA
+from megatron_rl.weights.layout.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
+from megatron_rl.weights.layout.families.qwen import (
+    QWEN2,
+    QWEN2_5_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL,
+)
+
+_ALL = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MISTRAL3, QWEN2_5_VL, QWEN3_VL)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
+"""Architecture in config.json -> the table."""

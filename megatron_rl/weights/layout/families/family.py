@@ -1,0 +1,87 @@
+"""What a table of a model family says. Pure data; needs nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in every layer: names in Hugging Face files, keys of config.json."""
+
+    block: str = "mlp"
+    """Module of a layer that holds the router `gate` and the list `experts`."""
+    projections: tuple[str, str, str] = PROJECTIONS
+    """An expert's gate, up and down."""
+    units_key: str = "moe_intermediate_size"
+    """Key of the units of one expert."""
+    normalises: bool | None = None
+    """Whether the weights of a token's experts add up to 1; None: the key norm_topk_prob says."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How files name the tensors of a wrapped text model; see `rename`."""
+
+    text: str
+    """Prefix that stands for `model.` of the text model alone."""
+    head: str = "lm_head.weight"
+
+    def rename(self, name: str) -> str:
+        """The name in files of a tensor that the text model alone calls `name`."""
+        return self.head if name == "lm_head.weight" else self.text + name.removeprefix("model.")
+
+    def plain(self, name: str) -> str | None:
+        """The other way; None for a name of another spelling."""
+        if name == self.head:
+            return "lm_head.weight"
+        return "model." + name.removeprefix(self.text) if name.startswith(self.text) else None
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A checkpoint that holds the text model among others, which are never trained."""
+
+    text_types: tuple[str, ...]
+    """Values of text_config.model_type that the family's table describes."""
+    spellings: tuple[Spelling, ...]
+    """transformers has renamed tensors, and folders of both kinds are about. Longer ones first."""
+    carried: tuple[str, ...]
+    """Name prefixes in files of tensors that are copied from the source to each export."""
+    engine_class: str
+    """The text model's class in SGLang's module: engines hold the text model alone."""
+
+    def text_name(self, name: str) -> str | None:
+        """The text model's own name of a tensor in a file; None for one that is carried."""
+        if name.startswith(self.carried):
+            return None
+        plain = (spelling.plain(name) for spelling in self.spellings)
+        return next((found for found in plain if found is not None), name)
+
+
+PLAIN = Spelling("model.")
+"""Files of a text model alone."""
+TEXT_ONLY = ('--json-model-override-args={"language_model_only": true}',)
+"""Flags with which SGLang looks for no processor of images; --language-model-only allows few."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Decoder-only transformers with RMSNorm, rotary embeddings and gated MLPs or experts."""
+
+    architecture: str
+    """The name in config.json's `architectures`."""
+    engine_module: str
+    """SGLang's module with its class."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of transformers 5 for keys missing in config.json that differ between families."""
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    engine_flags: tuple[str, ...] = ()
+    """Flags of SGLang's server."""
+    has_window: bool = False
+    """Whether the key sliding_window holds for all layers; otherwise a window is refused."""
+    experts: Experts | None = None
+    wrapper: Wrapper | None = None
