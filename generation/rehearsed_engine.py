@@ -22,12 +22,12 @@ from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.exchange.layouts import EngineKind
-from megatron_rl.weights.layout.engine_layout import check_slices
+from megatron_rl.weights.layout.engine_layout import check_slices, trained_parameters
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 
 _WORDS_BEFORE = 3
 """Words of a server's command before its arguments: interpreter, -m, module."""
@@ -79,16 +79,18 @@ def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
     command = [*server_command(setup, LOADER), "--device=cuda", "--attention-backend=torch_native"]
     wrapper = FAMILIES[shape.architecture].wrapper
     spelling = wrapper.spellings[0] if wrapper is not None else PLAIN
-    own = {spelling.rename(name): name for name in hf_shapes(shape)}
-    tensors = {name: hf_shapes(shape)[text] for name, text in own.items()}
+    kept = untrained(shape)
+    sizes = hf_shapes(shape)
+    own = {spelling.rename(name): name for name in sizes}
+    tensors = {name: sizes[text] for name, text in own.items()}
     question = Question(command[_WORDS_BEFORE:], ranks, config.model.dtype, tensors)
     environment = {**os.environ, **server_environment(setup)}
     limit_s = _LIMIT_S + ranks * _LIMIT_PER_RANK_S
     traces = msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
     return [
         RankTrace(
-            trace.parameters,
-            [part._replace(hf=own[part.hf]) for part in trace.loaded],
+            trained_parameters(shape, trace.parameters),
+            [part._replace(hf=own[part.hf]) for part in trace.loaded if own[part.hf] not in kept],
             trace.odd,
         )
         for trace in traces
@@ -168,7 +170,8 @@ def _misfits(name: str, slices: list[Slice], trace: RankTrace, dtype: str) -> li
     """Holes and overlaps of the slices of one parameter, and another dtype."""
     shape, stored = trace.parameters[name]
     problems = []
-    if stored != dtype:
+    # SGLang computes some products in float32, and a copy into it is exact.
+    if stored not in (dtype, "float32"):
         problems.append(f"{name}: SGLang stores {stored}, and a weight sync sends {dtype}")
     try:
         check_slices(slices, {name: torch.empty(shape, device="meta")})

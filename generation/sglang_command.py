@@ -16,6 +16,7 @@ from megatron_rl.config.generator import Argument
 from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.whole_file import write_private
 from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import Family
 from megatron_rl.weights.layout.shape import read_shape
 
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -73,6 +74,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
     else:
         # SGLang's own choice would be any free port, perhaps that of another role.
         values["--nccl-port"] = setup.port + 1
+    family = _family_of(Path(setup.model))
     command = [sys.executable, "-m", "sglang.launch_server"]
     if folder is not None:
         # In two words: SGLang 0.5.23 does not know `--config=FILE`.
@@ -88,7 +90,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
-        *_family_flags(Path(setup.model)),
+        *(family.engine_flags if family is not None else ()),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.is_deterministic and not sglang_cpu.is_needed():
@@ -99,13 +101,6 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         command.append("--enable-memory-saver")
     command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
     return command + extra_flags(setup.extra_args)
-
-
-def _family_flags(model: Path) -> tuple[str, ...]:
-    # A model by a name on the Hub is looked up by SGLang alone.
-    known = (model / "config.json").is_file()
-    family = FAMILIES.get(sglang_cpu.architecture_of(model)) if known else None
-    return family.engine_flags if family is not None else ()
 
 
 def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str]:
@@ -143,9 +138,8 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
         }
     if sglang_cpu.is_needed():
         shims |= sglang_cpu.server_environment(setup.tensor_parallel)
-        shims |= sglang_cpu.family_environment(Path(setup.model))
         shims |= {DETERMINISTIC_VARIABLE: "1"} if setup.is_deterministic else {}
-    shims |= _text_model_environment(Path(setup.model))
+    shims |= _family_environment(Path(setup.model))
     if setup.colocate:
         # Free memory differs between its ranks, as the trainer's ranks hold unequal shares.
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
@@ -159,14 +153,21 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
     }
 
 
-def _text_model_environment(model: Path) -> dict[str, str]:
-    """Variables by which SGLang's processes make the text model of a wrapper alone."""
-    known = (model / "config.json").is_file()
-    family = FAMILIES.get(sglang_cpu.architecture_of(model)) if known else None
-    if family is None or family.wrapper is None:
+def _family_environment(model: Path) -> dict[str, str]:
+    """Variables that tell SGLang's processes which class the model is."""
+    family = _family_of(model)
+    if family is None:
         return {}
-    return {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "generation.text_models",
-        MODEL_VARIABLE: family.architecture,
-        TIED_VARIABLE: str(int(read_shape(model).is_tied)),
-    }
+    if family.wrapper is not None:
+        return {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "generation.text_models",
+            MODEL_VARIABLE: family.architecture,
+            TIED_VARIABLE: str(int(read_shape(model).is_tied)),
+        }
+    return sglang_cpu.family_environment(family.engine_module) if sglang_cpu.is_needed() else {}
+
+
+def _family_of(model: Path) -> Family | None:
+    """The table of the model's family; None for one that SGLang has to find itself."""
+    is_folder = (model / "config.json").is_file()
+    return FAMILIES.get(sglang_cpu.architecture_of(model)) if is_folder else None

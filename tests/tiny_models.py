@@ -25,6 +25,8 @@ PLAIN = [
 ]
 """What derived defaults would add to a split that a test names, and to made-up logprobs."""
 VOCAB = 250
+CORRECTION = ".gate.e_score_correction_bias"
+"""Name ending of buffers that are float32 in every folder."""
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -44,6 +46,18 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
 }
 """Options of a family whose experts differ in size from `intermediate_size`."""
+GLM4_MOE = {
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+"""Options of a family whose first layer is dense, and whose choice of experts is corrected."""
 
 
 def write_model(
@@ -61,7 +75,13 @@ def write_model(
     config = getattr(transformers, f"{family}Config")(
         **{**SIZES, "tie_word_embeddings": is_tied, **options}
     )
-    model = disturb(getattr(transformers, f"{family}ForCausalLM")(config)).to(dtype).eval()
+    model = disturb(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        # As in published files, and when transformers loads them.
+        if name.endswith(CORRECTION):
+            buffer.data = buffers[name]
     model.save_pretrained(folder)
     return model
 
@@ -69,6 +89,9 @@ def write_model(
 @torch.no_grad()
 def disturb(model: torch.nn.Module) -> torch.nn.Module:
     """The model with other vectors: norms and biases of 1 and 0 would hide that they are used."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(CORRECTION):
+            buffer.add_(torch.randn_like(buffer) * 0.3)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
+    get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.random import (
@@ -194,11 +195,7 @@ class Backend:
     ) -> ModuleSpec | TransformerBlockSubmodules:
         """Modules that the decoder of a chunk of the rank is built of."""
         if self.layers == "transformer_engine":
-            return get_gpt_layer_with_transformer_engine_spec(
-                num_experts=config.num_moe_experts,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-                qk_layernorm=config.qk_layernorm,
-            )
+            return engine_spec(config, chunk)
         return block_spec(config, chunk)
 
     def context_exchange(self, parallel: ParallelConfig, *, has_window: bool) -> str:
@@ -248,6 +245,17 @@ class Backend:
             "persist_layer_norm": False,
             "deterministic_mode": deterministic and self.device.type != "cpu",
         }
+
+
+def engine_spec(config: TransformerConfig, chunk: int) -> ModuleSpec | TransformerBlockSubmodules:
+    """TransformerEngine's layers of one chunk."""
+    if isinstance(config.moe_layer_freq, list):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
 
 
 def missing_for_determinism(device: str, environment: Mapping[str, str]) -> dict[str, str]:

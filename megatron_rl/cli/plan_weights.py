@@ -23,7 +23,7 @@ from megatron_rl.plan.weight_sync import (
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.trainer_layout import hf_shapes, like_of
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, like_of, untrained
 
 SHOWN_RANKS = 16
 
@@ -96,14 +96,15 @@ def forecast(config: Config) -> Forecast:
     """The forecast of a configuration. Raises InputError for impossible sizes."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
-    itemsize = ITEM_BYTES[config.model.dtype]
+    itemsize, kept = ITEM_BYTES[config.model.dtype], untrained(shape)
     plan = _plan(config, shape, itemsize)
     sent, received = plan.sent_bytes(), plan.received_bytes()
     roots = [plan.roots(receiver) for receiver in plan.receivers]
     return Forecast(
         sent=tuple(sent.get(rank, 0) for rank in range(config.parallel.world_size)),
         received=tuple(received[rank] for rank in plan.receivers),
-        model_bytes=itemsize * sum(math.prod(size) for size in hf_shapes(shape).values()),
+        model_bytes=itemsize
+        * sum(math.prod(size) for name, size in hf_shapes(shape).items() if name not in kept),
         rounds=len(plan.rounds),
         peak_bytes=plan.peak_bytes(),
         bucket_bytes=config.weights.bucket_bytes,

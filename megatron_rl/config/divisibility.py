@@ -23,6 +23,8 @@ class Counts:
     """Experts of a layer; 0: a dense model."""
     expert_ffn: int = 0
     """Units of one expert."""
+    shared_ffn: int = 0
+    """Units of shared experts."""
 
 
 def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
@@ -76,7 +78,9 @@ def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
     what = f"the model's {counts.heads} attention heads and {counts.kv_heads} key-value heads"
     if counts.ffn:
         what += f" and {counts.ffn} MLP units"
-    sizes = (counts.heads, counts.kv_heads, counts.ffn)
+    if counts.shared_ffn:
+        what += f" and {counts.shared_ffn} units of shared experts"
+    sizes = (counts.heads, counts.kv_heads, counts.ffn, counts.shared_ffn)
     _check_divides("parallel.tensor", parallel.tensor, what, *sizes)
 
 

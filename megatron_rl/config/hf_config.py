@@ -1,6 +1,7 @@
 """Values of the config.json of a Hugging Face folder. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -20,3 +21,50 @@ def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("tie_word_embeddings"):
         found["tie_word_embeddings"] = True
     return found
+
+
+@dataclass(frozen=True)
+class MlpSizes:
+    """Layers behind attention: dense ones, and mixtures of experts. Units are rows of a gate."""
+
+    dense_layers: int
+    dense_units: int
+    expert_layers: int
+    experts: int
+    chosen: int
+    """Experts of a token."""
+    units: int
+    """Of one expert."""
+    shared_units: int
+    """Of experts that see every token, together."""
+
+    def units_held(self) -> int:
+        """Of all layers."""
+        mixture = self.experts * self.units + self.shared_units
+        return self.dense_layers * self.dense_units + self.expert_layers * mixture
+
+    def units_used(self) -> int:
+        """Of all layers, by one token."""
+        mixture = self.chosen * self.units + self.shared_units
+        return self.dense_layers * self.dense_units + self.expert_layers * mixture
+
+
+def mlp_sizes(values: Mapping[str, Any]) -> MlpSizes:
+    """The sizes in a config.json. Raises KeyError for keys that a model of its kind needs."""
+    layers = values["num_hidden_layers"]
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((values[key] for key in keys if values.get(key)), 0)
+    if not experts:
+        return MlpSizes(layers, values["intermediate_size"], 0, 0, 0, 0, 0)
+    units = values.get("moe_intermediate_size") or values["intermediate_size"]
+    # Only families that have such layers write this key, and its default is theirs.
+    dense = values.get("first_k_dense_replace", 0)
+    return MlpSizes(
+        dense_layers=dense,
+        dense_units=values["intermediate_size"] if dense else 0,
+        expert_layers=layers - dense,
+        experts=experts,
+        chosen=values["num_experts_per_tok"],
+        units=units,
+        shared_units=units * (values.get("n_shared_experts") or 0),
+    )

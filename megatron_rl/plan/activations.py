@@ -61,7 +61,8 @@ def _expert_elements(shape: ModelShape, division: Division, *, is_fused: bool) -
     elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS + 1
     units = elements * shape.moe_ffn / division.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
-    return (routed + 2 * shape.experts) / division.sequence_shards
+    shared = (_FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS) * shape.shared_ffn / division.tensor
+    return (routed + 2 * shape.experts) / division.sequence_shards + shared
 
 
 def recomputed_elements(
@@ -123,31 +124,44 @@ def activation_bytes(
     does so with the modules alone.
     """
     tokens = microbatch.tokens / division.context
-    layers = division.stage_layers(shape.layers, stage)
-    whole_layer = layer_elements(shape, division, is_fused=is_fused)
-    again = 0.0
-    if recompute == "full":
-        again = whole_layer - shape.hidden / division.sequence_shards
-    elif recompute == "selective":
-        again = recomputed_elements(shape, division, modules, is_fused=is_fused)
-    kept = whole_layer - again
+    kinds = division.stage_kinds(shape, stage)
+    costs = [
+        _layer_cost(kind, division, recompute, modules, is_fused=is_fused) for kind, _ in kinds
+    ]
     held = stored_microbatches(division, stage, microbatch.count)
-    elements = held * layers * kept
+    elements = held * sum(count * kept for (_, count), (kept, _) in zip(kinds, costs, strict=True))
     if stage == 0:
         elements += held * shape.hidden / division.sequence_shards
     if stage == division.pipeline - 1:
         elements += 2 * shape.hidden / division.sequence_shards
-    if recompute == "full":
-        elements += whole_layer
-    elif recompute == "selective":
-        elements += again
+    # One layer at a time is recomputed: the largest is the peak.
+    elements += max(again for _, again in costs)
     if is_fused and division.pipeline > 1:
         # What stages exchange: an output and an early input, and their gradients; half at the ends.
         ends = (stage == 0) + (stage == division.pipeline - 1)
         elements += (4 - 2 * ends) * shape.hidden / division.sequence_shards
     gradients = _fused_gradient_elements if is_fused else _gradient_elements
-    elements += gradients(shape, division)
+    elements += max(gradients(kind, division) for kind, _ in kinds)
     return round(tokens * elements * item_bytes)
+
+
+def _layer_cost(
+    shape: ModelShape,
+    division: Division,
+    recompute: Recompute,
+    modules: Collection[str],
+    *,
+    is_fused: bool,
+) -> tuple[float, float]:
+    """Elements for each token of a layer that are kept, and that its recomputation holds."""
+    whole = layer_elements(shape, division, is_fused=is_fused)
+    match recompute:
+        case "full":
+            return shape.hidden / division.sequence_shards, whole
+        case "selective":
+            again = recomputed_elements(shape, division, modules, is_fused=is_fused)
+            return whole - again, again
+    return whole, 0.0
 
 
 def _gradient_elements(shape: ModelShape, division: Division) -> float:
@@ -155,6 +169,7 @@ def _gradient_elements(shape: ModelShape, division: Division) -> float:
     units = shape.ffn / division.tensor
     if shape.experts:
         units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards
+        units = max(units, shape.shared_ffn / division.tensor)
     # Of the gated product, of gate and up; of a layer's input, and tokens gathered for a product.
     return 3 * units + 2 * shape.hidden
 

@@ -42,12 +42,16 @@ class StepFlops:
 
 def product_flops(shape: ModelShape) -> int:
     """FLOPs of one token's forward pass through the matrices of all layers."""
-    layer = attention_parameters(shape)
-    if shape.experts:
-        layer += shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
-    else:
-        layer += 3 * shape.hidden * shape.ffn
-    return 2 * shape.layers * layer
+    kinds = shape.kinds(range(shape.layers))
+    return 2 * sum(count * (attention_parameters(shape) + _units(kind)) for kind, count in kinds)
+
+
+def _units(shape: ModelShape) -> int:
+    """Matrix elements that one token uses in a layer's MLP, or in its router and experts."""
+    if not shape.experts:
+        return 3 * shape.hidden * shape.ffn
+    routed = shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
+    return routed + 3 * shape.hidden * shape.shared_ffn
 
 
 def output_flops(shape: ModelShape) -> int:
@@ -102,12 +106,12 @@ def recomputed_flops(
     if "core_attn" in modules:
         pairs = sequences * causal_pairs(length, shape.sliding_window)
         found += attention_flops(shape, pairs)
-    units = 0
-    if shape.experts and "moe" in modules:
-        units = shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
-    elif not shape.experts and "mlp" in modules:
-        units = 3 * shape.hidden * shape.ffn
-    return found + 2 * shape.layers * units * sequences * length
+    units = sum(
+        count * _units(kind)
+        for kind, count in shape.kinds(range(shape.layers))
+        if ("moe" if kind.experts else "mlp") in modules
+    )
+    return found + 2 * units * sequences * length
 
 
 def bubble_share(stages: int, virtual_stages: int, microbatches: int) -> float:

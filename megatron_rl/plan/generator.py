@@ -25,7 +25,9 @@ def engine_rank_bytes(shape: ModelShape, generator: GeneratorConfig, item_bytes:
 
 
 def _rank_elements(shape: ModelShape, generator: GeneratorConfig, tensor: Share) -> int:
-    # Layers are alike; computing the slices of all experts of all layers would take seconds.
+    # All but the first layers are alike; computing the slices of all experts of all layers would
+    # take seconds.
+    first = shape.dense_layers + 1
     one, two = (
         sum(part.size for part in hf_slices(few))
         if generator.engine == "hf"
@@ -33,9 +35,9 @@ def _rank_elements(shape: ModelShape, generator: GeneratorConfig, tensor: Share)
             part.size
             for part in engine_slices(few, tensor, expert_parallel=generator.expert_parallel)
         )
-        for few in (replace(shape, layers=1), replace(shape, layers=2))
+        for few in (replace(shape, layers=first), replace(shape, layers=first + 1))
     )
-    return one + (shape.layers - 1) * (two - one)
+    return one + (shape.layers - first) * (two - one)
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, item_bytes: int) -> int:

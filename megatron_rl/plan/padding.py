@@ -71,10 +71,13 @@ def exchange_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int) 
 
     Fewer in FP8. The exchange of experts, by their dispatcher, is not included.
     """
-    pairs = 1 if shape.experts else 2
+    # Attention, a dense MLP and shared experts exchange; the others have their dispatcher.
+    pairs = sum(
+        count * (2 if kind.shared_ffn or not kind.experts else 1)
+        for kind, count in shape.kinds(range(shape.layers))
+    )
     others = (parallel.tensor - 1) / parallel.tensor
-    layers = shape.layers / parallel.pipeline
-    of_token = layers * pairs * _EXCHANGES * shape.hidden * BFLOAT16_BYTES * others
+    of_token = pairs / parallel.pipeline * _EXCHANGES * shape.hidden * BFLOAT16_BYTES * others
     return of_token * tokens / parallel.data
 
 

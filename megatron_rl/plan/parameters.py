@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.config.parallel import ParallelConfig, stage_layers
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Share
+from megatron_rl.weights.layout.trainer_layout import Place
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,12 @@ class Division:
     is_optimizer_sharded: bool = False
     """Megatron's distributed optimizer."""
 
-    def stage_layers(self, layers: int, stage: int) -> int:
-        """Layers of a pipeline stage, of a model with `layers`."""
-        return stage_layers(layers, self.pipeline, *self.ends)[stage]
+    def stage_kinds(self, shape: ModelShape, stage: int) -> list[tuple[ModelShape, int]]:
+        """`ModelShape.kinds` of a pipeline stage."""
+        place = Place(
+            pipeline=Share(stage, self.pipeline), chunks=self.virtual_stages, ends=self.ends
+        )
+        return shape.kinds(place.layers(shape.layers))
 
     @property
     def world_size(self) -> int:
@@ -89,20 +94,20 @@ def stage_parameters(shape: ModelShape, division: Division, stage: int) -> RankP
 
     A tied output matrix on the last of several stages is a copy of the embedding.
     """
-    layers = division.stage_layers(shape.layers, stage)
+    kinds = division.stage_kinds(shape, stage)
     vocabulary = shape.padded_vocab(division.tensor) // division.tensor * shape.hidden
     is_first, is_last = stage == 0, stage == division.pipeline - 1
-    dense = layers * _dense_layer(shape, division.tensor)
+    dense = sum(count * _dense_layer(kind, division.tensor) for kind, count in kinds)
     dense += is_first * vocabulary
     if is_last:
         dense += shape.hidden
         dense += 0 if shape.is_tied and is_first else vocabulary
     experts = shape.experts // division.expert * expert_parameters(shape) // division.expert_tensor
-    return RankParameters(dense, layers * experts)
+    return RankParameters(dense, sum(count for kind, count in kinds if kind.experts) * experts)
 
 
 def _dense_layer(shape: ModelShape, tensor: int) -> int:
-    """Elements of one layer on one rank, without experts."""
+    """Elements of one layer on one rank, without the experts that a router chooses."""
     divided = attention_parameters(shape)
     if shape.has_qkv_bias:
         divided += shape.head_dim * (shape.heads + 2 * shape.kv_heads)
@@ -110,7 +115,8 @@ def _dense_layer(shape: ModelShape, tensor: int) -> int:
     if shape.has_qk_norm:
         whole += 2 * shape.head_dim
     if shape.experts:
-        whole += shape.experts * shape.hidden
+        whole += shape.experts * (shape.hidden + shape.is_router_corrected)
+        divided += 3 * shape.hidden * shape.shared_ffn
     else:
         divided += 3 * shape.hidden * shape.ffn
     return divided // tensor + whole
@@ -134,5 +140,5 @@ def model_parameters(shape: ModelShape) -> int:
 
 def active_parameters(shape: ModelShape) -> int:
     """Elements used for one token: all but the unchosen experts."""
-    idle = shape.experts - shape.experts_per_token
-    return model_parameters(shape) - shape.layers * idle * expert_parameters(shape)
+    idle = (shape.experts - shape.experts_per_token) * (shape.layers - shape.dense_layers)
+    return model_parameters(shape) - idle * expert_parameters(shape)

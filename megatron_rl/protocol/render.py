@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import text_values
+from megatron_rl.config.hf_config import mlp_sizes, text_values
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.thinking import continued
 from megatron_rl.config.tree import Config
@@ -277,14 +277,15 @@ def open_renderer(config: Config) -> Renderer:
 def count_parameters(model: Path) -> int:
     """Approximate number of parameters, from a model folder's config.json; 0 if unknown."""
     found = read_values(model / "config.json")
-    hidden, layers = found.get("hidden_size", 0), found.get("num_hidden_layers", 0)
+    try:
+        hidden, layers = found["hidden_size"], found["num_hidden_layers"]
+        units = mlp_sizes(found).units_held()
+    except KeyError:
+        return 0
     heads = found.get("num_attention_heads", 1)
     kv_share = found.get("num_key_value_heads", heads) / heads
-    experts = found.get("num_experts") or found.get("num_local_experts") or 1
-    ffn = experts * (found.get("moe_intermediate_size") or found.get("intermediate_size", 0))
     vocabulary = found.get("vocab_size", 0) * (1 if found.get("tie_word_embeddings") else 2)
-    layer = (2 + 2 * kv_share) * hidden + 3 * ffn
-    return round(hidden * (vocabulary + layers * layer))
+    return round(hidden * (vocabulary + layers * (2 + 2 * kv_share) * hidden + 3 * units))
 
 
 def names_cpp(messages: Sequence[ChatMessage]) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import text_values
+from megatron_rl.config.hf_config import mlp_sizes, text_values
 
 Packing = Literal["tokens", "flops"]
 
@@ -50,10 +50,12 @@ def read_cost(model: Path) -> SequenceCost:
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         dim = values.get("head_dim") or hidden // heads
         projections = hidden * dim * 2 * (heads + values.get("num_key_value_heads", heads))
-        layer = projections + _mlp_elements(values, hidden)
+        layers, sizes = values["num_hidden_layers"], mlp_sizes(values)
+        routers = sizes.expert_layers * sizes.experts * hidden
+        elements = layers * projections + 3 * hidden * sizes.units_used() + routers
         return SequenceCost(
-            per_token=2 * (values["num_hidden_layers"] * layer + hidden * values["vocab_size"]),
-            per_pair=4 * values["num_hidden_layers"] * heads * dim,
+            per_token=2 * (elements + hidden * values["vocab_size"]),
+            per_pair=4 * layers * heads * dim,
             window=_window(values),
         )
     except (OSError, ValueError, KeyError) as error:
@@ -61,15 +63,6 @@ def read_cost(model: Path) -> SequenceCost:
             f"train.packing='flops': {model}/config.json does not give the model's sizes ({error!r}"
             "); give model.path a Hugging Face folder, or set train.packing='tokens'"
         ) from error
-
-
-def _mlp_elements(values: dict[str, Any], hidden: int) -> int:
-    """Matrix elements that one token uses in a layer's MLP, or in router and experts."""
-    experts = values.get("num_local_experts") or values.get("num_experts")
-    if not experts:
-        return 3 * hidden * values["intermediate_size"]
-    ffn = values.get("moe_intermediate_size") or values["intermediate_size"]
-    return values["num_experts_per_tok"] * 3 * hidden * ffn + experts * hidden
 
 
 def _window(values: dict[str, Any]) -> int | None:

@@ -50,8 +50,8 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import TokenRecord
 from megatron_rl.weights.exchange.transport import FOLDER, IPC
 from megatron_rl.weights.folders.finite import faulty_tensors
+from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.ranks import all_places
-from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink, open_router
 from megatron_rl.weights.sync.members import ExchangeSettings

@@ -32,9 +32,14 @@ from megatron_rl.protocol.types import (
     Sampling,
 )
 from megatron_rl.protocol.wire import Router
-from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.engine_layout import (
+    check_slices,
+    engine_slices,
+    trained_parameters,
+)
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import Share, as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import untrained
 from tests.distributed import run_ranks
 from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Script, WeightsSynced, sync_script
@@ -63,6 +68,7 @@ LARGE = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "Qwen2", "is_tied": False},
     "qwen3-moe": {"family": "Qwen3Moe", "is_tied": False},
+    "glm4-moe": {"family": "Glm4Moe", "is_tied": False},
     "llama-tied": {"family": "Llama", "is_tied": True, **LARGE},
 }
 
@@ -244,7 +250,8 @@ class Fleet:
         exported: dict[str, torch.Tensor] = {}
         for file in export.glob("*.safetensors"):
             exported |= load_file(file)
-        shape, unused = read_shape(export), set(exported)
+        shape = read_shape(export)
+        unused = set(exported) - untrained(shape)
         multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         for rank in range(self.tensor_parallel):
             logs = self.config.run.dir / "logs"
@@ -253,7 +260,7 @@ class Fleet:
             assert int((logs / f"frozen-{rank}").read_text()) > 100_000
             share = Share(rank, self.tensor_parallel)
             slices = engine_slices(shape, share, ffn_multiple=multiple)
-            check_slices(slices, held, may_pad_ffn=multiple > 1)
+            check_slices(slices, trained_parameters(shape, held), may_pad_ffn=multiple > 1)
             for part in slices:
                 rows = slice(part.row, part.row + part.rows)
                 columns = slice(part.column, part.column + part.columns)

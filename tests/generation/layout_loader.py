@@ -15,7 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.backend.cpu import sglang as sglang_cpu
-from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.engine_layout import (
+    check_slices,
+    engine_slices,
+    trained_parameters,
+)
 from megatron_rl.weights.layout.slices import as_matrix, local_part
 from megatron_rl.weights.layout.trainer_layout import Share
 from tests.generation.layout_models import shape_of
@@ -48,7 +52,7 @@ def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
     expert = get_parallel().moe_ep_size
     slices = engine_slices(shape_of(old), tensor, expert_parallel=expert, ffn_multiple=multiple)
     parameters = dict(model.named_parameters())
-    check_slices(slices, parameters, may_pad_ffn=multiple > 1)
+    check_slices(slices, trained_parameters(shape_of(old), parameters), may_pad_ffn=multiple > 1)
     held, wanted = (load_file(folder / "model.safetensors") for folder in (old, new))
     different = []
     for part in slices:

@@ -34,6 +34,16 @@ EXPERTS = {
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     },
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        # Padded to 64 by one rank of SGLang's CPU mode, of which there are two shared ones.
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
 }
 
 
@@ -48,6 +58,10 @@ def write_model(
     config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=is_tied)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        # The same for every seed: no weight sync changes it.
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.5, 0.5, len(buffer)))
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases that are 1 and 0 would hide that they are used.

@@ -4,6 +4,7 @@ bfloat16 makes two of them equal (`precision.py`)."""
 import asyncio
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from megatron_rl.protocol.types import Sampling
 from tests.generation.engine_driver import LIMIT_S
 from tests.generation.precision import DTYPE_NAME, IS_EXACT, rounded
 from tests.ports import free_port
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, QWEN3_MOE, write_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 LAYERS, TOPK = 4, 2
 ROUNDING = 0.1
 """Of a router's score in bfloat16; scores have a standard deviation of about 1."""
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
+GLM_TOPK = {"num_experts_per_tok": TOPK}
 
 
 async def generate(setup: EngineSetup) -> tuple[list[Completion], list[int], Completion]:
@@ -43,8 +45,22 @@ async def generate(setup: EngineSetup) -> tuple[list[Completion], list[int], Com
         await engine.close()
 
 
-def test_the_engines_choices_are_those_of_the_model(tmp_path: Path) -> None:
-    model = rounded(write_model(tmp_path / "model", family="Qwen3Moe", **QWEN3_MOE))
+def scores_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """[tokens, layers with experts, experts]: by what the model's routers choose."""
+    with torch.no_grad():
+        logits = torch.stack(model(ids, output_router_logits=True).router_logits, dim=1)
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
+    return logits.sigmoid() + torch.stack(corrections) if corrections else logits
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("Qwen3Moe", QWEN3_MOE), ("Glm4Moe", {**GLM4_MOE, **GLM_TOPK})]
+)
+def test_the_engines_choices_are_those_of_the_model(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = rounded(write_model(tmp_path / "model", family=family, **options))
+    dense = options.get("first_k_dense_replace", 0)
     setup = EngineSetup(
         model=tmp_path / "model", dtype=DTYPE_NAME, stop_ids=(), tensor_parallel=1, max_running=8,
         kv_tokens=1024, context_tokens=64, nice=0, start_timeout_s=200, request_timeout_s=LIMIT_S,
@@ -58,10 +74,10 @@ def test_the_engines_choices_are_those_of_the_model(tmp_path: Path) -> None:
     told = [*((PROMPT, completion, 0) for completion in completions), (prompt, turn, begin)]
     for asked, completion, skipped in told:
         ids = torch.tensor([asked + completion.token_ids])
-        with torch.no_grad():
-            scores = model(ids, output_router_logits=True).router_logits
-        scores = torch.stack(scores, dim=1)[skipped:-1]
+        scores = scores_of(model, ids)[skipped:-1]
         found = np.frombuffer(completion.expert_choices, np.int32).reshape(-1, LAYERS, TOPK)
+        # Dense layers have a place too, which no router reads.
+        found = found[:, dense:]
         assert found.shape == (*scores.shape[:2], TOPK)
         assert all(len(set(chosen)) == TOPK for chosen in found.reshape(-1, TOPK).tolist())
         chosen = scores.gather(2, torch.from_numpy(found.astype(np.int64)))

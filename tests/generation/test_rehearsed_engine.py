@@ -29,6 +29,11 @@ COMMON = {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "vocab_size", "intermediate_size")  # fmt: skip
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+GLM = {"n_routed_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+       "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1,
+       "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "attention_bias": True,
+       "use_qk_norm": False, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
+       "rms_norm_eps": 1e-5}  # fmt: skip
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     # Class and type, sizes, other keys, and the number of parameters of the published files.
     "Magistral-24B": ("Mistral", (5120, 40, 32, 8, 131072, 32768), {}, 23_572_403_200),
@@ -46,6 +51,10 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
         "Qwen3Moe", (4096, 94, 64, 4, 151936, 12288), {**EXPERTS, "moe_intermediate_size": 1536},
         235_093_634_560,
     ),
+    # Without corrections of routers, which no weight sync sends.
+    "GLM-4.5-Air": (
+        "Glm4Moe", (4096, 46, 96, 8, 151552, 10944), GLM, 106_852_245_504,
+    ),
     # The text models alone.
     "Magistral-2507": ("Mistral3", (5120, 40, 32, 8, 131072, 32768), {}, 23_572_403_200),
     "Qwen2.5-VL-7B": ("Qwen2_5_VL", (3584, 28, 28, 4, 152064, 18944), {}, 7_615_616_512),
@@ -53,7 +62,8 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
 }  # fmt: skip
 WRAPPERS = {"Mistral3": ("mistral3", "mistral"), "Qwen2_5_VL": ("qwen2_5_vl", "qwen2_5_vl_text"),
             "Qwen3VL": ("qwen3_vl", "qwen3_vl_text")}  # fmt: skip
-TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe"}
+TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe",
+         "Glm4Moe": "glm4_moe"}  # fmt: skip
 PART = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -98,7 +108,9 @@ def held_elements(name: str, ranks: int) -> int:
         on_all += layers * 2 * head_dim
     if family == "Qwen3Moe":
         on_all += layers * EXPERTS["num_experts"] * hidden
-    has_bias = family in ("Qwen2", "Qwen2_5_VL")
+    if family == "Glm4Moe":
+        on_all += (layers - 1) * GLM["n_routed_experts"] * hidden
+    has_bias = family in ("Qwen2", "Qwen2_5_VL", "Glm4Moe")
     keys_values = layers * 2 * kv_heads * head_dim * (hidden + has_bias)
     copies = max(1, ranks // kv_heads)
     return total + on_all * (ranks - 1) + keys_values * (copies - 1)
@@ -139,6 +151,8 @@ def test_24b_fit_both_ranks_of_an_engine(tmp_path: Path) -> None:
         ("Qwen3-235B-A22B", 8, 8, "fp8"),
         ("Magistral-2507", 8, 1, ""), ("Magistral-2507", 2, 1, "fp8"),
         ("Qwen2.5-VL-7B", 1, 1, ""), ("Qwen2.5-VL-7B", 4, 1, "fp8"), ("Qwen3-VL-8B", 8, 1, ""),
+        ("GLM-4.5-Air", 1, 1, ""), ("GLM-4.5-Air", 8, 1, ""), ("GLM-4.5-Air", 8, 8, ""),
+        ("GLM-4.5-Air", 8, 2, "fp8"), ("GLM-4.5-Air", 16, 1, ""),
     ],
 )  # fmt: skip
 def test_published_models_fit(

@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -167,26 +165,3 @@ def test_two_ranks_are_pinned_to_two_cores() -> None:
     assert sglang_cpu.server_environment(2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     path = sglang_cpu.server_environment(1)["PYTHONPATH"].split(":")
     assert path[0].endswith("cpu/sglang/site") and path[1].endswith("sglang-only")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "family"),
-    [("LlamaForCausalLM", "llama"), ("Qwen3MoeForCausalLM", "qwen3_moe"), ("OtherModel", None)],
-)
-def test_only_the_family_of_the_model_is_imported(
-    tmp_path: Path, architecture: str, family: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    environment = sglang_cpu.family_environment(tmp_path)
-    if family is None:
-        assert environment == {}
-    else:
-        assert environment["MEGATRON_RL_MODEL_FAMILY"] == family
-        package = environment["SGLANG_EXTERNAL_MODEL_PACKAGE"]
-        assert (sglang_cpu.SITE_DIR / package / "wanted.py").exists()
-
-
-def test_every_family_that_is_named_is_one_of_sglangs_and_has_its_architecture() -> None:
-    models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/models"
-    for architecture, family in sglang_cpu.FAMILIES.items():
-        assert f"class {architecture}(" in (models / f"{family}.py").read_text()

@@ -9,6 +9,7 @@ import pytest
 from generation.engine import EngineSetup
 from generation.sglang_command import server_command, server_environment
 from generation.text_models import MODEL_VARIABLE, TIED_VARIABLE
+from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.families import FAMILIES
 from tests.generation.engine_driver import make_setup
 from tests.wrapped_models import WRAPPERS, write_wrapped
@@ -39,10 +40,23 @@ def test_a_server_makes_the_text_model_alone(kind: str, is_tied: bool, tmp_path:
     assert json.loads(given.partition("=")[2]) == {"language_model_only": True}
 
 
-def test_other_families_are_left_to_sglang(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert MODEL_VARIABLE not in server_environment(setup_of(tmp_path))
-    assert not [word for word in server_command(setup_of(tmp_path), "load") if "override" in word]
+@pytest.mark.parametrize("is_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [("LlamaForCausalLM", "llama"), ("Glm4MoeForCausalLM", "glm4_moe"), ("OtherModel", "")],
+)
+def test_of_other_families_sglang_imports_the_models_own_alone_on_the_cpu(
+    architecture: str, module: str, is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_cpu, "is_needed", lambda: is_cpu)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    found = server_environment(setup_of(tmp_path))
+    assert found.get("MEGATRON_RL_MODEL_FAMILY", "") == (module if is_cpu else "")
+    package = found.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    assert package is None or (sglang_cpu.SITE_DIR / package / "wanted.py").exists()
+    words = server_command(setup_of(tmp_path), "load")
+    assert not [word for word in words if "override" in word]
+    assert ("--disable-shared-experts-fusion" in words) == (module == "glm4_moe")
 
 
 @pytest.mark.parametrize(

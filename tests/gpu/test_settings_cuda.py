@@ -17,8 +17,8 @@ from megatron_rl.trainer.model.build import packed
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.model.router_replay import replayed, routers_of
 from megatron_rl.weights.exchange.parcels import PlainParameters, is_quantised
+from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, write_model
 

@@ -46,6 +46,17 @@ QWEN3_30B_A3B = {
     "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+GLM_45_AIR = {
+    **_COMMON, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
+    "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_hidden_layers": 46,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 EXAMPLES = {
     "one_gpu": QWEN25_15B,
     "one_node": QWEN25_7B,

@@ -14,7 +14,7 @@ from megatron_rl.trainer.optimizer import (
     step_if_finite,
     zero_gradients,
 )
-from megatron_rl.weights.layout.trainer_layout import named_parameters
+from megatron_rl.weights.layout.local_names import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_models import load_on_rank, write_model
 

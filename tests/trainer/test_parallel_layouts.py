@@ -10,12 +10,12 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.layout.trainer_layout import named_parameters
+from megatron_rl.weights.layout.local_names import named_parameters, named_tensors
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, PLAIN, QWEN3_MOE, write_model
 
 STEPS = 3
 COMMON = [
@@ -112,6 +112,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     return folder, curve_of(folder, "")
 
 
+@pytest.fixture(scope="module")
+def corrected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    folder = tmp_path_factory.mktemp("corrected")
+    write_model(folder, family="Glm4Moe", vocab_size=VOCAB, **GLM4_MOE)
+    return folder, curve_of(folder, "")
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", DENSE)
 def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> None:
@@ -122,6 +129,45 @@ def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> Non
 @pytest.mark.parametrize("layout", MIXED)
 def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve]) -> None:
     assert_alike(layout, *mixed)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", [*MIXED, "pipeline=2", "pipeline=2 last_stage_layers=1"])
+def test_mixture_after_a_dense_layer_trains_alike(
+    layout: str, corrected: tuple[Path, Curve]
+) -> None:
+    assert_alike(layout, *corrected)
+
+
+def router_gradients(cfg: Config) -> dict[str, Tensor]:
+    """Of the routers after an update, and the corrections, which none may change."""
+    with open_policy(cfg) as policy:
+        before = {name: one.clone() for name, one in corrections_of(policy).items()}
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, STEPS)
+        trainer.update(my_share(30), version=0)
+        after = corrections_of(policy)
+        assert before.keys() == after.keys() and len(after) == 3
+        assert all(torch.equal(one, after[name]) and one.any() for name, one in before.items())
+        assert all(one.dtype == torch.float32 for one in after.values())
+        named = named_parameters(policy.chunks)
+        return {n: p.main_grad.clone() for n, p in named.items() if ".router." in n}
+
+
+def corrections_of(policy: Policy) -> dict[str, Tensor]:
+    return {n: t for n, t in named_tensors(policy.chunks).items() if n.endswith("expert_bias")}
+
+
+@pytest.mark.parametrize("layout", [f"{SEQUENCE} expert=2", "data=2 expert=2"])
+def test_routers_get_the_same_gradient_and_keep_their_corrections(
+    layout: str, corrected: tuple[Path, Curve]
+) -> None:
+    folder, _ = corrected
+    [alone] = run_ranks(router_gradients, 1, config_of(folder, ""))
+    for found in run_ranks(router_gradients, 2, config_of(folder, layout)):
+        assert found.keys() == alone.keys() and len(found) == 3
+        for name, expected in alone.items():
+            error = (found[name] - expected).norm() / expected.norm()
+            assert error < 1e-5 and expected.norm() > 0
 
 
 def parameters_around_a_gather(cfg: Config) -> list[Tensor]:

@@ -13,7 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
-from megatron_rl.weights.layout.trainer_layout import named_parameters
+from megatron_rl.weights.layout.local_names import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import PLAIN, write_model

@@ -23,7 +23,7 @@ from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
 from megatron_rl.weights.folders.load import unwrap
-from megatron_rl.weights.layout.trainer_layout import named_parameters
+from megatron_rl.weights.layout.local_names import named_parameters
 from tests.distributed import run_ranks
 from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share

@@ -15,11 +15,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_rl.backend.context import own_chunks, shard_positions
@@ -150,27 +152,43 @@ class CausalAttention(MegatronModule):
 
 def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
     """Megatron's local layers of one chunk, with the norms and the attention of this file."""
+    specs = {experts: layer_spec(config, experts) for experts in set(experts_of(config, chunk))}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[experts] for experts in experts_of(config, chunk)], layer_norm=RMSNorm
+    )
+
+
+def experts_of(config: TransformerConfig, chunk: int) -> list[int | None]:
+    """The experts of each layer of one chunk; None for a dense layer."""
+    first = get_transformer_layer_offset(config, chunk)
+    layers = range(first, first + get_num_layers_to_build(config, chunk))
+    pattern = config.moe_layer_freq
+    if not isinstance(pattern, list):
+        return [config.num_moe_experts for _ in layers]
+    return [config.num_moe_experts if pattern[layer] else None for layer in layers]
+
+
+def layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """A layer with or without experts."""
     # get_gpt_layer_local_spec takes no provider of modules, so they are replaced afterwards.
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=experts,
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
     )
     layer = spec.submodules
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:
+    if experts:
         # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
         # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     layer.self_attention.module = PackedSelfAttention
-    if not config.num_moe_experts:
+    if not experts:
         layer.mlp = GatedMLP
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm
-    )
+    return spec

@@ -33,6 +33,7 @@ from megatron_rl.trainer.reference import EmaReference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.load import unwrap
+from megatron_rl.weights.layout.shape import ModelShape
 
 log = logging.getLogger(__name__)
 _AVERAGE = "reference_"
@@ -166,10 +167,12 @@ def _random_state(policy: Policy) -> ShardedObject:
 
 def _check_shape(policy: Policy, saved: dict[str, Any], folder: Path) -> None:
     mine = dataclasses.asdict(policy.shape)
-    differing = [name for name in mine if saved.get(name) != mine[name]]
+    # Fields that an earlier release did not know have the value that its models had.
+    known = {field.name: field.default for field in dataclasses.fields(ModelShape)} | saved
+    differing = [name for name in mine if known[name] != mine[name]]
     if differing:
         name = differing[0]
         raise InputError(
-            f"{folder} holds another model than model.path: its {name} is {saved.get(name)!r}, "
+            f"{folder} holds another model than model.path: its {name} is {known[name]!r}, "
             f"that of model.path is {mine[name]!r}. Resume with the model that the run began with"
         )

@@ -38,6 +38,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend import fp8, fusions, tensor_overlap
@@ -122,6 +123,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
+        rotary_percent=(shape.rotary_dim or shape.head_dim) / shape.head_dim,
         rotary_base=shape.rope_theta,
         parallel_output=True,
         vp_stage=number,
@@ -131,7 +133,14 @@ def _build_chunk(
     module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
     module.to(backend.device)
     mark_experts(module)
-    return Float16Module(config, module) if config.bf16 else module
+    if not config.bf16:
+        return module
+    wrapped = Float16Module(config, module)
+    for router in module.modules():
+        if isinstance(router, TopKRouter):
+            # The wrapper has rounded the correction's buffer; Megatron widens it in a forward pass.
+            router._maintain_float32_expert_bias()
+    return wrapped
 
 
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
@@ -256,6 +265,25 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+        # A list makes the names of layers in checkpoints other ones: see `megatron_folder.py`.
+        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)]
+        if shape.dense_layers
+        else 1,
+        **(_corrected_router(shape) if shape.is_router_corrected else {}),
+    }
+
+
+def _corrected_router(shape: ModelShape) -> dict[str, Any]:
+    """A router of sigmoid scores, whose choice an untrained buffer corrects."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": shape.routed_scale,
+        "moe_router_enable_expert_bias": True,
+        # Megatron would move it towards equal loads; with 0 it adds zeros.
+        "moe_router_bias_update_rate": 0.0,
     }
 
 

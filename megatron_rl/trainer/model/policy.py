@@ -21,12 +21,13 @@ from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted, raise_file_limit
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
-from megatron_rl.weights.folders.hf_folder import open_wrapper
+from megatron_rl.weights.folders.hf_folder import open_origin
 from megatron_rl.weights.folders.load import load_megatron, load_weights
+from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import hf_shapes, named_parameters, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, trainer_slices
 
 FILES_OF_A_RANK = 512
 """Files and sockets of a rank, without the sockets to every other rank and its store."""
@@ -163,7 +164,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_megatron(chunks, shape, cfg.model.megatron_path)
             with ExitStack() as stack:
                 # An export takes a wrapper's other tensors from there: better refused now.
-                open_wrapper(cfg.model.path, shape, stack)
+                open_origin(cfg.model.path, shape, stack)
         policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
         with tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions), failures_noted():
             yield policy

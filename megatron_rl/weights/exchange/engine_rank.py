@@ -41,7 +41,7 @@ from megatron_rl.weights.exchange.transport import (
     Transport,
     stages_all,
 )
-from megatron_rl.weights.layout.engine_layout import check_slices
+from megatron_rl.weights.layout.engine_layout import check_slices, trained_parameters
 from megatron_rl.weights.layout.slices import Slice
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,8 @@ class EngineRank:
                 Slice("", 0, 0, m.rows, m.columns, m.target, m.target_row, m.target_column)
                 for m in moves
             ]
-            check_slices(slices, parameters, may_pad_ffn=self._may_pad_ffn)
+            trained = trained_parameters(layouts.shape, parameters)
+            check_slices(slices, trained, may_pad_ffn=self._may_pad_ffn)
             syncer.plan, syncer.rounds, syncer.layouts = plan, rounds, order.layouts
         return syncer.plan
 

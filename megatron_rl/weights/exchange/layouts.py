@@ -13,7 +13,7 @@ from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import Place, place_of, trained_slices
 
 
 class EngineKind(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Layouts(msgspec.Struct, frozen=True):
 def _plan_of(layouts: Layouts) -> Plan:
     shape, trainers = layouts.shape, layouts.trainer_ranks
     senders = {
-        rank: trainer_slices(shape, place_of(rank, trainers, layouts.like))
+        rank: trained_slices(shape, place_of(rank, trainers, layouts.like))
         for rank in range(trainers)
     }
     receivers = {

@@ -15,19 +15,17 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
-    FolderTensors,
     as_in_source,
-    open_model,
+    open_origin,
     write_config,
     write_tensors,
 )
 from megatron_rl.weights.folders.megatron_folder import RELEASE, TRACKER
 from megatron_rl.weights.folders.megatron_writer import write_checkpoint
-from megatron_rl.weights.folders.model_files import ModelFiles, files_to_carry
+from megatron_rl.weights.folders.model_files import files_to_carry
 from megatron_rl.weights.folders.sources import Source, open_source
 from megatron_rl.weights.folders.staging import staged
-from megatron_rl.weights.layout.families import FAMILIES
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 
 Kind = Literal["hf", "megatron"]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
@@ -84,7 +82,7 @@ def convert(
     with ExitStack() as stack:
         source = stack.enter_context(open_source(request.source, files.paths))
         to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
-        origin = _open_origin(source, files, stack) if to == "hf" else None
+        origin = open_origin(files.origin, source.shape, stack) if to == "hf" else None
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
         check_space(request.target, reading.size_bytes)
@@ -107,18 +105,6 @@ def convert(
     return done
 
 
-def _open_origin(source: Source, files: ModelFiles, stack: ExitStack) -> FolderTensors | None:
-    """As `open_wrapper`. Raises InputError if the rest of the wrapper is not to be had."""
-    if FAMILIES[source.shape.architecture].wrapper is None:
-        return None
-    if files.origin is None or not any(files.origin.glob("*.safetensors")):
-        raise InputError(
-            f"a {source.shape.architecture} holds more than the text model, which is all that a "
-            "Megatron checkpoint has: name a Hugging Face folder with the rest by --files-from"
-        )
-    return open_model(files.origin, source.shape, stack)
-
-
 class _Reading:
     """A source's tensors in the dtype that is asked for; notes digests and progress."""
 
@@ -135,6 +121,7 @@ class _Reading:
         self.digests: dict[str, bytes] = {}
         self._source = source
         self._dtype = dtype
+        self._kept = untrained(source.shape)
         self._progress = progress
         self._verify = verify
         self._done_bytes = 0
@@ -150,7 +137,9 @@ class _Reading:
         return self.dtype_of("model.embed_tokens.weight")
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Dtype in which a tensor is given."""
+        """Dtype in which a tensor is given; of those that are not trained, the buffers' own."""
+        if name in self._kept:
+            return torch.float32
         return self._dtype or self._source.dtype_of(name)
 
     def read(self, name: str) -> Tensor:
@@ -191,7 +180,7 @@ def _write_megatron(folder: Path, reading: _Reading, shard_bytes: int) -> None:
 
 
 def _verify(folder: Path, reading: _Reading, carried: Mapping[str, Any]) -> None:
-    """Compare what `folder` holds with what was read for it, and with a wrapper's other tensors."""
+    """Compare what `folder` holds with what was read for it, and with tensors that are carried."""
     with open_source(folder, files_to_carry(folder, None).paths) as written:
         for name, expected in reading.digests.items():
             tensor = written.read(name).contiguous()

@@ -32,20 +32,21 @@ from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     NamedTensor,
     as_in_source,
-    open_wrapper,
+    open_origin,
     write_config,
     write_tensors,
 )
 from megatron_rl.weights.folders.model_files import ModelFiles, carried_files
 from megatron_rl.weights.folders.staging import staged
+from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
 from megatron_rl.weights.layout.trainer_layout import (
     Place,
     hf_shapes,
-    named_parameters,
     trainer_slices,
+    untrained,
 )
 
 # All ranks count alike, because all take part in each export.
@@ -106,20 +107,21 @@ PATIENCE_S = 1800.0
 def export_tensors(
     model: Sequence[torch.nn.Module], shape: ModelShape, patience_s: float = PATIENCE_S
 ) -> Iterator[NamedTensor]:
-    """Full HF tensors, in the compute dtype, without vocabulary padding.
+    """Full HF tensors, in the compute dtype or `untrained` in float32, without vocabulary padding.
 
     Every rank must iterate to the end; world rank 0 yields all tensors, the others yield none.
     Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
     rank's part of it besides its shards. patience_s: rank 0 may take this long over tensors between
     two that another rank has part in, which raises DeadlineExceeded there if it takes longer.
     """
-    parameters = named_parameters(model)
+    parameters = named_tensors(model)
     rank, calls = dist.get_rank(), ExportCalls(patience_s)
     sent = senders(shape, all_places(model[0].config))
     for name, size in hf_shapes(shape).items():
         if rank == 0:
             calls.call(name, (giver for giver in sent[name] if giver != 0))
-            yield name, _assemble(size, sent[name], parameters)
+            full = _empty(name, size, shape, parameters)
+            yield name, _assemble(full, sent[name], parameters)
         elif rank in sent[name]:
             # Sent only when rank 0 receives: the others do not wait in a collective meanwhile.
             calls.await_call(name, rank)
@@ -151,12 +153,17 @@ def senders(shape: ModelShape, places: tuple[Place, ...]) -> dict[str, dict[int,
     return sent
 
 
-def _assemble(
-    size: tuple[int, ...], parts: dict[int, list[Slice]], parameters: dict[str, Tensor]
+def _empty(
+    name: str, size: tuple[int, ...], shape: ModelShape, parameters: dict[str, Tensor]
 ) -> Tensor:
-    """A full tensor on rank 0, of the slices that it has and those it receives."""
-    # New memory each time: a yielded tensor never aliases a parameter that the next step changes.
-    full = next(iter(parameters.values())).new_empty(size)
+    """New memory for an HF tensor, as the ranks' parts of it have it."""
+    # New each time: a yielded tensor never aliases a parameter that the next step changes.
+    like = next(iter(parameters.values()))
+    return like.new_empty(size, dtype=torch.float32 if name in untrained(shape) else like.dtype)
+
+
+def _assemble(full: Tensor, parts: dict[int, list[Slice]], parameters: dict[str, Tensor]) -> Tensor:
+    """Fill a full tensor on rank 0 with the slices that it has and those it receives."""
     matrix = as_matrix(full)
     for rank, slices in parts.items():
         if rank == 0:
@@ -189,8 +196,8 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
-    Configuration and tokenizer files are copied from `source`, and of a wrapper the tensors that
-    are not trained; run: that trained the model, with its chat template and end tokens. The folder
+    Configuration and tokenizer files are copied from `source`, and tensors outside of the model
+    that is trained; run: that trained the model, with its chat template and end tokens. The folder
     appears at once, when complete; replaces: in place of an older one, which is a FileExistsError
     without it. Ranks other than 0 return when it is there, or raise DeadlineExceeded after
     patience_s without news.
@@ -209,7 +216,7 @@ def save_hf(
             write_config(values, staging, next(model[0].parameters()).dtype)
 
         with staged(folder, replaces=replaces) as staging, ExitStack() as stack:
-            whole = as_in_source(tensors, open_wrapper(source, shape, stack))
+            whole = as_in_source(tensors, open_origin(source, shape, stack))
             write_tensors(staging, whole, shard_bytes, limit_s=limit_s)
             write_when_room(staging, write_rest, limit_s=limit_s)
     calls.end()

@@ -6,6 +6,7 @@ is taken.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ NamedTensor = tuple[str, Tensor]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -76,14 +78,27 @@ class FolderTensors:
 
     text: dict[str, Any]
     carried: dict[str, Any]
-    """Of a wrapper's towers and projectors, under their names in the files."""
+    """Of a wrapper's towers and projectors, and of layers that predict further tokens; under their
+    names in the files."""
     spelling: Spelling
 
 
-def open_wrapper(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTensors | None:
-    """As `open_model`; None, and nothing is opened, for a text model alone."""
-    is_wrapped = FAMILIES[shape.architecture].wrapper is not None
-    return open_model(folder, shape, stack) if is_wrapped else None
+def open_origin(folder: Path | None, shape: ModelShape, stack: ExitStack) -> FolderTensors | None:
+    """As `open_model`, for what an export takes from its source; None: there is no such thing.
+
+    Raises InputError also if the rest of a wrapper is not to be had.
+    """
+    family = FAMILIES[shape.architecture]
+    has_tensors = folder is not None and any(folder.glob("*.safetensors"))
+    if folder is not None and has_tensors and (family.wrapper or family.predicts_ahead):
+        return open_model(folder, shape, stack)
+    if family.wrapper is None:
+        return None
+    raise InputError(
+        f"a {shape.architecture} holds more than the text model, which is all that a Megatron "
+        "checkpoint has: give a Hugging Face folder with the rest, as model.path of a run or by "
+        "--files-from of a conversion"
+    )
 
 
 def open_model(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTensors:
@@ -99,7 +114,9 @@ def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> Fo
     """Tensors by what they belong to. Raises InputError for a wrapper without one of its parts."""
     wrapper = FAMILIES[shape.architecture].wrapper
     if wrapper is None:
-        return FolderTensors(tensors, {}, PLAIN)
+        ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}
+        text = {name: one for name, one in tensors.items() if name not in ahead}
+        return FolderTensors(text, ahead, PLAIN)
     carried = {name: value for name, value in tensors.items() if name.startswith(wrapper.carried)}
     rest = {name: value for name, value in tensors.items() if name not in carried}
     first = "model.embed_tokens.weight"
@@ -116,12 +133,18 @@ def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> Fo
     )
 
 
+def _is_ahead(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens: those follow the model's own."""
+    found = _LAYER.match(name) if FAMILIES[shape.architecture].predicts_ahead else None
+    return found is not None and int(found[1]) >= shape.layers
+
+
 def as_in_source(
     tensors: Iterable[NamedTensor], origin: FolderTensors | None
 ) -> Iterator[NamedTensor]:
     """The text model's tensors as `origin` names them, then what that has besides, unchanged.
 
-    origin: the wrapper's folder; None for a text model alone.
+    origin: of `open_origin`.
     """
     if origin is None:
         yield from tensors

@@ -1,7 +1,8 @@
 """Megatron checkpoint folders (torch_dist): blocks, tensors and regions of them.
 
 Used by trainer ranks and by conversions. A checkpoint stacks the layers of a model, and the experts
-of a layer, along leading axes. It knows no tensor, pipeline or expert ranks, and neither do blocks.
+of a layer, along leading axes; layers that are not all alike have separate tensors. It knows no
+tensor, pipeline or expert ranks, and neither do blocks.
 `.metadata` is a pickle, as Megatron writes it: only open folders whose origin you trust.
 """
 
@@ -22,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.local_names import ENGINE_NAMES
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, shown
 from megatron_rl.weights.layout.trainer_layout import (
     EMBEDDING,
-    ENGINE_NAMES,
     FINAL_NORM,
     OUTPUT,
     PADDED,
@@ -47,7 +48,7 @@ class Block:
     key: str
     """Name of the checkpoint's tensor; the block is `tensor[lead]`."""
     lead: tuple[int, ...]
-    """Layer and expert; layer; or neither."""
+    """Layer and expert, either, or neither."""
     lead_size: tuple[int, ...]
     """How many there are."""
     size: tuple[int, ...]
@@ -78,8 +79,15 @@ class Block:
 def model_blocks(shape: ModelShape) -> Iterator[Block]:
     """All blocks of a model, so that their HF tensors come nearly in the order of `hf_shapes`."""
     yield _Kind(EMBEDDING, shape).block(shape, 0, 0)
-    kinds = [_Kind(entry, shape) for entry in layer_entries(shape.architecture)]
+    of_kind = {
+        shape.has_experts(layer): [
+            _Kind(entry, shape, has_experts=shape.has_experts(layer))
+            for entry in layer_entries(shape, layer)
+        ]
+        for layer in (0, shape.layers - 1)
+    }
     for layer in range(shape.layers):
+        kinds = of_kind[shape.has_experts(layer)]
         yield from (kind.block(shape, layer, 0) for kind in kinds if not kind.entry.is_expert)
         for expert in range(shape.experts):
             yield from (kind.block(shape, layer, expert) for kind in kinds if kind.entry.is_expert)
@@ -91,9 +99,11 @@ def model_blocks(shape: ModelShape) -> Iterator[Block]:
 class _Kind:
     """What the blocks of one entry have in common."""
 
-    def __init__(self, entry: Entry, shape: ModelShape) -> None:
+    def __init__(self, entry: Entry, shape: ModelShape, *, has_experts: bool = False) -> None:
         self.entry = entry
-        self.key = _checkpoint_key(entry.megatron, _MIXTURE_KEYS if shape.experts else _KEYS)
+        # Megatron stacks layers unless moe_layer_freq is a list (see `build.py`).
+        self.is_stacked = not shape.dense_layers
+        self.key = _checkpoint_key(entry.megatron, _MIXTURE_KEYS if has_experts else _KEYS)
         self.pieces = tuple(entry.pieces(shape, Place()))
         self.hf_sizes = tuple(entry.hf_shapes(shape))
         rows = max(piece.local_row + piece.rows for piece in self.pieces)
@@ -102,19 +112,21 @@ class _Kind:
 
     def block(self, shape: ModelShape, layer: int, expert: int) -> Block:
         """The block of a layer and an expert, if the entry has such."""
-        lead: tuple[int, ...] = ()
-        lead_size: tuple[int, ...] = ()
-        if "{layer}" in self.entry.megatron:
-            lead, lead_size = (layer,), (shape.layers,)
+        key = self.key.format(layer=layer)
+        axes: list[tuple[int, int]] = []
+        if self.is_stacked and key != self.key:
+            key = self.key.replace(".{layer}", "")
+            axes.append((layer, shape.layers))
         if self.entry.is_expert:
-            lead, lead_size = (layer, expert), (shape.layers, shape.experts)
+            axes.append((expert, shape.experts))
+        lead, lead_size = (tuple(axis[part] for axis in axes) for part in range(2))
         names = tuple(name.format(layer=layer, expert=expert) for name in self.entry.hf)
-        return Block(self.key, lead, lead_size, self.size, names, self.hf_sizes, self.pieces)
+        return Block(key, lead, lead_size, self.size, names, self.hf_sizes, self.pieces)
 
 
 def _checkpoint_key(megatron: str, renamed: dict[str, str]) -> str:
     """Megatron's name of a parameter as `GPTModel.sharded_state_dict` spells it."""
-    key = megatron.replace(".{layer}", "").replace("local_experts.{expert}", "experts")
+    key = megatron.replace("local_experts.{expert}", "experts")
     for ours, theirs in renamed.items():
         if key.endswith("." + ours):
             return key.removesuffix(ours) + theirs
@@ -248,7 +260,7 @@ class MegatronFolder:
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """`tensor[start : start + size]` in new memory, of one layer where layers are stacked.
+        """`tensor[start : start + size]` in new memory, of one place on a leading axis.
 
         Reads no more chunks than it lies in. Raises InputError when the bytes are damaged.
         """

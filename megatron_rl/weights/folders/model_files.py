@@ -38,7 +38,7 @@ class ModelFiles:
     run: Config | None = None
     """The run that trained the weights."""
     origin: Path | None = None
-    """Hugging Face folder with what a wrapper holds besides the text model; None: unknown."""
+    """Hugging Face folder that may hold more than the model, such as towers; None: unknown."""
 
     def write(self, folder: Path) -> None:
         """Copy all into `folder`, which holds none of them; contents only, not permissions.

@@ -41,7 +41,7 @@ class Source(Protocol):
     """Values of its config.json."""
     shape: ModelShape
     carried: dict[str, Any]
-    """What a wrapper holds besides the text model: lazy slices, by their names in the files."""
+    """What a folder holds besides the model: lazy slices, by their names in the files."""
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype of a tensor, by its HF name."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import Experts
 from megatron_rl.weights.layout.shape import ModelShape, counts_of
 from megatron_rl.weights.layout.slices import Share, Slice, unmatched_text
-from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of it."""
 PADDED_VOCAB = ("embed_tokens.weight", "lm_head.weight")
@@ -62,14 +63,19 @@ def engine_slices(
         for norm in ("input_layernorm", "post_attention_layernorm"):
             slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
         slices += _attention(f"{name}.self_attn", shape, tensor)
-        if shape.experts:
+        if shape.has_experts(layer):
             slices += _experts(name, shape, _expert_place(tensor, expert_parallel), ffn_multiple)
+            slices += _shared_experts(name, shape, tensor, ffn_multiple)
         else:
             units = _even(shape.ffn, tensor, ffn_multiple * tensor.size)
-            gate_up = [(f"{name}.mlp.{part}_proj.weight", units) for part in ("gate", "up")]
-            slices += _stacked(gate_up, f"{name}.mlp.gate_up_proj.weight", shape.hidden)
-            slices.append(_columns(f"{name}.mlp.down_proj.weight", shape.hidden, units))
+            slices += _dense(f"{name}.mlp", shape, units)
     return slices
+
+
+def trained_parameters(shape: ModelShape, parameters: Mapping[str, T]) -> dict[str, T]:
+    """An engine's parameters without those that are never synced: corrections of routers."""
+    kept = untrained(shape)
+    return {name: value for name, value in parameters.items() if name not in kept}
 
 
 def hf_slices(shape: ModelShape) -> list[Slice]:
@@ -77,7 +83,8 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
 
     Every tensor is whole under its own name, except that transformers 5 fuses experts.
     """
-    whole = [_whole(name, *size) for name, size in hf_shapes(shape).items()]
+    kept = untrained(shape)
+    whole = [_whole(name, *size) for name, size in hf_shapes(shape).items() if name not in kept]
     if not shape.experts:
         return whole
     block = _experts_of(shape).block
@@ -88,7 +95,7 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
         if ".experts." not in part.hf
     ]
     units = Span(0, shape.moe_ffn, shape.moe_ffn)
-    for layer in range(shape.layers):
+    for layer in range(shape.dense_layers, shape.layers):
         name = f"model.layers.{layer}"
         local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
         slices += _fused_experts(name, local, units, shape, range(shape.experts))
@@ -119,6 +126,26 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
         for part in "qk":
             yield _whole(f"{name}.{part}_norm.weight", shape.head_dim)
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
+
+
+def _dense(mlp: str, shape: ModelShape, units: Span) -> Iterator[Slice]:
+    """A gated MLP; `mlp` is its module."""
+    gate_up = [(f"{mlp}.{part}_proj.weight", units) for part in ("gate", "up")]
+    yield from _stacked(gate_up, f"{mlp}.gate_up_proj.weight", shape.hidden)
+    yield _columns(f"{mlp}.down_proj.weight", shape.hidden, units)
+
+
+def _shared_experts(
+    name: str, shape: ModelShape, tensor: Share, ffn_multiple: int
+) -> Iterator[Slice]:
+    """Experts that see every token: one MLP, which all tensor ranks divide."""
+    if not shape.shared_ffn:
+        return
+    experts = _experts_of(shape)
+    # SGLang pads the units of one expert, of which these are a multiple.
+    one = _rounded_up(shape.moe_ffn, ffn_multiple * tensor.size)
+    units = _part(shape.shared_ffn, shape.shared_ffn // shape.moe_ffn * one, tensor)
+    yield from _dense(f"{name}.{experts.block}.{experts.shared}", shape, units)
 
 
 def _experts_of(shape: ModelShape) -> Experts:
@@ -205,8 +232,13 @@ def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
 
 def _even(count: int, share: Share, multiple: int) -> Span:
     """The rank's part of `count` rows, padded at the end to a multiple."""
+    return _part(count, _rounded_up(count, multiple), share)
+
+
+def _part(count: int, total: int, share: Share) -> Span:
+    """The rank's part of `count` rows, padded at the end to `total`."""
     # Padding lies behind the last of the things, so that the last ranks have it.
-    room = _rounded_up(count, multiple) // share.size
+    room = total // share.size
     start = share.rank * room
     if start >= count:
         raise ValueError(

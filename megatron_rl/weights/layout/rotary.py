@@ -8,12 +8,13 @@ from megatron_rl.weights.layout.shape import ModelShape, RopeScaling
 
 
 def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
-    """Rotary angles per position, [head_dim / 2] float32.
+    """Rotary angles per position, [rotated dimensions / 2] float32.
 
     Source: the llama3 rule is that of the Llama 3.1 reference code, yarn's arXiv 2309.00071,
     section 3.2.
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    rotated = _rotated(shape)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / shape.rope_theta**exponents
     scaling = shape.rope_scaling
     if scaling is None:
@@ -31,21 +32,27 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     return (1 - kept) * stretched + kept * frequencies
 
 
+def _rotated(shape: ModelShape) -> int:
+    """Dimensions of a head that are rotated."""
+    return shape.rotary_dim or shape.head_dim
+
+
 def _kept_by_yarn(shape: ModelShape, scaling: RopeScaling) -> torch.Tensor:
-    """Share of each frequency that is not stretched, [head_dim / 2]."""
+    """Share of each frequency that is not stretched, [rotated dimensions / 2]."""
+    rotated = _rotated(shape)
 
     def dimension(turns: float) -> float:
         """Where a frequency makes so many turns within the original positions."""
         wave = scaling.original_positions / (turns * 2 * math.pi)
-        return shape.head_dim * math.log(wave) / (2 * math.log(shape.rope_theta))
+        return rotated * math.log(wave) / (2 * math.log(shape.rope_theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.is_truncated:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    low, high = max(low, 0), min(high, rotated - 1)
     # As transformers, where the two meet.
     span = (high - low) or 0.001
-    places = torch.arange(shape.head_dim // 2, dtype=torch.float32)
+    places = torch.arange(rotated // 2, dtype=torch.float32)
     return 1 - ((places - low) / span).clamp(0, 1)
 
 

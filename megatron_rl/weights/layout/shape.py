@@ -5,7 +5,8 @@ Used by trainer ranks and by tools; touches no tensor.
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.layout.families import FAMILIES
-from megatron_rl.weights.layout.families.family import Family
+from megatron_rl.weights.layout.families.family import Experts, Family
 from megatron_rl.weights.layout.rope import read_rope
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -70,12 +71,37 @@ class ModelShape:
     has_qk_norm: bool
     sliding_window: int | None
     experts: int = 0
-    """Experts of each layer; 0 is a dense MLP."""
+    """Experts of each layer that has such; 0 is a dense MLP."""
     experts_per_token: int = 0
     moe_ffn: int = 0
     """Units of one expert."""
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts add up to 1."""
+    dense_layers: int = 0
+    """First layers of a model with experts that have a dense MLP of `ffn` units instead."""
+    shared_ffn: int = 0
+    """Units of the experts that see every token, together."""
+    is_router_corrected: bool = False
+    """Whether scores are sigmoids, and an untrained vector corrects the choice of experts."""
+    routed_scale: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    rotary_dim: int = 0
+    """First dimensions of a head, which are rotated; 0: all."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer of the model, counted from 0, is a mixture of experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def kinds(self, layers: Sequence[int]) -> list[tuple["ModelShape", int]]:
+        """For each kind of layer among some of the model's: a model of it alone, and how many."""
+        if not self.dense_layers:
+            return [(self, len(layers))]
+        dense = sum(layer < self.dense_layers for layer in layers)
+        found = [
+            (replace(self, dense_layers=0, experts=0, moe_ffn=0, shared_ffn=0), dense),
+            (replace(self, dense_layers=0), len(layers) - dense),
+        ]
+        return [(kind, count) for kind, count in found if count]
 
     def padded_vocab(self, tensor_ranks: int) -> int:
         """Vocabulary rows over all tensor ranks: a multiple of 128 per rank.
@@ -151,11 +177,25 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_rope_scaling(rope, values, folder),
         is_tied=values.get("tie_word_embeddings", False),
-        has_qkv_bias=family.has_qkv_bias,
-        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=_switch(values, family.qkv_bias_key, family.has_qkv_bias),
+        has_qk_norm=_switch(values, family.qk_norm_key, family.has_qk_norm),
         sliding_window=_sliding_window(values, family, folder),
+        rotary_dim=_rotary_dim(values, rope, family),
         **_experts(values, family, folder),
     )
+
+
+def _switch(values: dict[str, Any], key: str, otherwise: bool) -> bool:
+    return bool(values[key]) if key else otherwise
+
+
+def _rotary_dim(values: dict[str, Any], rope: dict[str, Any], family: Family) -> int:
+    """As `ModelShape.rotary_dim`; transformers takes the whole number below the share."""
+    if not family.rotates_part:
+        return 0
+    share = rope.get("partial_rotary_factor", family.defaults["partial_rotary_factor"])
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return int(head_dim * share) if share != 1 else 0
 
 
 def _check_text(given: dict[str, Any], family: Family, folder: Path) -> None:
@@ -184,14 +224,15 @@ def _refuse_unsupported(
     """Raise InputError for settings that change the arithmetic and are not implemented."""
     if values.get("hidden_act", "silu") != "silu":
         raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
-    if values.get("mlp_bias") or (values.get("attention_bias") and not family.has_qkv_bias):
+    may_have_bias = family.has_qkv_bias or family.qkv_bias_key
+    if values.get("mlp_bias") or (values.get("attention_bias") and not may_have_bias):
         raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
     if values.get("quantization_config"):
         raise InputError(
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32"
         )
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor", 1) != 1 and not family.rotates_part:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
     # transformers applies Qwen's layer_types per layer; Mistral's window holds for all layers.
     if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
@@ -208,10 +249,12 @@ def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, 
             f"{folder}: layers with and without experts are not supported; decoder_sparse_step "
             "must be 1 and mlp_only_layers empty"
         )
-    if values.get("shared_expert_intermediate_size") or values.get("n_shared_experts"):
+    has_shared = values.get("shared_expert_intermediate_size") or values.get("n_shared_experts")
+    if has_shared and not experts.shared:
         raise InputError(f"{folder}: shared experts are not supported")
-    # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
-    count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
+    # transformers 5 writes num_local_experts, earlier ones other keys, such as num_experts.
+    keys = [key for key in experts.count_keys if key in values]
+    count = values[keys[0] if keys else experts.count_keys[-1]]
     per_token = values["num_experts_per_tok"]
     is_normalised = experts.normalises
     if is_normalised is None:
@@ -228,6 +271,31 @@ def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, 
         "experts_per_token": per_token,
         "moe_ffn": values[experts.units_key],
         "norm_topk_prob": is_normalised,
+        **(_corrected(values, experts, is_normalised, folder) if experts.is_corrected else {}),
+    }
+
+
+def _corrected(
+    values: dict[str, Any], experts: Experts, is_normalised: bool, folder: Path
+) -> dict[str, Any]:
+    """The fields that only a model with DeepSeek's router has."""
+    if not is_normalised:
+        raise InputError(
+            f"{folder}: norm_topk_prob=false is not supported for a router of sigmoid scores: true"
+        )
+    if (groups := values.get("n_group") or 1) != 1:
+        raise InputError(f"{folder}: n_group={groups}, groups of experts, is not supported: 1")
+    dense = values[experts.dense_key] if experts.dense_key else 0
+    if not 0 <= dense < values["num_hidden_layers"]:
+        raise InputError(
+            f"{folder}: {experts.dense_key}={dense} is not below the number of layers, "
+            f"{values['num_hidden_layers']}: no layer would have experts"
+        )
+    return {
+        "dense_layers": dense,
+        "shared_ffn": values[experts.units_key] * (values["n_shared_experts"] or 0),
+        "is_router_corrected": True,
+        "routed_scale": float(values["routed_scaling_factor"]),
     }
 
 
@@ -303,9 +371,10 @@ def counts_of(shape: ModelShape) -> Counts:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         layers=shape.layers,
-        ffn=0 if shape.experts else shape.ffn,
+        ffn=0 if shape.experts and not shape.dense_layers else shape.ffn,
         experts=shape.experts,
         expert_ffn=shape.moe_ffn,
+        shared_ffn=shape.shared_ffn,
     )
 
 

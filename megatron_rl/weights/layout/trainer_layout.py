@@ -3,13 +3,13 @@
 Used by trainer ranks to load, export and plan exchanges; pure functions of sizes, which need no
 torch. The parameters of a layer are put together from groups that families share, such as
 attention and a gated MLP, as the family's table in `families/` says. `shape.py` reads its
-config.json, `engine_layout.py` knows where SGLang keeps its tensors.
+config.json, `engine_layout.py` knows where SGLang keeps its tensors, and `local_names.py` finds a
+rank's own by the names used here.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,9 +31,6 @@ from megatron_rl.weights.layout.slices import (
 )
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_rl.config.parallel import ParallelConfig
 
 
@@ -109,6 +106,8 @@ class Entry:
     hf: tuple[str, ...]
     layout: Layout
     hf_shapes: Callable[[ModelShape], list[tuple[int, ...]]]
+    is_trained: bool = True
+    """False: a float32 buffer, in folders and checkpoints but in no weight sync."""
 
     @property
     def is_expert(self) -> bool:
@@ -207,8 +206,8 @@ def _gated(
     )
 
 
-def _mixture(experts: Experts) -> tuple[Entry, ...]:
-    """A router and its experts."""
+def _mixture(experts: Experts, shape: ModelShape) -> tuple[Entry, ...]:
+    """A router, its experts, and those that see every token."""
     hf = f"model.layers.{{layer}}.{experts.block}"
     router = Entry(
         "decoder.layers.{layer}.mlp.router.weight",
@@ -218,7 +217,23 @@ def _mixture(experts: Experts) -> tuple[Entry, ...]:
     )
     local = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
     units = _gated(local, f"{hf}.experts.{{expert}}", experts.projections, lambda s: s.moe_ffn)
-    return (router, *units)
+    shared = _gated(
+        "decoder.layers.{layer}.mlp.shared_experts", f"{hf}.{experts.shared}", PROJECTIONS,
+        lambda s: s.shared_ffn,
+    )  # fmt: skip
+    correction = Entry(
+        "decoder.layers.{layer}.mlp.router.expert_bias",
+        (f"{hf}.gate.e_score_correction_bias",),
+        whole,
+        lambda s: [(s.experts,)],
+        is_trained=False,
+    )
+    return (
+        router,
+        *((correction,) if shape.is_router_corrected else ()),
+        *(shared if shape.shared_ffn else ()),
+        *units,
+    )
 
 
 _DENSE = _gated(
@@ -226,17 +241,39 @@ _DENSE = _gated(
 )
 
 
-@functools.cache
-def layer_entries(architecture: str) -> tuple[Entry, ...]:
-    """The entries of one layer; embedding, final norm and output are common to all families."""
-    family = FAMILIES[architecture]
+def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
+    """The entries of a layer; embedding, final norm and output are common to all families."""
+    return _entries(shape, shape.has_experts(layer))
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(shape: ModelShape, has_experts: bool) -> tuple[Entry, ...]:
+    experts = FAMILIES[shape.architecture].experts if has_experts else None
     return (
         *_ATTENTION,
-        *(() if family.experts else _DENSE),
-        *((_QKV_BIAS,) if family.has_qkv_bias else ()),
-        *(_QK_NORMS if family.has_qk_norm else ()),
-        *(_mixture(family.experts) if family.experts else ()),
+        *(() if experts else _DENSE),
+        *((_QKV_BIAS,) if shape.has_qkv_bias else ()),
+        *(_QK_NORMS if shape.has_qk_norm else ()),
+        *(_mixture(experts, shape) if experts else ()),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def untrained(shape: ModelShape) -> frozenset[str]:
+    """HF names of the float32 tensors that are loaded and exported, but never trained."""
+    return frozenset(
+        name.format(layer=layer)
+        for layer in range(shape.layers)
+        for entry in layer_entries(shape, layer)
+        if not entry.is_trained
+        for name in entry.hf
+    )
+
+
+def trained_slices(shape: ModelShape, place: Place) -> list[Slice]:
+    """As `trainer_slices`, of what training changes: all that weight syncs send."""
+    kept = untrained(shape)
+    return [part for part in trainer_slices(shape, place) if part.hf not in kept]
 
 
 def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
@@ -274,7 +311,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
     add(EMBEDDING)
     for layer in range(shape.layers):
-        for entry, expert in _of_layer(shape, range(shape.experts)):
+        for entry, expert in _of_layer(shape, layer, range(shape.experts)):
             add(entry, layer=layer, expert=expert)
     add(FINAL_NORM)
     if not shape.is_tied:
@@ -282,9 +319,9 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
+def _of_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[tuple[Entry, int]]:
     """Entries of a layer, those of experts once for each; the number matters to them alone."""
-    entries = layer_entries(shape.architecture)
+    entries = layer_entries(shape, layer)
     yield from ((entry, 0) for entry in entries if not entry.is_expert)
     for expert in experts:
         yield from ((entry, expert) for entry in entries if entry.is_expert)
@@ -292,13 +329,16 @@ def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
 
 def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
     experts = place.expert.of(shape.experts)
-    # The same in every layer and expert; computing it for each takes seconds for large models.
+    # The same in all layers of a kind and in all experts; computing it for each takes seconds for
+    # large models.
     pieces = {
-        entry.megatron: entry.pieces(shape, place) for entry in layer_entries(shape.architecture)
+        entry.megatron: entry.pieces(shape, place)
+        for layer in (0, shape.layers - 1)
+        for entry in layer_entries(shape, layer)
     }
     # `number` is the layer's among those of the rank, `layer` its number in the model.
     for number, layer in enumerate(place.layers(shape.layers)):
-        for entry, expert in _of_layer(shape, experts):
+        for entry, expert in _of_layer(shape, layer, experts):
             local = entry.megatron.format(layer=number, expert=expert - experts.start)
             names = [name.format(layer=layer, expert=expert) for name in entry.hf]
             for source, *area in pieces[entry.megatron]:
@@ -313,46 +353,3 @@ def _single(entry: Entry, shape: ModelShape, place: Place) -> Iterator[Slice]:
 def _slice(hf: str, local: str, area: Sequence[int]) -> Slice:
     row, column, rows, columns, local_row, local_column = area
     return Slice(hf, row, column, rows, columns, local, local_row, local_column)
-
-
-ENGINE_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
-# Its grouped experts are one module with a weight for each expert.
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-
-
-def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """The parameters of a rank's chunks under the names of `layer_entries`.
-
-    Strips the wrappers' prefixes, translates TransformerEngine's names, and numbers layers
-    across chunks.
-    """
-    named: dict[str, Tensor] = {}
-    first = 0
-    for chunk in model:
-        # Megatron counts the layers of each chunk from 0; a chunk may also hold none.
-        layers = {0}
-        for name, parameter in chunk.named_parameters():
-            name = local_name(name)
-            if found := _LAYER.match(name):
-                layers.add(int(found[1]) + 1)
-                name = f"decoder.layers.{first + int(found[1])}.{name[found.end() :]}"
-            assert name not in named, f"two parameters are called {name}"
-            named[name] = parameter
-        first += max(layers)
-    return named
-
-
-def local_name(name: str) -> str:
-    """The name in `layer_entries` of a chunk's parameter `name`, without the layer."""
-    # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    for engine_name, ours in ENGINE_NAMES.items():
-        if name.endswith(engine_name):
-            return name.removesuffix(engine_name) + ours
-    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

@@ -1,13 +1,17 @@
 """A saved trainer goes on as if it had not stopped, under any split of ranks (fp32, gloo)."""
 
+import dataclasses
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from safetensors.torch import load_file
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.expert import public_key
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
@@ -17,14 +21,16 @@ from megatron_rl.trainer.checkpoint.optimizer_state import (
     restore_optimizer_state,
     sharded_optimizer_state,
 )
-from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
+from megatron_rl.trainer.checkpoint.trainer_state import _check_shape, restore, sharded_state
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.optimizer import build_optimizer
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
+from megatron_rl.weights.layout.local_names import named_tensors
+from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import PLAIN, QWEN3_MOE, load_on_rank, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, PLAIN, QWEN3_MOE, load_on_rank, write_model
 
 SAVED_AT, STEPS = 2, 4
 TOTAL_STEPS = 10
@@ -204,6 +210,62 @@ EXPERTS = [
     f"expert=2 {SHARDED}",
     "tensor=2 sequence=true expert_tensor=2",
 ]
+
+
+@pytest.fixture(scope="module")
+def corrected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corrected")
+    write_model(folder, family="Glm4Moe", vocab_size=VOCAB, **GLM4_MOE)
+    return folder
+
+
+def test_layers_of_two_kinds_are_resumed_under_another_split(
+    corrected: Path, tmp_path: Path
+) -> None:
+    check(corrected, tmp_path / "c", *splits(EXPERTS[2]), splits("tensor=1", "pipeline=2"))
+
+
+def corrections(cfg: Config, folder: Path, is_saving: bool) -> dict[str, torch.Tensor]:
+    """This rank's corrections of routers after steps, or after they were read back."""
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        held = {n: t for n, t in named_tensors(policy.chunks).items() if n.endswith(".expert_bias")}
+        if is_saving:
+            take_steps(trainer, 0, SAVED_AT)
+            folder.mkdir(exist_ok=True)
+            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
+            assert save.wait(time.monotonic() + 30)
+            save.finalize()
+        else:
+            for tensor in held.values():
+                tensor.fill_(7)
+            restore(trainer, folder)
+        return {name: tensor.clone() for name, tensor in held.items()}
+
+
+def test_corrections_of_routers_stay_exact_in_a_bfloat16_run(
+    corrected: Path, tmp_path: Path
+) -> None:
+    cfg = config(corrected, "model.dtype=bfloat16", *splits(EXPERTS[0])[0])
+    saved, resumed = (run_ranks(corrections, 2, cfg, tmp_path / "c", way) for way in (True, False))
+    published = load_file(corrected / "model.safetensors")
+    for number in (1, 2, 3):
+        expected = published[f"model.layers.{number}.mlp{CORRECTION}"]
+        # Else any dtype would do.
+        assert not torch.equal(expected, expected.bfloat16().float())
+        for rank in (*saved, *resumed):
+            found = rank[f"decoder.layers.{number}.mlp.router.expert_bias"]
+            assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+def test_a_checkpoint_from_before_a_field_of_the_shape_fits(dense: Path, tmp_path: Path) -> None:
+    policy = SimpleNamespace(shape=read_shape(dense))
+    older = dataclasses.asdict(policy.shape)
+    del older["rotary_dim"], older["dense_layers"]
+    _check_shape(policy, older, tmp_path)
+    policy.shape = dataclasses.replace(policy.shape, rotary_dim=4)
+    with pytest.raises(InputError, match="its rotary_dim is 0, that of model.path is 4"):
+        _check_shape(policy, older, tmp_path)
 
 
 def test_experts_are_resumed_under_another_split(mixture: Path, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.plan.parameters import model_parameters
+from megatron_rl.weights.layout.local_names import named_parameters
 from megatron_rl.weights.layout.shape import read_shape
-from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_models import (
+    CORRECTION,
+    GLM4_MOE,
     QWEN3_MOE,
     VOCAB,
     accumulate_gradients,
@@ -75,6 +77,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
     ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("Glm4Moe", GLM4_MOE),
 ]
 MIXTURE_SPLITS = [
     ParallelConfig(),
@@ -91,16 +94,20 @@ def test_mixtures_of_experts_equal_transformers(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "moe", family=family, **options)
-    for parallel in MIXTURE_SPLITS if family == "Qwen3Moe" else MIXTURE_SPLITS[-1:]:
+    for parallel in MIXTURE_SPLITS if family != "Mixtral" else MIXTURE_SPLITS[-1:]:
         assert_logits_equal(tmp_path / "moe", parallel, model)
 
 
 def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
-    families = [("Llama", True), ("Qwen2", False), ("Qwen3Moe", False)]
+    families = [("Llama", True), ("Qwen2", False), ("Qwen3Moe", False), ("Glm4Moe", False)]
     for number, (family, is_tied) in enumerate(families):
-        options = QWEN3_MOE if family == "Qwen3Moe" else {}
+        options = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE}.get(family, {})
         model = write_model(tmp_path / str(number), family=family, is_tied=is_tied, **options)
         expected = sum(parameter.numel() for parameter in model.parameters())
+        # Corrections of routers are buffers.
+        expected += sum(
+            buffer.numel() for name, buffer in model.named_buffers() if name.endswith(CORRECTION)
+        )
         assert model_parameters(read_shape(tmp_path / str(number))) == expected
 
 

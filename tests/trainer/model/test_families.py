@@ -1,6 +1,7 @@
 """Every family computes transformers' logits, and takes transformers' defaults for absent keys."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.weights.folders.hf_folder import write_config
 from megatron_rl.weights.layout.shape import ModelShape, read_shape, shape_of
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, QWEN3_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal
 from tests.wrapped_models import RENAMED, WRAPPERS, respell, write_wrapped
 
@@ -34,6 +35,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3-moe-raw": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
     "qwen3-moe-tied": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True}),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "glm4-moe-tied": (
+        "Glm4Moe",
+        {
+            **GLM4_MOE,
+            "tie_word_embeddings": True,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "n_shared_experts": 1,
+        },
+    ),
+    "glm4-moe-two-dense": (
+        "Glm4Moe",
+        {**GLM4_MOE, "first_k_dense_replace": 2, "partial_rotary_factor": 0.75},
+    ),
+    "glm4-moe-no-dense": ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0}),
 }
 
 
@@ -110,16 +127,18 @@ SIZES = {
 }
 
 
-def shape_of_config(folder: Path, architecture: str, **values: Any) -> ModelShape:
+def shape_of_config(
+    folder: Path, architecture: str, *, left_out: Sequence[str] = (), **values: Any
+) -> ModelShape:
     """The shape that a config.json with no more than the needed keys means."""
-    (folder / "config.json").write_text(
-        json.dumps({"architectures": [f"{architecture}ForCausalLM"], **SIZES, **values})
-    )
+    given = {"architectures": [f"{architecture}ForCausalLM"], **SIZES, **values}
+    kept = {name: value for name, value in given.items() if name not in left_out}
+    (folder / "config.json").write_text(json.dumps(kept))
     return read_shape(folder)
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
+    "architecture", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe"]
 )
 def test_absent_keys_mean_what_transformers_takes_for_them(
     architecture: str, tmp_path: Path
@@ -133,6 +152,37 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
     assert shape.sliding_window == getattr(theirs, "sliding_window", None)
     if architecture == "Qwen3Moe":
         assert shape.norm_topk_prob is theirs.norm_topk_prob is False
+    if architecture == "Glm4Moe":
+        assert shape.experts == theirs.n_routed_experts == 4
+        assert shape.dense_layers == theirs.first_k_dense_replace == 1
+        assert shape.shared_ffn == theirs.n_shared_experts * 24
+        assert shape.routed_scale == theirs.routed_scaling_factor
+        assert (shape.has_qkv_bias, shape.has_qk_norm) == (
+            theirs.attention_bias,
+            theirs.use_qk_norm,
+        )
+        share = theirs.rope_parameters["partial_rotary_factor"]
+        assert shape.rotary_dim == share * shape.head_dim == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n_group": 2}, "n_group=2, groups of experts, is not supported: 1"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported .*sigmoid"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not below the number of layers"),
+        ({"quantization_config": {"bits": 8}}, "quantised weights"),
+        ({"num_local_experts": None}, "lacks the key 'num_local_experts'"),
+    ],
+)
+def test_routers_that_megatron_does_not_have_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = {name: value for name, value in values.items() if value is not None}
+    left_out = [name for name in values if name not in given]
+    with pytest.raises(InputError, match=message):
+        shape_of_config(tmp_path, "Glm4Moe", left_out=left_out, **given)
 
 
 @pytest.mark.parametrize(

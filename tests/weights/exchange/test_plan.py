@@ -15,7 +15,7 @@ from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trained_slices
 from tests.weights.made_up import buffer_bytes
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -27,7 +27,7 @@ LLAMA = ModelShape(
 )  # fmt: skip
 FAMILIES = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class Case:
 
     def senders(self) -> dict[int, list[Slice]]:
         places = [place_of(rank, self.world_size, self.like) for rank in range(self.world_size)]
-        return {rank: trainer_slices(self.shape, place) for rank, place in enumerate(places)}
+        return {rank: trained_slices(self.shape, place) for rank, place in enumerate(places)}
 
     def receivers(self, ranks: int) -> dict[int, list[Slice]]:
         first = self.world_size
@@ -71,9 +71,12 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     architecture = draw(st.sampled_from(FAMILIES))
     has_experts = "Mix" in architecture or "Moe" in architecture
     kv_heads = draw(st.sampled_from([1, 2, 4]))
+    layers = draw(st.sampled_from([1, 2, 4]))
+    units = 4 * draw(st.integers(1, 3)) if has_experts else 0
+    is_glm = architecture.startswith("Glm")
     return ModelShape(
         architecture=architecture,
-        layers=draw(st.sampled_from([1, 2, 4])),
+        layers=layers,
         hidden=draw(st.integers(1, 9)),
         ffn=4 * draw(st.integers(1, 5)),
         heads=kv_heads * draw(st.sampled_from([1, 2, 3])),
@@ -83,11 +86,14 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         vocab=draw(st.sampled_from([131, 257, 397])),
         max_positions=8, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, sliding_window=None,
         is_tied=draw(st.booleans()) and not has_experts,
-        has_qkv_bias=architecture == "Qwen2ForCausalLM",
-        has_qk_norm=architecture.startswith("Qwen3"),
+        has_qkv_bias=draw(st.booleans()) if is_glm else architecture == "Qwen2ForCausalLM",
+        has_qk_norm=draw(st.booleans()) if is_glm else architecture.startswith("Qwen3"),
         experts=draw(st.sampled_from([2, 4])) if has_experts else 0,
         experts_per_token=1,
-        moe_ffn=4 * draw(st.integers(1, 3)) if has_experts else 0,
+        moe_ffn=units,
+        dense_layers=draw(st.integers(0, layers - 1)) if is_glm else 0,
+        shared_ffn=units * draw(st.integers(0, 2)) if is_glm else 0,
+        is_router_corrected=is_glm,
     )  # fmt: skip
 
 

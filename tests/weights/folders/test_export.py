@@ -27,7 +27,15 @@ from megatron_rl.weights.layout.slices import Share, as_matrix
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
 from tests.distributed import run_ranks
 from tests.full_disk import fill_disk
-from tests.tiny_models import QWEN3_MOE, VOCAB, full_logits, load_on_rank, write_model
+from tests.tiny_models import (
+    CORRECTION,
+    GLM4_MOE,
+    QWEN3_MOE,
+    VOCAB,
+    full_logits,
+    load_on_rank,
+    write_model,
+)
 
 
 def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[str, Tensor]]:
@@ -87,12 +95,16 @@ def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: s
         ("Qwen3Moe", ParallelConfig(pipeline=2, data=2, expert=2)),
         ("Qwen3Moe", ParallelConfig(context=2, data=2, expert=2, expert_tensor=2)),
         ("Mixtral", ParallelConfig(data=2, expert=2)),
+        ("Glm4Moe", ParallelConfig(tensor=2, sequence=True)),
+        ("Glm4Moe", ParallelConfig(pipeline=2)),
+        ("Glm4Moe", ParallelConfig(data=2, expert=2)),
     ],
 )
 def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
     family: str, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
-    options = QWEN3_MOE if family == "Qwen3Moe" else {"num_local_experts": 4}
+    given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE}
+    options = given.get(family, {"num_local_experts": 4})
     is_tied = parallel.pipeline > 1
     write_model(tmp_path / "m", family=family, is_tied=is_tied, dtype=torch.bfloat16, **options)
     run_ranks(
@@ -102,7 +114,8 @@ def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys() and len(found) > 4 * 4 * 3
     for name, tensor in expected.items():
-        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
+        dtype = torch.float32 if name.endswith(CORRECTION) else torch.bfloat16
+        assert found[name].dtype == dtype and torch.equal(found[name], tensor), name
 
 
 def test_each_element_is_sent_once_and_rank_0_gives_what_it_has(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
 from megatron_rl.weights.layout.shape import read_shape
-from tests.distributed import run_ranks
+from tests.distributed import RanksFailed, run_ranks
+from tests.tiny_models import load_on_rank
 from tests.weights.folders.test_export import save_and_wait
 from tests.weights.folders.test_round_trip import assert_equal_bits, silent, tensors_of
 from tests.wrapped_models import RENAMED, WRAPPERS, respell, write_wrapped
@@ -150,3 +151,20 @@ def test_the_hubs_flat_configuration_means_the_same(tmp_path: Path) -> None:
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     path.write_text(json.dumps(flat))
     assert read_shape(tmp_path) == shape and shape.is_tied and shape.has_qkv_bias
+
+
+def loads(folder: Path) -> bool:
+    return bool(load_on_rank(folder, ParallelConfig(tensor=2)).model)
+
+
+def test_a_stored_output_matrix_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
+    # Mistral3's configuration is tied by default in transformers 5, and not in earlier releases.
+    write_wrapped(tmp_path, "Mistral3", is_tied=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["language_model.model.embed_tokens.weight"].clone()
+    save_file({**tensors, "language_model.lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert run_ranks(loads, 2, tmp_path) == [True, True]
+    head[-1, -1] += 1
+    save_file({**tensors, "language_model.lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(RanksFailed, match=r"rank 1: (?s:.*)tie_word_embeddings is true, but lm_"):
+        run_ranks(loads, 2, tmp_path)

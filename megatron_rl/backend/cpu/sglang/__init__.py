@@ -14,16 +14,6 @@ SITE_DIR = Path(__file__).parent / "site"
 TORCHVISION_DIR = "sglang-only"
 FFN_MULTIPLE = 32
 """SGLang 0.5.23 pads the MLP units of each tensor rank to a multiple of it, only on the CPU."""
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-"""Architecture of a model's config.json -> SGLang's module of it; SGLang looks for others itself.
-"""
 
 
 def is_needed() -> bool:
@@ -69,12 +59,9 @@ def server_flags() -> list[str]:
     return ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
 
 
-def family_environment(model: Path) -> dict[str, str]:
-    """Variables that keep SGLang from importing all model families, if it is one that we know."""
-    family = FAMILIES.get(architecture_of(model))
-    if family is None:
-        return {}
-    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "run_models", "MEGATRON_RL_MODEL_FAMILY": family}
+def family_environment(module: str) -> dict[str, str]:
+    """Variables that keep SGLang from importing all model families but `module`."""
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "run_models", "MEGATRON_RL_MODEL_FAMILY": module}
 
 
 def architecture_of(model: Path) -> str:

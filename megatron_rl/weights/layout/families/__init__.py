@@ -4,6 +4,7 @@ Read by trainer ranks, engine ranks, conversions and the launcher. Nothing but d
 """
 
 from megatron_rl.weights.layout.families.family import Family
+from megatron_rl.weights.layout.families.glm import GLM4_MOE
 from megatron_rl.weights.layout.families.llama import LLAMA
 from megatron_rl.weights.layout.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from megatron_rl.weights.layout.families.qwen import (
@@ -14,6 +15,8 @@ from megatron_rl.weights.layout.families.qwen import (
     QWEN3_VL,
 )
 
-_ALL = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MISTRAL3, QWEN2_5_VL, QWEN3_VL)
+_ALL = (
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MISTRAL3, QWEN2_5_VL, QWEN3_VL,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """Architecture in config.json -> the table."""

@@ -9,7 +9,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in every layer: names in Hugging Face files, keys of config.json."""
+    """A mixture of experts: names in Hugging Face files, keys of config.json."""
 
     block: str = "mlp"
     """Module of a layer that holds the router `gate` and the list `experts`."""
@@ -19,6 +19,15 @@ class Experts:
     """Key of the units of one expert."""
     normalises: bool | None = None
     """Whether the weights of a token's experts add up to 1; None: the key norm_topk_prob says."""
+    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    """Keys of the number of experts; the first one that is there counts."""
+    dense_key: str = ""
+    """Key of the number of first layers that have a dense MLP instead; "": every layer is alike."""
+    shared: str = ""
+    """Module in the block of experts that see every token, as one MLP; "": there are none."""
+    is_corrected: bool = False
+    """Whether scores are sigmoids, and a float32 vector that is not trained corrects the choice.
+    The weights of the chosen experts are then multiplied by the key routed_scaling_factor."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,14 @@ class Family:
     """Defaults of transformers 5 for keys missing in config.json that differ between families."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    qkv_bias_key: str = ""
+    qk_norm_key: str = ""
+    """Keys of config.json that decide instead of the two above."""
+    rotates_part: bool = False
+    """Whether partial_rotary_factor counts; otherwise it must be 1."""
+    predicts_ahead: bool = False
+    """Whether files may hold more layers than the model has. They predict further tokens, are never
+    trained, and are copied from the source to each export."""
     engine_flags: tuple[str, ...] = ()
     """Flags of SGLang's server."""
     has_window: bool = False
