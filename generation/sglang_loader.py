@@ -25,6 +25,18 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     _obeyed["number"] = found.number
     if not isinstance(found.order, Nothing):
         _rank(model).take(found.order)
+        derive(model)
+
+
+@torch.no_grad()
+def derive(model: Any) -> None:
+    """Compute anew, in place, what SGLang keeps besides the parameters that it was computed of.
+
+    Latent attention multiplies by parts of kv_b_proj. At the end of a weight update SGLang 0.5.23
+    derives these only if no loader has run.
+    """
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
 
 
 def targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

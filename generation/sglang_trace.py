@@ -108,10 +108,13 @@ def _open_groups(ranks: int, rank: int) -> None:
     import torch.distributed as dist
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.rotary_embedding import base as rotary
+    from sglang.srt.layers.rotary_embedding import rope_variant
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Without a GPU it looks for vLLM's kernel. Rotary embeddings have no parameter.
     rotary._is_cpu = True
+    # DeepSeek's asks for the GPU.
+    rope_variant.get_device = lambda: "meta"
     new_group = dist.new_group
 
     def fake_group(members: list[int], backend: str = "", **options: Any) -> Any:
@@ -136,14 +139,18 @@ def _load(model: Any, question: Question) -> tuple[list[Slice], list[str]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     copies: list[tuple[Tensor, Tensor]] = []
+    joined: list[tuple[Tensor, list[Tensor]]] = []
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if function is torch.ops.aten.copy_.default:
-                copies.append((args[0], args[1]))
-            return function(*args, **(kwargs or {}))
+                copies.extend(_parts_of(args[0], args[1], joined))
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.cat.default:
+                joined.append((result, args[0]))
+            return result
 
     dtype = getattr(torch, question.dtype)
     checkpoint = {
@@ -162,6 +169,20 @@ def _load(model: Any, question: Question) -> tuple[list[Slice], list[str]]:
         else:
             loaded.append(Slice(*of, *to[:3]))
     return loaded, odd
+
+
+def _parts_of(
+    target: "Tensor", source: "Tensor", joined: "list[tuple[Tensor, list[Tensor]]]"
+) -> "Iterator[tuple[Tensor, Tensor]]":
+    """A copy as copies of the tensors that were joined for it, if they lie one below the other.
+
+    joined: each result that SGLang made of tensors, and these.
+    """
+    for result, parts in joined:
+        if source is result and all(part.shape[1:] == source.shape[1:] for part in parts):
+            yield from zip(target.split([len(part) for part in parts]), parts, strict=True)
+            return
+    yield target, source
 
 
 _Place = tuple[str, int, int, int, int]

@@ -60,6 +60,25 @@ GLM4_MOE = {
 """Options of a family whose first layer is dense, and whose choice of experts is corrected."""
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+"""Options of families with latent attention; their routers choose groups of experts first."""
+
+
 def write_model(
     folder: Path,
     *,

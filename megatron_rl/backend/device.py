@@ -255,6 +255,7 @@ def engine_spec(config: TransformerConfig, chunk: int) -> ModuleSpec | Transform
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
 
 
@@ -306,5 +307,6 @@ def prepare_cuda(layers: Layers) -> None:
     """What Megatron-Core needs in a process that trains on CUDA."""
     if not HAVE_TE:
         patches.define_router_product()
+        patches.deny_engine_to_latents()
     if layers == "transformer_engine":
         fusions.accumulate_without_apex()

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.errors import InputError
+
 
 def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the text model: those of `text_config`, where there is one, come first.
@@ -49,6 +51,20 @@ class MlpSizes:
         return self.dense_layers * self.dense_units + self.expert_layers * mixture
 
 
+def dense_count(values: Mapping[str, Any]) -> int:
+    """First layers without experts of a model with experts, in a config.json. Raises InputError."""
+    kinds = values.get("mlp_layer_types")
+    if not kinds:
+        # Only families that have such layers write this key, and its default is theirs.
+        return values.get("first_k_dense_replace") or 0
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise InputError(
+            f"mlp_layer_types={kinds} is not supported: dense layers must be the first ones"
+        )
+    return dense
+
+
 def mlp_sizes(values: Mapping[str, Any]) -> MlpSizes:
     """The sizes in a config.json. Raises KeyError for keys that a model of its kind needs."""
     layers = values["num_hidden_layers"]
@@ -57,8 +73,7 @@ def mlp_sizes(values: Mapping[str, Any]) -> MlpSizes:
     if not experts:
         return MlpSizes(layers, values["intermediate_size"], 0, 0, 0, 0, 0)
     units = values.get("moe_intermediate_size") or values["intermediate_size"]
-    # Only families that have such layers write this key, and its default is theirs.
-    dense = values.get("first_k_dense_replace", 0)
+    dense = dense_count(values)
     return MlpSizes(
         dense_layers=dense,
         dense_units=values["intermediate_size"] if dense else 0,

@@ -58,6 +58,7 @@ def check_model(config: Config) -> None:
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_expert_parallel(config.generator, shape)
     check_wrapper(config.generator, shape)
+    check_latent(config, shape)
     if config.train.router_replay and not shape.experts:
         raise InputError(
             f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
@@ -86,6 +87,36 @@ def check_wrapper(generator: GeneratorConfig, shape: ModelShape) -> None:
         raise InputError(
             f"{fault}: generator.engine={generator.engine!r} takes weights of text models alone; "
             "set it to 'sglang'"
+        )
+
+
+def check_latent(config: Config, shape: ModelShape) -> None:
+    """The engine can serve the model's latent attention, if it has such."""
+    if not shape.kv_rank:
+        return
+    engine, given = config.generator.engine, config.generator.quantization
+    faults = {
+        "vllm": "weight syncs do not reach the matrices that vLLM derives for it",
+        # transformers 5.19: its cache for continuous batching has one size for keys and values.
+        "hf": "transformers does not cache its keys and values",
+    }
+    if engine in faults:
+        raise InputError(
+            f"generator.engine = {engine!r} with {shape.architecture}, which has latent attention: "
+            f"{faults[engine]}; set it to 'sglang'"
+        )
+    if given and engine == "sglang":
+        # SGLang 0.5.23 derives them before it quantises kv_b_proj, and a sync afterwards.
+        raise InputError(
+            f"generator.quantization = {given!r} with {shape.architecture}: the matrices that "
+            "SGLang derives for latent attention would come from codes; set it to ''"
+        )
+    values = read_values(config.model.path / "config.json")
+    lacking = [key for key in FAMILIES[shape.architecture].engine_keys if key not in values]
+    if lacking and engine == "sglang":
+        raise InputError(
+            f"{config.model.path}/config.json lacks {', '.join(lacking)}, which SGLang needs for "
+            f"{shape.architecture}: take these keys from the published folder"
         )
 
 

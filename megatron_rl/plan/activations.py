@@ -42,17 +42,30 @@ def layer_elements(shape: ModelShape, division: Division, *, is_fused: bool = Fa
     """
     # The input of each norm, and its output, which the next product multiplies.
     norms = 4 * shape.hidden / division.sequence_shards
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # The fused projection (values are a view of it), rotated queries and keys, the result.
-    attention = (queries + 2 * keys) + (queries + keys) + queries
-    if shape.has_qk_norm:
-        # Queries do not lie next to each other in the projection: their norm keeps a copy.
-        attention += queries
+    if shape.kv_rank:
+        # The latents, and those after their norms.
+        norms += (
+            2 * shape.q_rank + 2 * shape.kv_rank + shape.rotary_dim
+        ) / division.sequence_shards
+    attention = _attention_elements(shape)
     if shape.experts:
         experts = _expert_elements(shape, division, is_fused=is_fused)
         return norms + attention / division.tensor + experts
     elements = _FUSED_ELEMENTS if is_fused else _UNIT_ELEMENTS
     return norms + (attention + elements * shape.ffn) / division.tensor
+
+
+def _attention_elements(shape: ModelShape) -> int:
+    """As `layer_elements` for attention, over all tensor ranks."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.kv_rank:
+        values = shape.heads * shape.value_dim
+        # Megatron copies rotated queries and keys, and values, out of what the products give.
+        return queries + (queries + keys) + values + values
+    # The fused projection (values are a view of it), rotated queries and keys, the result.
+    attention = (queries + 2 * keys) + (queries + keys) + queries
+    # Queries do not lie next to each other in the projection: their norm keeps a copy.
+    return attention + queries if shape.has_qk_norm else attention
 
 
 def _expert_elements(shape: ModelShape, division: Division, *, is_fused: bool) -> float:

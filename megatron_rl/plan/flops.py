@@ -61,7 +61,8 @@ def output_flops(shape: ModelShape) -> int:
 
 def attention_flops(shape: ModelShape, pairs: int) -> int:
     """FLOPs of attention in all layers, forward, for `pairs` of a query and a key."""
-    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    dims = shape.head_dim + (shape.value_dim or shape.head_dim)
+    return 2 * shape.layers * shape.heads * dims * pairs
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:

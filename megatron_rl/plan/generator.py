@@ -43,8 +43,11 @@ def _rank_elements(shape: ModelShape, generator: GeneratorConfig, tensor: Share)
 def kv_bytes_per_token(shape: ModelShape, tensor: int, item_bytes: int) -> int:
     """Bytes of keys and values of one token on one engine rank.
 
-    Ranks beyond the key-value heads hold copies (SGLang 0.5.23, model_config.get_num_kv_heads).
+    Ranks beyond the key-value heads hold copies (SGLang 0.5.23, model_config.get_num_kv_heads);
+    every rank holds the latents.
     """
+    if shape.kv_rank:
+        return shape.layers * shape.latent_dim * item_bytes
     heads = max(1, shape.kv_heads // tensor)
     return 2 * shape.layers * heads * shape.head_dim * item_bytes
 

@@ -108,10 +108,12 @@ def stage_parameters(shape: ModelShape, division: Division, stage: int) -> RankP
 
 def _dense_layer(shape: ModelShape, tensor: int) -> int:
     """Elements of one layer on one rank, without the experts that a router chooses."""
-    divided = attention_parameters(shape)
+    divided = attention_parameters(shape) - latent_parameters(shape)
     if shape.has_qkv_bias:
         divided += shape.head_dim * (shape.heads + 2 * shape.kv_heads)
-    whole = 2 * shape.hidden
+    whole = 2 * shape.hidden + latent_parameters(shape)
+    if shape.kv_rank:
+        whole += shape.q_rank + shape.kv_rank
     if shape.has_qk_norm:
         whole += 2 * shape.head_dim
     if shape.experts:
@@ -123,8 +125,18 @@ def _dense_layer(shape: ModelShape, tensor: int) -> int:
 
 
 def attention_parameters(shape: ModelShape) -> int:
-    """Elements of the four projections of one layer."""
+    """Elements of the projections of one layer."""
+    if shape.kv_rank:
+        queries = (shape.q_rank or shape.hidden) * shape.head_dim
+        keys_and_values = shape.kv_rank * (shape.nope_dim + shape.value_dim)
+        each_head = queries + keys_and_values + shape.value_dim * shape.hidden
+        return latent_parameters(shape) + shape.heads * each_head
     return shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+
+
+def latent_parameters(shape: ModelShape) -> int:
+    """Elements of one layer's projections to latents, which every tensor rank has whole."""
+    return shape.hidden * (shape.q_rank + shape.latent_dim) if shape.kv_rank else 0
 
 
 def expert_parameters(shape: ModelShape) -> int:

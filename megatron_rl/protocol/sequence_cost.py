@@ -9,7 +9,7 @@ passes always cost twice a forward pass, so only forward passes are compared.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.hf_config import mlp_sizes, text_values
@@ -47,15 +47,14 @@ def read_cost(model: Path) -> SequenceCost:
     """FLOPs of the model in a Hugging Face folder."""
     try:
         values = text_values(json.loads((model / "config.json").read_text()))
-        hidden, heads = values["hidden_size"], values["num_attention_heads"]
-        dim = values.get("head_dim") or hidden // heads
-        projections = hidden * dim * 2 * (heads + values.get("num_key_value_heads", heads))
+        hidden = values["hidden_size"]
+        attention = _attention(values)
         layers, sizes = values["num_hidden_layers"], mlp_sizes(values)
         routers = sizes.expert_layers * sizes.experts * hidden
-        elements = layers * projections + 3 * hidden * sizes.units_used() + routers
+        elements = layers * attention.projections + 3 * hidden * sizes.units_used() + routers
         return SequenceCost(
             per_token=2 * (elements + hidden * values["vocab_size"]),
-            per_pair=4 * layers * heads * dim,
+            per_pair=2 * layers * attention.width,
             window=_window(values),
         )
     except (OSError, ValueError, KeyError) as error:
@@ -63,6 +62,31 @@ def read_cost(model: Path) -> SequenceCost:
             f"train.packing='flops': {model}/config.json does not give the model's sizes ({error!r}"
             "); give model.path a Hugging Face folder, or set train.packing='tokens'"
         ) from error
+
+
+class _Attention(NamedTuple):
+    """Of one layer."""
+
+    projections: int
+    """Elements of the matrices."""
+    width: int
+    """Dimensions of the keys and of the values of all query heads."""
+
+
+def _attention(values: dict[str, Any]) -> _Attention:
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    rank = values.get("kv_lora_rank")
+    if not rank:
+        dim = values.get("head_dim") or hidden // heads
+        kv_heads = values.get("num_key_value_heads", heads)
+        return _Attention(hidden * dim * 2 * (heads + kv_heads), 2 * heads * dim)
+    rotated, plain, value = (
+        values[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    queries = values.get("q_lora_rank") or 0
+    down = hidden * (queries + rank + rotated)
+    up = (queries or hidden) * (plain + rotated) + rank * (plain + value) + value * hidden
+    return _Attention(down + heads * up, heads * (plain + rotated + value))
 
 
 def _window(values: dict[str, Any]) -> int | None:

@@ -14,18 +14,27 @@ from safetensors.torch import load_file
 
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
-from tests.tiny_models import GLM4_MOE, write_model
+from tests.tiny_models import GLM4_MOE, LATENT, write_model
 from tests.wrapped_models import write_wrapped
 
-pytestmark = [pytest.mark.slow(260), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(150), pytest.mark.timeout(600)]
 
 KEPT = {
     "Mistral3": ("vision_tower.", "multi_modal_projector."),
     "Qwen3VL": ("model.visual.",),
     "Glm4Moe": (".e_score_correction_bias",),
+    "DeepseekV3": (".e_score_correction_bias",),
 }
 """Parts of the names of tensors that are not trained."""
-SETTINGS = {"Glm4Moe": ["parallel.sequence=true", "train.router_replay=true"]}
+ROUTED = ["parallel.sequence=true", "train.router_replay=true"]
+SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Glm4Moe": GLM4_MOE,
+    # SGLang reads keys that transformers does not write.
+    "DeepseekV3": {
+        **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    },
+}  # fmt: skip
 IMAGES: dict[str, dict[str, Any]] = {
     # Token 3 stands for a part of the image.
     "Mistral3": {
@@ -60,11 +69,11 @@ def make_model(made: Path, folder: Path, kind: str) -> None:
     sizes = {name: values[name] for name in SIZES}
     head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
     tokens = {name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    given = {**sizes, **tokens, "head_dim": head_dim, "initializer_range": 0.02}
+    given = {**sizes, **tokens, "initializer_range": 0.02}
     if kind in IMAGES:
-        write_wrapped(folder, kind, **given)
+        write_wrapped(folder, kind, **given, head_dim=head_dim)
     else:
-        write_model(folder, family=kind, **{**GLM4_MOE, **given})
+        write_model(folder, family=kind, **{**given, **OPTIONS[kind]})
     (folder / "preprocessor_config.json").write_text('{"size":   28}')
 
 

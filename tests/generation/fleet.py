@@ -69,6 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "Qwen2", "is_tied": False},
     "qwen3-moe": {"family": "Qwen3Moe", "is_tied": False},
     "glm4-moe": {"family": "Glm4Moe", "is_tied": False},
+    "glm4-moe-lite": {"family": "Glm4MoeLite", "is_tied": False},
+    "deepseek-moe": {"family": "DeepseekV3", "is_tied": False},
     "llama-tied": {"family": "Llama", "is_tied": True, **LARGE},
 }
 

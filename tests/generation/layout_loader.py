@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from generation.sglang_loader import derive
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.engine_layout import (
     check_slices,
@@ -37,6 +38,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     report = Path(os.environ[REPORTS]) / f"{ranks.tp_rank}.json"
     try:
         values = exchange(model, Share(ranks.tp_rank, ranks.tp_size))
+        derive(model)
     except Exception:  # noqa: BLE001 - the test reads it; the server is not to die of it
         values = {"error": traceback.format_exc()}
     report.write_text(json.dumps(values))

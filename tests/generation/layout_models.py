@@ -45,6 +45,28 @@ EXPERTS = {
         "attention_bias": True,
     },
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    # SGLang needs the keys, which published folders have.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+}
+EXPERTS["DeepseekV3"] = {**LATENT, "q_lora_rank": None}
+EXPERTS["Glm4MoeLite"] = LATENT
 
 
 def write_model(
@@ -52,7 +74,7 @@ def write_model(
 ) -> torch.nn.Module:
     """Write a random model of a family of transformers and return it."""
     sizes: dict[str, Any] = {**SIZES, **EXPERTS.get(family, {}), **options}
-    if family in ("Qwen2", "Mixtral"):
+    if family in ("Qwen2", "Mixtral") or "kv_lora_rank" in sizes:
         # Qwen2 has no such setting; SGLang 0.5.23 ignores Mixtral's.
         del sizes["head_dim"]
     config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=is_tied)

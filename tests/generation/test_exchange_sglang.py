@@ -46,8 +46,8 @@ MIXTURE = {
 
 
 def replicas(kind: str) -> int:
-    """SGLang, and with some models also the hf engine."""
-    return 1 if kind.startswith("qwen") else 2
+    """SGLang, and with some models also the hf engine, which knows no latent attention."""
+    return 1 if kind.startswith(("qwen", "deepseek")) or kind == "glm4-moe-lite" else 2
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatron_rl.protocol.types import Sampling
 from tests.generation.engine_driver import LIMIT_S
 from tests.generation.precision import DTYPE_NAME, IS_EXACT, rounded
 from tests.ports import free_port
-from tests.tiny_models import CORRECTION, GLM4_MOE, QWEN3_MOE, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, LATENT, QWEN3_MOE, write_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 LAYERS, TOPK = 4, 2
@@ -24,6 +24,9 @@ ROUNDING = 0.1
 """Of a router's score in bfloat16; scores have a standard deviation of about 1."""
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 GLM_TOPK = {"num_experts_per_tok": TOPK}
+# Without groups; and the keys of published folders that SGLang needs.
+PUBLISHED = {**GLM_TOPK, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+             "scoring_func": "sigmoid", "moe_layer_freq": 1}  # fmt: skip
 
 
 async def generate(setup: EngineSetup) -> tuple[list[Completion], list[int], Completion]:
@@ -54,7 +57,12 @@ def scores_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("Qwen3Moe", QWEN3_MOE), ("Glm4Moe", {**GLM4_MOE, **GLM_TOPK})]
+    ("family", "options"),
+    [
+        ("Qwen3Moe", QWEN3_MOE),
+        ("Glm4Moe", {**GLM4_MOE, **GLM_TOPK}),
+        ("DeepseekV3", {**LATENT, **PUBLISHED}),
+    ],
 )
 def test_the_engines_choices_are_those_of_the_model(
     family: str, options: dict[str, Any], tmp_path: Path

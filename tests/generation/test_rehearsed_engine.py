@@ -163,6 +163,22 @@ def test_published_models_fit(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4MoeLite"])
+def test_latent_attention_fits(tmp_path: Path, family: str, tensor: int) -> None:
+    # As DeepSeek-V3's attention; SGLang joins two of its projections.
+    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+             "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1}  # fmt: skip
+    write_model(tmp_path, family=family, is_tied=False, seed=0, **sizes)
+    shape = shape_of(tmp_path)
+    traces = trace_engine(configured(tmp_path, tensor=tensor), shape)
+    kind = EngineKind("sglang", tensor, expert_parallel=1)
+    for rank, trace in enumerate(traces):
+        assert differences(kind.slices(shape, rank), trace, "bfloat16") == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LIMIT_S)
 def test_a_layout_that_is_wrong_is_reported_for_all_ranks_and_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

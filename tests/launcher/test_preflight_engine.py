@@ -9,7 +9,9 @@ from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.launcher import model_checks, preflight
+from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.layout_models import shape_of, write_model
+from tests.tiny_models import LATENT
 from tests.tiny_models import write_model as write_policy
 from tests.wrapped_models import write_wrapped
 
@@ -33,6 +35,29 @@ def of_family(folder: Path, family: str, quantization: str, *overrides: str) -> 
     (folder / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
     given = [f"model.path={folder}", f"generator.quantization={quantization}", *overrides]
     return load_config(None, given)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("engine", "vllm", "generator.engine = 'vllm' with DeepseekV3ForCausalLM"),
+        ("engine", "hf", "generator.engine = 'hf' with DeepseekV3ForCausalLM"),
+        ("quantization", "fp8", "generator.quantization = 'fp8' with DeepseekV3ForCausalLM"),
+        ("seed", "1", "config.json lacks topk_method, scoring_func, moe_layer_freq"),
+    ],
+)
+def test_what_engines_cannot_do_with_latent_attention_is_refused(
+    tmp_path: Path, key: str, value: str, message: str
+) -> None:
+    write_policy(tmp_path / "plain", family="DeepseekV3", **LATENT)
+    folder = tmp_path / "plain"
+    if key != "seed":
+        write_model(folder, family="DeepseekV3", is_tied=False, seed=0)
+        model_checks.check_latent(load_config(None, [f"model.path={folder}"]), read_shape(folder))
+    given = [f"generator.{key}={value}"] if key != "seed" else []
+    config = load_config(None, [f"model.path={folder}", *given])
+    with pytest.raises(InputError, match=message):
+        model_checks.check_latent(config, read_shape(folder))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

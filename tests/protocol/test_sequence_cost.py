@@ -12,7 +12,7 @@ from megatron_rl.plan.flops import step_flops
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost, read_cost
 from megatron_rl.weights.layout.shape import read_shape
-from tests.tiny_models import GLM4_MOE, QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, write_model
 from tests.wrapped_models import write_wrapped
 from tools.bench.packing import magistral_like
 
@@ -31,6 +31,8 @@ BUDGET = 40_960
         ("Qwen3", {"head_dim": 32}),
         ("Qwen3Moe", QWEN3_MOE),
         ("Glm4Moe", GLM4_MOE),
+        ("DeepseekV3", LATENT),
+        ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}),
         ("Mistral", {"sliding_window": 6}),
     ],
 )

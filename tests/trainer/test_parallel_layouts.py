@@ -15,7 +15,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.local_names import named_parameters, named_tensors
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import GLM4_MOE, PLAIN, QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, LATENT, PLAIN, QWEN3_MOE, write_model
 
 STEPS = 3
 COMMON = [
@@ -137,6 +137,19 @@ def test_mixture_after_a_dense_layer_trains_alike(
     layout: str, corrected: tuple[Path, Curve]
 ) -> None:
     assert_alike(layout, *corrected)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    folder = tmp_path_factory.mktemp("latent")
+    write_model(folder, family="DeepseekV3", vocab_size=VOCAB, **LATENT)
+    return folder, curve_of(folder, "")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", [*MIXED, "pipeline=2", "context=2", f"{SEQUENCE} context=2"])
+def test_latent_attention_trains_alike(layout: str, latent: tuple[Path, Curve]) -> None:
+    assert_alike(layout, *latent)
 
 
 def router_gradients(cfg: Config) -> dict[str, Tensor]:

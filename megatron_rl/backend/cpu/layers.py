@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_rl.backend.context import own_chunks, shard_positions
+from megatron_rl.backend.cpu.latent_attention import use_latents
 from megatron_rl.backend.cpu.packed_attention import (
     Attention,
     PackedSelfAttention,
@@ -49,6 +50,8 @@ class CausalAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -77,7 +80,8 @@ class CausalAttention(MegatronModule):
 
         query is [length, batch, heads, dim] and the result [length, batch, heads * dim]; with
         packed sequences [tokens, heads, dim] and [tokens, heads * dim]. key and value have fewer
-        heads when queries are grouped. Context ranks share packed sequences alone.
+        heads when queries are grouped; a value may be narrower than a key. Context ranks share
+        packed sequences alone.
         """
         assert attention_mask is None and attention_bias is None
         is_shared = self._context is not None and self._context.size() > 1
@@ -90,7 +94,7 @@ class CausalAttention(MegatronModule):
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
         """`bounds` is [sequences + 1] int32: where each sequence starts, and the end."""
-        if can_attend(query):
+        if can_attend(query) and value.shape[-1] == query.shape[-1]:
             _, heads, dim = query.shape
             sizes = Attention(heads, key.shape[1], dim, self.scale, bounds, self.window)
             return attend(sizes, query, key, value)
@@ -107,10 +111,10 @@ class CausalAttention(MegatronModule):
         """
         rank, ranks = self._context.rank(), self._context.size()
         gathered = gather_from_sequence_parallel_region(
-            torch.cat([key, value], dim=1), group=self._context
+            torch.cat([key, value], dim=2), group=self._context
         )
         order = torch.cat([shard_positions(bounds, other, ranks) for other in range(ranks)])
-        keys, values = gathered[order.argsort()].chunk(2, dim=1)
+        keys, values = gathered[order.argsort()].split([key.shape[2], value.shape[2]], dim=2)
         edges = bounds.tolist()
         pieces: list[tuple[int, int, int]] = []
         for start, end in zip(edges, edges[1:], strict=False):
@@ -175,6 +179,7 @@ def layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         num_experts=experts,
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     layer = spec.submodules
     layer.input_layernorm = RMSNorm
@@ -182,12 +187,16 @@ def layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     if experts:
         # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
         # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
-        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
-    layer.self_attention.module = PackedSelfAttention
-    if not experts:
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    else:
+        layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         layer.mlp = GatedMLP
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
+    if config.multi_latent_attention:
+        use_latents(layer, RMSNorm)
+        return spec
+    layer.self_attention.module = PackedSelfAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

@@ -1,8 +1,9 @@
 """What megatron-core 0.16.1 needs to run well without CUDA: one small function per patch.
 
-Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing), and in
-part by rehearsed ranks, whose tensors have no data. `install` applies the table once; tests/backend
-leaves each patch out in turn and sees the operation that it serves fail.
+Used by trainer ranks on CPU (`define_router_product` and `deny_engine_to_latents` wherever
+TransformerEngine is missing), and in part by rehearsed ranks, whose tensors have no data. `install`
+applies the table once; tests/backend leaves each patch out in turn and sees the operation that it
+serves fail.
 """
 
 import functools
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.utils._device import _device_constructors
@@ -122,6 +124,11 @@ def define_router_product() -> None:
     """The router asks by a name whether TransformerEngine is there; without it, it is undefined."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def deny_engine_to_latents() -> None:
+    """Latent attention takes TransformerEngine to be there, since its own imports do not fail."""
+    multi_latent_attention.HAVE_TE = False
 
 
 def _token_dispatch() -> None:
@@ -242,6 +249,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "generator": _generator,
     "set_generator": _set_generator,
     "router_product": define_router_product,
+    "latents": deny_engine_to_latents,
     "token_dispatch": _token_dispatch,
     "uneven_parts": _uneven_parts,
     "gradient_products": _gradient_products,

@@ -39,7 +39,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.backend import fp8, fusions, tensor_overlap
 from megatron_rl.backend.cpu.folding import FoldedSeqParams, Folding
@@ -48,6 +48,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.trainer.model.latent import latent_fields, set_angles
 from megatron_rl.weights.layout.rotary import inverse_frequencies, softmax_scale
 from megatron_rl.weights.layout.shape import ModelShape
 
@@ -128,9 +129,7 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=number,
     )
-    # Megatron knows no linear scaling, fixes llama3's constants, and its fused kernel has no
-    # factor for yarn: so the angles are given here, and the factor in `softmax_scale`.
-    module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
+    set_angles(module, inverse_frequencies(shape).to(backend.device))
     module.to(backend.device)
     mark_experts(module)
     if not config.bf16:
@@ -181,7 +180,9 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_engine=backend.layers == "transformer_engine",
         ),
     }
-    return TransformerConfig(**values)
+    if not shape.kv_rank:
+        return TransformerConfig(**values)
+    return MLATransformerConfig(**{**values, **latent_fields(shape)})
 
 
 def _parameters(model: ModelConfig) -> dict[str, Any]:
@@ -266,6 +267,8 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+        "moe_router_num_groups": shape.expert_groups if shape.expert_groups > 1 else None,
+        "moe_router_group_topk": shape.chosen_groups if shape.expert_groups > 1 else None,
         # A list makes the names of layers in checkpoints other ones: see `megatron_folder.py`.
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)]
         if shape.dense_layers

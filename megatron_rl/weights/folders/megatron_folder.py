@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.weights.layout.local_names import ENGINE_NAMES
+from megatron_rl.weights.layout.local_names import ENGINE_NAMES, LATENT_NAMES
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, shown
 from megatron_rl.weights.layout.trainer_layout import (
@@ -36,9 +36,12 @@ from megatron_rl.weights.layout.trainer_layout import (
     layer_entries,
 )
 
-_KEYS = {ours: engine for engine, ours in ENGINE_NAMES.items()}
-_MIXTURE_KEYS = {ours: key for ours, key in _KEYS.items() if ".linear_fc1." not in key}
-"""No norm is fused into experts."""
+
+def _renamed(shape: ModelShape, has_experts: bool) -> dict[str, str]:
+    """Our name of a norm in a layer -> the checkpoint's, where TransformerEngine fuses it."""
+    names = LATENT_NAMES if shape.kv_rank else ENGINE_NAMES
+    # No norm is fused into experts.
+    return {ours: key for key, ours in names.items() if not (has_experts and ".linear_fc1." in key)}
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class _Kind:
         self.entry = entry
         # Megatron stacks layers unless moe_layer_freq is a list (see `build.py`).
         self.is_stacked = not shape.dense_layers
-        self.key = _checkpoint_key(entry.megatron, _MIXTURE_KEYS if has_experts else _KEYS)
+        self.key = _checkpoint_key(entry.megatron, _renamed(shape, has_experts))
         self.pieces = tuple(entry.pieces(shape, Place()))
         self.hf_sizes = tuple(entry.hf_shapes(shape))
         rows = max(piece.local_row + piece.rows for piece in self.pieces)

@@ -62,7 +62,8 @@ def engine_slices(
         name = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
-        slices += _attention(f"{name}.self_attn", shape, tensor)
+        attention = _latent_attention if shape.kv_rank else _attention
+        slices += attention(f"{name}.self_attn", shape, tensor)
         if shape.has_experts(layer):
             slices += _experts(name, shape, _expert_place(tensor, expert_parallel), ffn_multiple)
             slices += _shared_experts(name, shape, tensor, ffn_multiple)
@@ -126,6 +127,30 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
         for part in "qk":
             yield _whole(f"{name}.{part}_norm.weight", shape.head_dim)
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
+
+
+def _latent_attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
+    """Projections to latents, whole and one below the other; and the heads of the rank."""
+
+    def heads(part: str, dim: int, columns: int) -> Iterator[Slice]:
+        weight = f"{name}.{part}.weight"
+        yield from _stacked([(weight, _head_span(shape.heads, dim, tensor))], weight, columns)
+
+    down = f"{name}.kv_a_proj_with_mqa.weight"
+    latent = Span(0, shape.latent_dim, shape.latent_dim)
+    if shape.q_rank:
+        queries = Span(0, shape.q_rank, shape.q_rank)
+        parts = [(f"{name}.q_a_proj.weight", queries), (down, latent)]
+        yield from _stacked(parts, f"{name}.fused_qkv_a_proj_with_mqa.weight", shape.hidden)
+        yield _whole(f"{name}.q_a_layernorm.weight", shape.q_rank)
+        yield from heads("q_b_proj", shape.head_dim, shape.q_rank)
+    else:
+        yield from heads("q_proj", shape.head_dim, shape.hidden)
+        yield _whole(down, shape.latent_dim, shape.hidden)
+    yield _whole(f"{name}.kv_a_layernorm.weight", shape.kv_rank)
+    yield from heads("kv_b_proj", shape.nope_dim + shape.value_dim, shape.kv_rank)
+    values = _head_span(shape.heads, shape.value_dim, tensor)
+    yield _columns(f"{name}.o_proj.weight", shape.hidden, values)
 
 
 def _dense(mlp: str, shape: ModelShape, units: Span) -> Iterator[Slice]:

@@ -15,6 +15,12 @@ ENGINE_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
+LATENT_NAMES = {
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""The same of layers with latent attention, which two linear layers follow the first norm in."""
 # Its grouped experts are one module with a weight for each expert.
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -65,7 +71,7 @@ def local_name(name: str) -> str:
     # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    for engine_name, ours in ENGINE_NAMES.items():
+    for engine_name, ours in (ENGINE_NAMES | LATENT_NAMES).items():
         if name.endswith(engine_name):
             return name.removesuffix(engine_name) + ours
     return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

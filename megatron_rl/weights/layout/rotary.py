@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from megatron_rl.weights.layout.shape import ModelShape, RopeScaling
+from megatron_rl.weights.layout.rope import RopeScaling
+from megatron_rl.weights.layout.shape import ModelShape
 
 
 def inverse_frequencies(shape: ModelShape) -> torch.Tensor:

@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron_rl.config.divisibility import Counts, check_sizes
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import text_values
+from megatron_rl.config.hf_config import dense_count, text_values
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import Experts, Family
-from megatron_rl.weights.layout.rope import read_rope
+from megatron_rl.weights.layout.latent import latent_fields
+from megatron_rl.weights.layout.rope import RopeScaling, read_rope, rope_scaling
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED = tuple(FAMILIES)
 _VOCAB_MULTIPLE = 128
 _SIZES = (
@@ -29,25 +29,6 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; fields of another kind than `kind` are not used."""
-
-    kind: str
-    factor: float
-    original_positions: int = 0
-    """Of llama3 and yarn: positions before the stretching."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    """Of llama3."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    is_truncated: bool = True
-    """Of yarn: turns between which frequencies are blended, at whole dimensions if truncated."""
-    attention_factor: float = 1.0
-    """Of yarn: cosines and sines are multiplied by it."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +66,28 @@ class ModelShape:
     """Whether scores are sigmoids, and an untrained vector corrects the choice of experts."""
     routed_scale: float = 1.0
     """Factor of the weights of the chosen experts."""
+    expert_groups: int = 1
+    chosen_groups: int = 1
+    """Groups of neighbouring experts, and those of them with a token's experts: the groups whose
+    two best scores have the greatest sums."""
     rotary_dim: int = 0
-    """First dimensions of a head, which are rotated; 0: all."""
+    """First dimensions of a head, which are rotated, or last in latent attention; 0: all."""
+    kv_rank: int = 0
+    """Width of the latent that keys and values are made of; 0: ordinary attention."""
+    q_rank: int = 0
+    """The same of queries; 0: their projection has no low rank."""
+    value_dim: int = 0
+    """Of latent attention: dimensions of a head's values; `head_dim` is that of keys."""
+
+    @property
+    def nope_dim(self) -> int:
+        """Of latent attention: first dimensions of a head, which are not rotated."""
+        return self.head_dim - self.rotary_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Of latent attention: width of what all heads share of a token, all that is cached."""
+        return self.kv_rank + self.rotary_dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer of the model, counted from 0, is a mixture of experts."""
@@ -163,7 +164,7 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         if not isinstance(values[key], int):
             raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
     heads = values["num_attention_heads"]
-    return ModelShape(
+    shape = ModelShape(
         architecture=architecture,
         layers=values["num_hidden_layers"],
         hidden=values["hidden_size"],
@@ -175,7 +176,7 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         max_positions=values["max_position_embeddings"],
         norm_eps=values["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=_rope_scaling(rope, values, folder),
+        rope_scaling=rope_scaling(rope, values, folder),
         is_tied=values.get("tie_word_embeddings", False),
         has_qkv_bias=_switch(values, family.qkv_bias_key, family.has_qkv_bias),
         has_qk_norm=_switch(values, family.qk_norm_key, family.has_qk_norm),
@@ -183,6 +184,9 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         rotary_dim=_rotary_dim(values, rope, family),
         **_experts(values, family, folder),
     )
+    if not family.is_latent:
+        return shape
+    return replace(shape, **latent_fields(values, shape.rope_scaling, folder))
 
 
 def _switch(values: dict[str, Any], key: str, otherwise: bool) -> bool:
@@ -272,6 +276,7 @@ def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, 
         "moe_ffn": values[experts.units_key],
         "norm_topk_prob": is_normalised,
         **(_corrected(values, experts, is_normalised, folder) if experts.is_corrected else {}),
+        **_groups(values, count, folder),
     }
 
 
@@ -283,9 +288,7 @@ def _corrected(
         raise InputError(
             f"{folder}: norm_topk_prob=false is not supported for a router of sigmoid scores: true"
         )
-    if (groups := values.get("n_group") or 1) != 1:
-        raise InputError(f"{folder}: n_group={groups}, groups of experts, is not supported: 1")
-    dense = values[experts.dense_key] if experts.dense_key else 0
+    dense = dense_count(values) if experts.dense_key else 0
     if not 0 <= dense < values["num_hidden_layers"]:
         raise InputError(
             f"{folder}: {experts.dense_key}={dense} is not below the number of layers, "
@@ -299,61 +302,28 @@ def _corrected(
     }
 
 
+def _groups(values: dict[str, Any], experts: int, folder: Path) -> dict[str, int]:
+    """The fields of a router that chooses groups of experts first; {}: it chooses among all."""
+    groups, chosen = values.get("n_group") or 1, values.get("topk_group") or 1
+    if chosen >= groups:
+        return {}
+    per_token = values["num_experts_per_tok"]
+    # Megatron 0.16.1 adds the best num_experts_per_tok // topk_group scores of a group.
+    if per_token != 2 * chosen or experts % groups or experts < 2 * groups:
+        raise InputError(
+            f"{folder}: n_group={groups} of {experts} experts, topk_group={chosen}, "
+            f"num_experts_per_tok={per_token} is not supported: groups must be equal, and "
+            "num_experts_per_tok twice topk_group"
+        )
+    return {"expert_groups": groups, "chosen_groups": chosen}
+
+
 def _sliding_window(values: dict[str, Any], family: Family, folder: Path) -> int | None:
     if family.has_window:
         return values.get("sliding_window")
     if values.get("use_sliding_window"):
         raise InputError(f"{folder}: use_sliding_window is not supported for {family.architecture}")
     return None
-
-
-def _rope_scaling(rope: dict[str, Any], values: dict[str, Any], folder: Path) -> RopeScaling | None:
-    """Scaling from what `read_rope` returns, and from the other values of config.json."""
-    kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
-        raise InputError(
-            f"{folder}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind, float(rope["factor"]))
-    # As transformers 5: a key beside the table comes first, and the context length is the last.
-    positions = values.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings", values["max_position_embeddings"]
-    )
-    if kind == "yarn":
-        factor = float(rope.get("factor") or values["max_position_embeddings"] / positions)
-        return RopeScaling(
-            kind,
-            factor,
-            int(positions),
-            beta_fast=float(rope.get("beta_fast") or 32),
-            beta_slow=float(rope.get("beta_slow") or 1),
-            is_truncated=bool(rope.get("truncate", True)),
-            attention_factor=_attention_factor(rope, factor),
-        )
-    return RopeScaling(
-        kind,
-        float(rope["factor"]),
-        int(positions),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-    )
-
-
-def _attention_factor(rope: dict[str, Any], factor: float) -> float:
-    """What YaRN multiplies cosines and sines by. Source: arXiv 2309.00071, equation 22."""
-    given = rope.get("attention_factor")
-    if given is not None:
-        return float(given)
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
-    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
-    # DeepSeek's two keys: the second one takes back what the first adds.
-    return scale(over) / scale(under) if over and under else scale(1)
 
 
 _LEAST_COMMON_SHARE = 0.95

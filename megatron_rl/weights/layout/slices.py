@@ -56,6 +56,14 @@ def whole(sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape) -> 
     return [Piece(0, 0, 0, rows, columns, 0, 0)]
 
 
+def by_heads(sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape) -> list[Piece]:
+    """Each rank holds the rows of its query heads of the one tensor."""
+    [(rows, columns)] = sizes
+    width = rows // shape.heads
+    part = share.of(shape.heads)
+    return [Piece(0, part.start * width, 0, len(part) * width, columns, 0, 0)]
+
+
 def by_columns(sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape) -> list[Piece]:
     """Each rank holds equally many columns of the one tensor."""
     [(rows, columns)] = sizes

@@ -24,6 +24,7 @@ from megatron_rl.weights.layout.slices import (
     Share,
     Slice,
     by_columns,
+    by_heads,
     by_query_groups,
     by_vocabulary,
     gate_then_up,
@@ -141,32 +142,42 @@ TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, by_vocabulary, EMBEDDING.hf_s
 PADDED = frozenset((EMBEDDING.megatron, OUTPUT.megatron))
 """Parameters that may have padding rows."""
 
+
+def _of_attention(
+    megatron: str, hf: str, layout: Layout, size: Callable[[ModelShape], tuple[int, ...]]
+) -> Entry:
+    """One HF tensor of a layer's attention."""
+    return Entry(
+        f"decoder.layers.{{layer}}.self_attention.{megatron}.weight",
+        (f"model.layers.{{layer}}.self_attn.{hf}.weight",),
+        layout,
+        lambda s: [size(s)],
+    )
+
+
+_INPUT_NORM = Entry(
+    "decoder.layers.{layer}.input_layernorm.weight",
+    ("model.layers.{layer}.input_layernorm.weight",),
+    whole,
+    lambda s: [(s.hidden,)],
+)
 # Megatron's pre_mlp_layernorm is HF's post_attention_layernorm: both stand between the two blocks.
+_MLP_NORM = Entry(
+    "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+    ("model.layers.{layer}.post_attention_layernorm.weight",),
+    whole,
+    lambda s: [(s.hidden,)],
+)
 _ATTENTION = (
-    Entry(
-        "decoder.layers.{layer}.input_layernorm.weight",
-        ("model.layers.{layer}.input_layernorm.weight",),
-        whole,
-        lambda s: [(s.hidden,)],
-    ),
+    _INPUT_NORM,
     Entry(
         "decoder.layers.{layer}.self_attention.linear_qkv.weight",
         tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.weight" for name in "qkv"),
         by_query_groups,
         lambda s: [(rows, s.hidden) for rows in _qkv_rows(s)],
     ),
-    Entry(
-        "decoder.layers.{layer}.self_attention.linear_proj.weight",
-        ("model.layers.{layer}.self_attn.o_proj.weight",),
-        by_columns,
-        lambda s: [(s.hidden, s.heads * s.head_dim)],
-    ),
-    Entry(
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
-        ("model.layers.{layer}.post_attention_layernorm.weight",),
-        whole,
-        lambda s: [(s.hidden,)],
-    ),
+    _of_attention("linear_proj", "o_proj", by_columns, lambda s: (s.hidden, s.heads * s.head_dim)),
+    _MLP_NORM,
 )
 _QKV_BIAS = Entry(
     "decoder.layers.{layer}.self_attention.linear_qkv.bias",
@@ -175,14 +186,43 @@ _QKV_BIAS = Entry(
     lambda s: [(rows,) for rows in _qkv_rows(s)],
 )
 _QK_NORMS = tuple(
-    Entry(
-        f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
-        (f"model.layers.{{layer}}.self_attn.{name}_norm.weight",),
-        whole,
-        lambda s: [(s.head_dim,)],
-    )
+    _of_attention(f"{name}_layernorm", f"{name}_norm", whole, lambda s: (s.head_dim,))
     for name in "qk"
 )
+
+
+_QUERIES = (
+    _of_attention("linear_q_proj", "q_proj", by_heads, lambda s: (s.heads * s.head_dim, s.hidden)),
+)
+_LOW_RANK_QUERIES = (
+    _of_attention("linear_q_down_proj", "q_a_proj", whole, lambda s: (s.q_rank, s.hidden)),
+    _of_attention("q_layernorm", "q_a_layernorm", whole, lambda s: (s.q_rank,)),
+    _of_attention(
+        "linear_q_up_proj", "q_b_proj", by_heads, lambda s: (s.heads * s.head_dim, s.q_rank)
+    ),
+)
+_LATENT = (
+    _of_attention(
+        "linear_kv_down_proj", "kv_a_proj_with_mqa", whole, lambda s: (s.latent_dim, s.hidden)
+    ),
+    _of_attention("kv_layernorm", "kv_a_layernorm", whole, lambda s: (s.kv_rank,)),
+    _of_attention(
+        "linear_kv_up_proj", "kv_b_proj", by_heads,
+        lambda s: (s.heads * (s.nope_dim + s.value_dim), s.kv_rank),
+    ),
+    _of_attention(
+        "linear_proj", "o_proj", by_columns, lambda s: (s.hidden, s.heads * s.value_dim)
+    ),
+)  # fmt: skip
+"""The projections down to latents are whole on every tensor rank."""
+
+
+def _attention(shape: ModelShape) -> tuple[Entry, ...]:
+    """Attention, with the norms before and behind it."""
+    if not shape.kv_rank:
+        return _ATTENTION
+    queries = _LOW_RANK_QUERIES if shape.q_rank else _QUERIES
+    return (_INPUT_NORM, *queries, *_LATENT, _MLP_NORM)
 
 
 def _gated(
@@ -250,7 +290,7 @@ def layer_entries(shape: ModelShape, layer: int) -> tuple[Entry, ...]:
 def _entries(shape: ModelShape, has_experts: bool) -> tuple[Entry, ...]:
     experts = FAMILIES[shape.architecture].experts if has_experts else None
     return (
-        *_ATTENTION,
+        *_attention(shape),
         *(() if experts else _DENSE),
         *((_QKV_BIAS,) if shape.has_qkv_bias else ()),
         *(_QK_NORMS if shape.has_qk_norm else ()),

@@ -11,7 +11,14 @@ from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
 from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import RanksFailed, run_ranks
-from tests.tiny_models import QWEN3_MOE, VOCAB, accumulate_gradients, load_on_rank, write_model
+from tests.tiny_models import (
+    LATENT,
+    QWEN3_MOE,
+    VOCAB,
+    accumulate_gradients,
+    load_on_rank,
+    write_model,
+)
 
 ALONE, STAGES = ParallelConfig(), ParallelConfig(pipeline=2)
 SHARED_EXPERTS = ParallelConfig(tensor=2, sequence=True, data=2, expert=2, expert_tensor=2)
@@ -23,6 +30,7 @@ FAILURES = {
     "synchronize": (STAGES, "p2p_communication.py"),
     "generator": (ALONE, "torch/cuda/random.py"),
     "router_product": (ALONE, "'te_general_gemm' is not defined"),
+    "latents": (ALONE, "multi_latent_attention.py"),
     "token_dispatch": (ALONE, "torch.cuda.Stream"),
     "uneven_parts": (SHARED_EXPERTS, "mappings.py"),
     "gradient_products": (ALONE, "fused_weight_gradient_mlp_cuda module is not found"),
@@ -94,10 +102,15 @@ def test_every_patch_is_tested() -> None:
 
 
 @pytest.mark.parametrize("patch", FAILURES)
-def test_train_step_fails_without(patch: str, folder: Path, mixture_folder: Path) -> None:
+def test_train_step_fails_without(
+    patch: str, folder: Path, mixture_folder: Path, tmp_path: Path
+) -> None:
     parallel, message = FAILURES[patch]
     if patch in OF_EXPERTS:
         folder = mixture_folder
+    if patch == "latents":
+        folder = tmp_path
+        write_model(folder, family="DeepseekV3", **LATENT)
     with pytest.raises(RanksFailed, match=message):
         run_ranks(train_step, parallel.world_size, folder, parallel, [patch])
 

@@ -16,6 +16,7 @@ from tests.distributed import run_ranks
 from tests.tiny_models import (
     CORRECTION,
     GLM4_MOE,
+    LATENT,
     QWEN3_MOE,
     VOCAB,
     accumulate_gradients,
@@ -78,6 +79,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
     ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("Glm4Moe", GLM4_MOE),
+    ("DeepseekV3", LATENT),
 ]
 MIXTURE_SPLITS = [
     ParallelConfig(),
@@ -100,8 +102,11 @@ def test_mixtures_of_experts_equal_transformers(
 
 def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
     families = [("Llama", True), ("Qwen2", False), ("Qwen3Moe", False), ("Glm4Moe", False)]
+    families += [("DeepseekV3", False), ("Glm4MoeLite", True)]
     for number, (family, is_tied) in enumerate(families):
-        options = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE}.get(family, {})
+        given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE, "DeepseekV3": LATENT}
+        given["Glm4MoeLite"] = {**LATENT, "q_lora_rank": None}
+        options = given.get(family, {})
         model = write_model(tmp_path / str(number), family=family, is_tied=is_tied, **options)
         expected = sum(parameter.numel() for parameter in model.parameters())
         # Corrections of routers are buffers.
@@ -149,6 +154,33 @@ def test_gradient_is_a_sum_over_microbatches_and_data_ranks(tmp_path: Path) -> N
         rtol=1e-4,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("q_rank", [40, None])
+def test_tensor_ranks_give_latent_attention_the_gradients_of_one(
+    q_rank: int | None, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, family="DeepseekV3", **{**LATENT, "q_lora_rank": q_rank})
+    ids = torch.randint(0, VOCAB, (1, 32), generator=torch.Generator().manual_seed(1))
+    [alone] = run_ranks(gradients, 1, tmp_path, ParallelConfig(), [[ids]], "none")
+    parallel = ParallelConfig(tensor=2, sequence=True)
+    ranks = run_ranks(gradients, 2, tmp_path, parallel, [[ids]], "none")
+    names = [name for name in alone if ".self_attention." in name]
+    assert len(names) == 4 * (7 if q_rank else 5)
+    for name in names:
+        if "_up_proj" in name or "q_proj" in name or "linear_proj" in name:
+            found = torch.cat([rank[name] for rank in ranks], dim=int("linear_proj" in name))
+        else:
+            assert torch.equal(ranks[0][name], ranks[1][name])
+            found = ranks[0][name]
+        assert (found - alone[name]).norm() < 1e-5 * alone[name].norm()
+
+    loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+    (loss / 100).backward()
+    for layer in range(4):
+        expected = model.model.layers[layer].self_attn.kv_a_proj_with_mqa.weight.grad
+        found = alone[f"decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight"]
+        assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
 def overlaps(folder: Path, parallel: ParallelConfig) -> tuple[bool, bool, bool]:

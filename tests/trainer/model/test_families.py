@@ -1,6 +1,7 @@
 """Every family computes transformers' logits, and takes transformers' defaults for absent keys."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import transformers
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.plan.parameters import model_parameters
+from megatron_rl.plan.generator import kv_bytes_per_token
+from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
 from megatron_rl.weights.folders.hf_folder import write_config
 from megatron_rl.weights.layout.shape import ModelShape, read_shape, shape_of
-from tests.tiny_models import GLM4_MOE, QWEN3_MOE, write_model
+from megatron_rl.weights.layout.slices import Share
+from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
+from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal
 from tests.wrapped_models import RENAMED, WRAPPERS, respell, write_wrapped
 
@@ -51,6 +55,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GLM4_MOE, "first_k_dense_replace": 2, "partial_rotary_factor": 0.75},
     ),
     "glm4-moe-no-dense": ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0}),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {**GLM4_MOE, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", LATENT),
+    "glm4-moe-lite-tied": (
+        "Glm4MoeLite",
+        {**LATENT, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
+    "deepseek-moe": ("DeepseekV3", LATENT),
+    "deepseek-moe-no-dense": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0}),
+    # As Moonlight.
+    "deepseek-moe-raw-queries": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    ),
 }
 
 
@@ -81,6 +101,23 @@ def test_yarn_equals_transformers(family: str, rope: dict[str, Any], tmp_path: P
     ids = torch.arange(100)[None]
     with torch.no_grad():
         assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-2)
+
+
+LATENT_YARNS: list[dict[str, Any]] = [
+    {**YARN, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {**YARN, "original_max_position_embeddings": 32, "mscale": 0.707, "mscale_all_dim": 0.707},
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rope", LATENT_YARNS, ids=lambda rope: str(rope["mscale"]))
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4MoeLite"])
+def test_yarn_multiplies_scores_of_latent_attention(
+    family: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**LATENT, "rope_parameters": rope}
+    model = write_model(tmp_path / "model", family=family, **options)
+    assert_logits_equal(tmp_path / "model", SEQUENCE, model)
 
 
 WRAPPED = [
@@ -225,6 +262,69 @@ def test_what_would_change_the_arithmetic_is_refused(
     with pytest.raises(InputError, match=message):
         shape_of_config(tmp_path, "Qwen3", **values)
     assert shape_of_config(tmp_path, "Qwen3", layer_types=["full_attention"] * 2).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_interleave": False}, "rope_interleave=false is not supported"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
+        ({"num_experts_per_tok": 3}, "n_group=4 of 8 experts, topk_group=2, num_experts_per_tok=3"),
+        ({"n_group": 3}, "n_group=3 of 8 experts"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_scaling": YARN}, "yarn multiplies cosines by 1.139"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "dense layers must be the first ones"),
+    ],
+)
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4MoeLite"])
+def test_latent_attention_that_megatron_does_not_compute_is_refused(
+    family: str, values: dict[str, Any], message: str
+) -> None:
+    given = {
+        "architectures": [f"{family}ForCausalLM"],
+        **SIZES,
+        **LATENT,
+        "vocab_size": 9,
+        **values,
+    }
+    with pytest.raises(InputError, match=message):
+        shape_of(given, Path("m"))
+
+
+PUBLISHED = {
+    # Parameters of the published files without the layer that predicts ahead, bytes of a token's
+    # latents in bfloat16, and the keys of config.json that are no defaults.
+    "deepseek-ai/DeepSeek-V3": (671_026_419_200, 61 * 576 * 2, "DeepseekV3", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 163840}),
+    "moonshotai/Moonlight-16B-A3B": (15_960_110_208, 27 * 576 * 2, "DeepseekV3", {
+        "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "max_position_embeddings": 8192,
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 64,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1}),
+    "zai-org/GLM-4.7-Flash": (29_943_393_920, 47 * 576 * 2, "Glm4MoeLite", {
+        "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 47, "num_attention_heads": 20}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_of_latent_attention_have_their_sizes(name: str) -> None:
+    count, cached, family, values = PUBLISHED[name]
+    shape = shape_of({"architectures": [f"{family}ForCausalLM"], **values}, Path(name))
+    assert model_parameters(shape) == count
+    assert sum(math.prod(size) for size in hf_shapes(shape).values()) == count
+    for ranks in (1, 4):
+        assert kv_bytes_per_token(shape, ranks, 2) == cached
+        # Rank 0 holds none of the vocabulary's padding if there are several.
+        place = Place(Share(0, ranks), expert_tensor=Share(0, ranks))
+        held = sum(part.size for part in trainer_slices(shape, place))
+        planned = stage_parameters(shape, Division(tensor=ranks, expert_tensor=ranks), 0).total
+        assert planned == held + (ranks == 1) * 2 * shape.hidden * (
+            shape.padded_vocab(1) - shape.vocab
+        )
 
 
 LLAMA3 = {

@@ -28,6 +28,7 @@ LLAMA = ModelShape(
 FAMILIES = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
 )  # fmt: skip
 
 
@@ -69,19 +70,26 @@ class Case:
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
     architecture = draw(st.sampled_from(FAMILIES))
-    has_experts = "Mix" in architecture or "Moe" in architecture
+    is_latent = architecture == "DeepseekV3ForCausalLM"
+    has_experts = is_latent or "Mix" in architecture or "Moe" in architecture
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     layers = draw(st.sampled_from([1, 2, 4]))
     units = 4 * draw(st.integers(1, 3)) if has_experts else 0
     is_glm = architecture.startswith("Glm")
+    is_corrected = is_glm or is_latent
+    heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
     return ModelShape(
         architecture=architecture,
         layers=layers,
         hidden=draw(st.integers(1, 9)),
         ffn=4 * draw(st.integers(1, 5)),
-        heads=kv_heads * draw(st.sampled_from([1, 2, 3])),
-        kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 4)),
+        heads=heads,
+        kv_heads=heads if is_latent else kv_heads,
+        head_dim=draw(st.integers(3, 4)) if is_latent else draw(st.integers(1, 4)),
+        rotary_dim=2 if is_latent else 0,
+        kv_rank=draw(st.integers(1, 3)) if is_latent else 0,
+        q_rank=draw(st.integers(0, 3)) if is_latent else 0,
+        value_dim=draw(st.integers(1, 3)) if is_latent else 0,
         # Primes: no count of ranks divides them.
         vocab=draw(st.sampled_from([131, 257, 397])),
         max_positions=8, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, sliding_window=None,
@@ -91,9 +99,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         experts=draw(st.sampled_from([2, 4])) if has_experts else 0,
         experts_per_token=1,
         moe_ffn=units,
-        dense_layers=draw(st.integers(0, layers - 1)) if is_glm else 0,
-        shared_ffn=units * draw(st.integers(0, 2)) if is_glm else 0,
-        is_router_corrected=is_glm,
+        dense_layers=draw(st.integers(0, layers - 1)) if is_corrected else 0,
+        shared_ffn=units * draw(st.integers(0, 2)) if is_corrected else 0,
+        is_router_corrected=is_corrected,
     )  # fmt: skip
 
 

@@ -12,16 +12,19 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.folders.conversion import Request, convert
 from tests.distributed import run_ranks
-from tests.tiny_models import CORRECTION, GLM4_MOE, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, LATENT, write_model
 from tests.weights.folders.test_export import save_and_wait
 from tests.weights.folders.test_round_trip import assert_equal_bits, silent, tensors_of
 
 AHEAD = "model.layers.4."
 
 
-def write_with_layers_ahead(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def write_with_layers_ahead(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, family: str = "Glm4Moe"
+) -> dict[str, Tensor]:
     """A folder as GLM-4.5's: a fifth layer after the model's four. Returns its tensors."""
-    write_model(folder, family="Glm4Moe", dtype=dtype, **GLM4_MOE)
+    options = GLM4_MOE if family == "Glm4Moe" else LATENT
+    write_model(folder, family=family, dtype=dtype, **options)
     tensors = load_file(folder / "model.safetensors")
     copied = {
         name.replace("model.layers.3.", AHEAD): tensor + 1
@@ -46,9 +49,10 @@ def test_they_come_back_from_a_checkpoint_with_the_source_at_hand(tmp_path: Path
     assert_equal_bits(tensors_of(tmp_path / "alone"), own)
 
 
-def test_an_export_of_ranks_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Glm4Moe", "DeepseekV3"])
+def test_an_export_of_ranks_has_them(family: str, tmp_path: Path) -> None:
     source, target = tmp_path / "m", tmp_path / "out"
-    expected = write_with_layers_ahead(source)
+    expected = write_with_layers_ahead(source, family=family)
     run_ranks(save_and_wait, 2, source, target, ParallelConfig(pipeline=2), "bfloat16")
     assert_equal_bits(tensors_of(target), expected)
     written, given = (json.loads((one / "config.json").read_text()) for one in (target, source))

@@ -30,6 +30,7 @@ from tests.full_disk import fill_disk
 from tests.tiny_models import (
     CORRECTION,
     GLM4_MOE,
+    LATENT,
     QWEN3_MOE,
     VOCAB,
     full_logits,
@@ -98,12 +99,17 @@ def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: s
         ("Glm4Moe", ParallelConfig(tensor=2, sequence=True)),
         ("Glm4Moe", ParallelConfig(pipeline=2)),
         ("Glm4Moe", ParallelConfig(data=2, expert=2)),
+        ("DeepseekV3", ParallelConfig(tensor=2, sequence=True)),
+        ("DeepseekV3", ParallelConfig(pipeline=2)),
+        ("DeepseekV3", ParallelConfig(data=2, expert=2)),
+        ("Glm4MoeLite", ParallelConfig(tensor=2, sequence=True)),
     ],
 )
 def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
     family: str, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
-    given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE}
+    given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE, "DeepseekV3": LATENT}
+    given["Glm4MoeLite"] = {**LATENT, "q_lora_rank": None}
     options = given.get(family, {"num_local_experts": 4})
     is_tied = parallel.pipeline > 1
     write_model(tmp_path / "m", family=family, is_tied=is_tied, dtype=torch.bfloat16, **options)

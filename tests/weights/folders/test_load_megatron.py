@@ -20,7 +20,7 @@ from megatron_rl.weights.folders.load import load_megatron, unwrap
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder, model_blocks
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
-from tests.tiny_models import GLM4_MOE, QWEN3_MOE, load_on_rank, write_model
+from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, load_on_rank, write_model
 from tests.wrapped_models import write_wrapped
 
 DENSE = [
@@ -35,6 +35,8 @@ CASES = [
     *(("Qwen3Moe", QWEN3_MOE, split) for split in (*DENSE[::2], *MIXED)),
     ("Mixtral", {"num_local_experts": 4}, MIXED[0]),
     *(("Glm4Moe", GLM4_MOE, split) for split in (*DENSE[::2], *MIXED)),
+    *(("DeepseekV3", LATENT, split) for split in (*DENSE[::2], *MIXED)),
+    ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}, MIXED[1]),
 ]
 
 
@@ -121,7 +123,9 @@ def described(hf: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [("Qwen2", {}), ("Qwen3", {"tie_word_embeddings": True}), ("Qwen3Moe", QWEN3_MOE),
-     ("Glm4Moe", GLM4_MOE), ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0})],
+     ("Glm4Moe", GLM4_MOE), ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0}),
+     ("DeepseekV3", LATENT), ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}),
+     ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0})],
 )  # fmt: skip
 def test_blocks_are_the_tensors_that_megatron_describes(
     family: str, options: dict[str, Any], tmp_path: Path
@@ -155,6 +159,7 @@ def save_as_training_does(hf: Path, folder: Path, parallel: ParallelConfig) -> N
         ("Llama", {}, ParallelConfig(tensor=2)),
         ("Qwen3Moe", QWEN3_MOE, ParallelConfig(data=2, expert=2)),
         ("Glm4Moe", GLM4_MOE, ParallelConfig(data=2, expert=2)),
+        ("DeepseekV3", LATENT, ParallelConfig(tensor=2, sequence=True, expert=2)),
     ],
 )
 def test_training_checkpoint_becomes_the_hf_folder_it_started_from(

@@ -13,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
 from megatron_rl.weights.folders.model_files import carried_files
-from tests.tiny_models import GLM4_MOE, QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, write_model
 
 SHARD_BYTES = 150_000
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -26,6 +26,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True}),
     ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 2}),
     ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0, "use_qk_norm": False}),
+    ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
+    ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0, "q_lora_rank": None}),
+    ("Glm4MoeLite", LATENT),
 ]
 
 

@@ -184,6 +184,8 @@ def test_ranks_that_do_not_fit_the_model_are_refused(
         ("Mixtral", False),
         ("Qwen3Moe", True),
         ("Glm4Moe", True),
+        ("Glm4MoeLite", False),
+        ("DeepseekV3", False),
     ],
 )
 def test_plain_slices_find_every_tensor_of_the_folder(

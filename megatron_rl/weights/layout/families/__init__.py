@@ -3,8 +3,9 @@
 Read by trainer ranks, engine ranks, conversions and the launcher. Nothing but data.
 """
 
+from megatron_rl.weights.layout.families.deepseek import DEEPSEEK_V3
 from megatron_rl.weights.layout.families.family import Family
-from megatron_rl.weights.layout.families.glm import GLM4_MOE
+from megatron_rl.weights.layout.families.glm import GLM4_MOE, GLM4_MOE_LITE
 from megatron_rl.weights.layout.families.llama import LLAMA
 from megatron_rl.weights.layout.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from megatron_rl.weights.layout.families.qwen import (
@@ -16,7 +17,8 @@ from megatron_rl.weights.layout.families.qwen import (
 )
 
 _ALL = (
-    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MISTRAL3, QWEN2_5_VL, QWEN3_VL,
+    LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3,
+    MISTRAL3, QWEN2_5_VL, QWEN3_VL,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """Architecture in config.json -> the table."""

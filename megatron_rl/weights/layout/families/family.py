@@ -93,9 +93,13 @@ class Family:
     """Keys of config.json that decide instead of the two above."""
     rotates_part: bool = False
     """Whether partial_rotary_factor counts; otherwise it must be 1."""
+    is_latent: bool = False
+    """Whether attention is DeepSeek's: see `latent.py`."""
     predicts_ahead: bool = False
     """Whether files may hold more layers than the model has. They predict further tokens, are never
     trained, and are copied from the source to each export."""
+    engine_keys: tuple[str, ...] = ()
+    """Keys of config.json that SGLang needs, though transformers does not write them."""
     engine_flags: tuple[str, ...] = ()
     """Flags of SGLang's server."""
     has_window: bool = False

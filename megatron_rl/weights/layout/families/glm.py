@@ -1,6 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: DeepSeek's router over grouped-query attention."""
+"""GLM-4.5, 4.6 and 4.7 have DeepSeek's router; GLM-4.7-Flash has its latent attention too."""
 
-from megatron_rl.weights.layout.families.family import Experts, Family
+from megatron_rl.weights.layout.families.deepseek import ROUTED
+from megatron_rl.weights.layout.families.family import Family
 
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
@@ -23,12 +24,35 @@ GLM4_MOE = Family(
     qk_norm_key="use_qk_norm",
     rotates_part=True,
     predicts_ahead=True,
-    experts=Experts(
-        count_keys=("n_routed_experts", "num_local_experts"),
-        dense_key="first_k_dense_replace",
-        shared="shared_experts",
-        is_corrected=True,
-    ),
+    experts=ROUTED,
     # SGLang would store the shared expert as one more routed expert, on CUDA alone.
     engine_flags=("--disable-shared-experts-fusion",),
+)
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    defaults={
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        # transformers does not read the key: it has a list of layers, and this means the same.
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+    },
+    is_latent=True,
+    predicts_ahead=True,
+    experts=ROUTED,
+    engine_keys=("first_k_dense_replace",),
+    engine_flags=GLM4_MOE.engine_flags,
 )
