@@ -17,7 +17,7 @@ from tests.end_to_end import commands
 from tests.tiny_models import GLM4_MOE, LATENT, write_model
 from tests.wrapped_models import write_wrapped
 
-pytestmark = [pytest.mark.slow(150), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 KEPT = {
     "Mistral3": ("vision_tower.", "multi_modal_projector."),
@@ -93,7 +93,6 @@ def answers(model: torch.nn.Module, kind: str) -> torch.Tensor:
         return model(**IMAGES[kind]).logits
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_model_learns_and_keeps_what_is_not_trained(
     made: Path, kind: str, tmp_path: Path

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.tree import ParallelConfig
 from tests.distributed import run_ranks
-from tests.tiny_models import QWEN3_MOE
+from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE
 from tests.weights.folders.test_load_megatron import differing, make_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,15 @@ HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 @pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
-@pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Qwen3Moe", QWEN3_MOE)])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Llama", {}),
+        ("Qwen3Moe", QWEN3_MOE),
+        ("Glm4Moe", GLM4_MOE),
+        ("DeepseekV3", LATENT),
+    ],
+)
 def test_engine_layers_load_a_converted_folder(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

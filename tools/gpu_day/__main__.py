@@ -35,6 +35,7 @@ ORDER = (
     "tests/gpu/test_backend_cuda.py",
     "tests/gpu/test_checkpoint_cuda.py",
     "tests/gpu/test_convert_cuda.py",
+    "tests/gpu/test_families_cuda.py",
     "tests/gpu/test_chain_cuda.py",
     "tests/gpu/test_overlap_cuda.py",
     "tests/gpu/test_sglang_cuda.py",

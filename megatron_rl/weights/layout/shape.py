@@ -248,10 +248,11 @@ def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, 
     experts = family.experts
     if experts is None:
         return {}
-    if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
+    steps = (values.get("decoder_sparse_step", 1), values.get("moe_layer_freq", 1))
+    if steps != (1, 1) or values.get("mlp_only_layers"):
         raise InputError(
-            f"{folder}: layers with and without experts are not supported; decoder_sparse_step "
-            "must be 1 and mlp_only_layers empty"
+            f"{folder}: layers without experts among those with are not supported; "
+            "decoder_sparse_step and moe_layer_freq must be 1, and mlp_only_layers empty"
         )
     has_shared = values.get("shared_expert_intermediate_size") or values.get("n_shared_experts")
     if has_shared and not experts.shared:

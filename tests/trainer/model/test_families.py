@@ -205,7 +205,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"n_group": 2}, "n_group=2, groups of experts, is not supported: 1"),
+        ({"n_group": 3}, "n_group=3 of 4 experts, topk_group=1, .*: groups must be equal"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported .*sigmoid"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
         ({"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not below the number of layers"),

@@ -273,7 +273,12 @@ def test_config_that_cannot_be_trained_is_an_input_error(
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        (
+            "Qwen3Moe",
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step and moe_layer_freq must",
+        ),
+        ("Qwen3Moe", {"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
         ("Qwen3Moe", {"mlp_only_layers": [0]}, "mlp_only_layers empty"),
         ("Qwen3Moe", {"shared_expert_intermediate_size": 8}, "shared experts are not supported"),
         ("Qwen3Moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4 experts"),
