@@ -74,7 +74,6 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
     else:
         # SGLang's own choice would be any free port, perhaps that of another role.
         values["--nccl-port"] = setup.port + 1
-    family = _family_of(Path(setup.model))
     command = [sys.executable, "-m", "sglang.launch_server"]
     if folder is not None:
         # In two words: SGLang 0.5.23 does not know `--config=FILE`.
@@ -90,7 +89,7 @@ def server_command(setup: EngineSetup, loader: str, folder: Path | None = None) 
         f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
-        *(family.engine_flags if family is not None else ()),
+        *_family_flags(Path(setup.model)),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.is_deterministic and not sglang_cpu.is_needed():
@@ -151,6 +150,18 @@ def server_environment(setup: EngineSetup, folder: Path | None = None) -> dict[s
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
     }
+
+
+def _family_flags(model: Path) -> list[str]:
+    """What the server must be told of the model's family."""
+    family, flags = _family_of(model), list[str]()
+    if family is not None and family.wrapper is not None:
+        # It looks for no processor of images then; its --language-model-only allows few models.
+        flags.append('--json-model-override-args={"language_model_only": true}')
+    if family is not None and family.experts is not None and family.experts.shared:
+        # It would store the shared expert as one more routed expert, on CUDA alone.
+        flags.append("--disable-shared-experts-fusion")
+    return flags
 
 
 def _family_environment(model: Path) -> dict[str, str]:

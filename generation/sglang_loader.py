@@ -30,10 +30,10 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
 
 @torch.no_grad()
 def derive(model: Any) -> None:
-    """Compute anew, in place, what SGLang keeps besides the parameters that it was computed of.
+    """Recompute in place the tensors that SGLang derives from parameters.
 
-    Latent attention multiplies by parts of kv_b_proj. At the end of a weight update SGLang 0.5.23
-    derives these only if no loader has run.
+    Latent attention multiplies by parts of kv_b_proj. SGLang 0.5.23 derives them at the end of a
+    weight update only if no custom loader has run.
     """
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()

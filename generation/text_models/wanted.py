@@ -9,7 +9,7 @@ from generation.text_models import MODEL_VARIABLE, TIED_VARIABLE
 from megatron_rl.weights.layout.families import FAMILIES
 
 _ROTATIONS = ("mrope_section", "mrope_interleaved")
-"""Which positions turn which dimensions: those of text are all equal."""
+"""These keys say which positions rotate which dimensions. All positions of text are equal."""
 
 
 def text_class(architecture: str, *, is_tied: bool) -> type:

@@ -8,10 +8,10 @@ from megatron_rl.config.errors import InputError
 
 
 def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the text model: those of `text_config`, where there is one, come first.
+    """The values of the text model: those of `text_config` come first, where there is one.
 
-    The architecture stays that of the whole. Embeddings are tied if either place says so: earlier
-    releases of transformers wrote it into text_config, transformers 5 reads it beside it.
+    `architectures` stays the wrapper's. Embeddings are tied if either place says so. transformers 5
+    reads the key beside text_config; earlier releases wrote it inside.
     """
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):

@@ -156,9 +156,10 @@ class CausalAttention(MegatronModule):
 
 def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
     """Megatron's local layers of one chunk, with the norms and the attention of this file."""
-    specs = {experts: layer_spec(config, experts) for experts in set(experts_of(config, chunk))}
+    layers = experts_of(config, chunk)
+    specs = {experts: layer_spec(config, experts) for experts in set(layers)}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[experts] for experts in experts_of(config, chunk)], layer_norm=RMSNorm
+        layer_specs=[specs[experts] for experts in layers], layer_norm=RMSNorm
     )
 
 

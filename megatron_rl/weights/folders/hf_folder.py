@@ -74,7 +74,7 @@ def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderTensors:
-    """The lazy slices of a folder's tensors, those of the text model under its own names."""
+    """Lazy slices of a folder's tensors. Those of the text model have its own names."""
 
     text: dict[str, Any]
     carried: dict[str, Any]
@@ -84,9 +84,9 @@ class FolderTensors:
 
 
 def open_origin(folder: Path | None, shape: ModelShape, stack: ExitStack) -> FolderTensors | None:
-    """As `open_model`, for what an export takes from its source; None: there is no such thing.
+    """Open the folder from which an export copies tensors; None if the model has none to copy.
 
-    Raises InputError also if the rest of a wrapper is not to be had.
+    Raises InputError as `open_model`, and if a wrapper's folder has no tensors.
     """
     family = FAMILIES[shape.architecture]
     has_tensors = folder is not None and any(folder.glob("*.safetensors"))
@@ -102,16 +102,24 @@ def open_origin(folder: Path | None, shape: ModelShape, stack: ExitStack) -> Fol
 
 
 def open_model(folder: Path, shape: ModelShape, stack: ExitStack) -> FolderTensors:
-    """The tensors of a folder with a model of `shape`; raises InputError as `open_tensors`, and
-    unless they are those that config.json means."""
-    found = sort_tensors(open_tensors(folder, stack), shape, folder)
+    """The tensors of a folder with a model of `shape`; raises InputError as `open_tensors` and
+    `sort_tensors`."""
+    return sort_tensors(open_tensors(folder, stack), shape, folder)
+
+
+def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
+    """Tensors by what they belong to.
+
+    Raises InputError unless the text model's are those that config.json means, and for a wrapper
+    without one of its parts.
+    """
+    found = _sorted(tensors, shape, folder)
     sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
     check_tensors(shape, sizes, folder)
     return found
 
 
-def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
-    """Tensors by what they belong to. Raises InputError for a wrapper without one of its parts."""
+def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
     wrapper = FAMILIES[shape.architecture].wrapper
     if wrapper is None:
         ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
 from megatron_rl.weights.folders.hf_folder import (
-    check_tensors,
     open_files,
     open_tensors,
     sort_tensors,
@@ -81,8 +80,6 @@ class HfSource:
         found = sort_tensors(tensors, self.shape, folder)
         self._tensors = found.text
         self.carried = found.carried
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in found.text.items()}
-        check_tensors(self.shape, sizes, folder)
         for name, tensor in found.text.items():
             if tensor.get_dtype() not in _DTYPES:
                 raise InputError(

@@ -15,7 +15,7 @@ from megatron_rl.weights.layout.rope import RopeScaling
 def latent_fields(
     values: Mapping[str, Any], scaling: RopeScaling | None, folder: Path
 ) -> dict[str, Any]:
-    """The fields of ModelShape that differ from those of ordinary attention.
+    """Fields of ModelShape for latent attention.
 
     `folder` is for messages. Raises InputError for what Megatron-Core 0.16.1 does not compute.
     """
@@ -38,6 +38,6 @@ def latent_fields(
         "value_dim": values["v_head_dim"],
         "head_dim": values["qk_nope_head_dim"] + rotated,
         "rotary_dim": rotated,
-        # Keys and values of every head are computed anew from the latent.
+        # The latent gives each query head its own key and value.
         "kv_heads": values["num_attention_heads"],
     }

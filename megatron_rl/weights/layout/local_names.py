@@ -20,7 +20,7 @@ LATENT_NAMES = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""The same of layers with latent attention, which two linear layers follow the first norm in."""
+"""The same in layers with latent attention, where two linear layers follow the first norm."""
 # Its grouped experts are one module with a weight for each expert.
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

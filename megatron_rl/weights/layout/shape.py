@@ -289,10 +289,10 @@ def _corrected(
         raise InputError(
             f"{folder}: norm_topk_prob=false is not supported for a router of sigmoid scores: true"
         )
-    dense = dense_count(values) if experts.dense_key else 0
+    dense = dense_count(values)
     if not 0 <= dense < values["num_hidden_layers"]:
         raise InputError(
-            f"{folder}: {experts.dense_key}={dense} is not below the number of layers, "
+            f"{folder}: first_k_dense_replace={dense} is not below the number of layers, "
             f"{values['num_hidden_layers']}: no layer would have experts"
         )
     return {

@@ -125,16 +125,20 @@ def test_a_reference_that_follows_the_policy_and_a_value_are_resumed(
     check(dense, tmp_path / "c", held, splits_of_ranks)
 
 
+def save_after_steps(trainer: Trainer, folder: Path) -> None:
+    take_steps(trainer, 0, SAVED_AT)
+    folder.mkdir(exist_ok=True)
+    save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
+    assert save.wait(time.monotonic() + 30)
+    save.finalize()
+
+
 def average_of(cfg: Config, folder: Path, is_saving: bool) -> list[torch.Tensor]:
     """This rank's part of the average, before it is saved or after it was read back."""
     with open_policy(cfg) as policy:
         trainer = new_trainer(cfg, policy)
         if is_saving:
-            take_steps(trainer, 0, SAVED_AT)
-            folder.mkdir(exist_ok=True)
-            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
-            assert save.wait(time.monotonic() + 30)
-            save.finalize()
+            save_after_steps(trainer, folder)
         else:
             restore(trainer, folder)
         return trainer.reference._weights
@@ -231,11 +235,7 @@ def corrections(cfg: Config, folder: Path, is_saving: bool) -> dict[str, torch.T
         trainer = new_trainer(cfg, policy)
         held = {n: t for n, t in named_tensors(policy.chunks).items() if n.endswith(".expert_bias")}
         if is_saving:
-            take_steps(trainer, 0, SAVED_AT)
-            folder.mkdir(exist_ok=True)
-            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
-            assert save.wait(time.monotonic() + 30)
-            save.finalize()
+            save_after_steps(trainer, folder)
         else:
             for tensor in held.values():
                 tensor.fill_(7)

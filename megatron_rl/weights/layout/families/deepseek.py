@@ -4,7 +4,6 @@ from megatron_rl.weights.layout.families.family import Experts, Family
 
 ROUTED = Experts(
     count_keys=("n_routed_experts", "num_local_experts"),
-    dense_key="first_k_dense_replace",
     shared="shared_experts",
     is_corrected=True,
 )
@@ -36,6 +35,4 @@ DEEPSEEK_V3 = Family(
     predicts_ahead=True,
     experts=ROUTED,
     engine_keys=("topk_method", "scoring_func", "moe_layer_freq"),
-    # SGLang would store the shared expert as one more routed expert, on CUDA alone.
-    engine_flags=("--disable-shared-experts-fusion",),
 )

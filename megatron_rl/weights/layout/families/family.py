@@ -21,13 +21,12 @@ class Experts:
     """Whether the weights of a token's experts add up to 1; None: the key norm_topk_prob says."""
     count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
     """Keys of the number of experts; the first one that is there counts."""
-    dense_key: str = ""
-    """Key of the number of first layers that have a dense MLP instead; "": every layer is alike."""
     shared: str = ""
     """Module in the block of experts that see every token, as one MLP; "": there are none."""
     is_corrected: bool = False
     """Whether scores are sigmoids, and a float32 vector that is not trained corrects the choice.
-    The weights of the chosen experts are then multiplied by the key routed_scaling_factor."""
+    The key routed_scaling_factor then multiplies the weights of the chosen experts, and the first
+    layers may have a dense MLP instead."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,6 @@ class Wrapper:
 
 PLAIN = Spelling("model.")
 """Files of a text model alone."""
-TEXT_ONLY = ('--json-model-override-args={"language_model_only": true}',)
-"""Flags with which SGLang looks for no processor of images; --language-model-only allows few."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,6 @@ class Family:
     trained, and are copied from the source to each export."""
     engine_keys: tuple[str, ...] = ()
     """Keys of config.json that SGLang needs, though transformers does not write them."""
-    engine_flags: tuple[str, ...] = ()
-    """Flags of SGLang's server."""
     has_window: bool = False
     """Whether the key sliding_window holds for all layers; otherwise a window is refused."""
     experts: Experts | None = None

@@ -25,8 +25,6 @@ GLM4_MOE = Family(
     rotates_part=True,
     predicts_ahead=True,
     experts=ROUTED,
-    # SGLang would store the shared expert as one more routed expert, on CUDA alone.
-    engine_flags=("--disable-shared-experts-fusion",),
 )
 GLM4_MOE_LITE = Family(
     "Glm4MoeLiteForCausalLM",
@@ -54,5 +52,4 @@ GLM4_MOE_LITE = Family(
     predicts_ahead=True,
     experts=ROUTED,
     engine_keys=("first_k_dense_replace",),
-    engine_flags=GLM4_MOE.engine_flags,
 )

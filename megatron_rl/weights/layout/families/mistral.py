@@ -3,13 +3,7 @@
 Mistral3 is the wrapper of Mistral Small 3.1 and 3.2, Magistral from 2507 on, and Devstral.
 """
 
-from megatron_rl.weights.layout.families.family import (
-    TEXT_ONLY,
-    Experts,
-    Family,
-    Spelling,
-    Wrapper,
-)
+from megatron_rl.weights.layout.families.family import Experts, Family, Spelling, Wrapper
 
 MISTRAL = Family(
     "MistralForCausalLM",
@@ -43,5 +37,4 @@ MISTRAL3 = Family(
         ),
         engine_class="MistralForCausalLM",
     ),
-    engine_flags=TEXT_ONLY,
 )

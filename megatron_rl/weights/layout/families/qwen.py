@@ -4,13 +4,7 @@ Of a prompt without images, the rotary embedding of the wrapped models (mrope) i
 three positions are equal.
 """
 
-from megatron_rl.weights.layout.families.family import (
-    TEXT_ONLY,
-    Experts,
-    Family,
-    Spelling,
-    Wrapper,
-)
+from megatron_rl.weights.layout.families.family import Experts, Family, Spelling, Wrapper
 
 QWEN2 = Family("Qwen2ForCausalLM", "qwen2", defaults={"num_key_value_heads": 32}, has_qkv_bias=True)
 QWEN3 = Family(
@@ -38,7 +32,6 @@ QWEN2_5_VL = Family(
         carried=("visual.", "model.visual."),
         engine_class="Qwen2ForCausalLM",
     ),
-    engine_flags=TEXT_ONLY,
 )
 QWEN3_VL = Family(
     "Qwen3VLForConditionalGeneration",
@@ -51,5 +44,4 @@ QWEN3_VL = Family(
         carried=("model.visual.",),
         engine_class="Qwen3ForCausalLM",
     ),
-    engine_flags=TEXT_ONLY,
 )
