@@ -37,6 +37,8 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
 
 BEAT_S = 1.0
+REDIAL_S = 5.0
+"""A node that has not heard the first one for so long connects anew, again and again."""
 _LAST_BEATS = 5
 _ERROR_CHARS = 4000
 _TOLD_RESTARTS = 64
@@ -301,7 +303,7 @@ class OtherNodeLink(NodeLink):
             node, nodes, address, session=session, ended=0,
             replicas=replicas or {}, is_vital=is_vital, is_joined=is_joined,
         )  # fmt: skip
-        self._heard_at = time.monotonic()
+        self._heard_at = self._dialled_at = time.monotonic()
         self._next_beat_at = 0.0
         self._restarts = 0
 
@@ -329,6 +331,10 @@ class OtherNodeLink(NodeLink):
         while (message := self._dealer.receive(0)) is not None:
             self._take(message)
             self._heard_at = now
+        # States are said whole: one that is lost with its connection is made good by the next.
+        if now - max(self._heard_at, self._dialled_at) > REDIAL_S:
+            self._dealer.redial()
+            self._dialled_at = now
         if now - self._heard_at > self._limit_s:
             silent_s = now - self._heard_at
             raise NodeLost(

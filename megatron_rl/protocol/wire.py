@@ -41,6 +41,8 @@ _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
 """The first of two frames. The second tells a peer with the label why; it is empty for a stranger,
 which does not learn the label. msgpack never uses this byte, so no message begins with it."""
+_UNNAMED = b"\0"
+"""ZeroMQ itself names such connections."""
 _TURNED_AWAY_NAMES = 1_000
 """Maximum number of peers that are counted by name; others count as OTHERS."""
 OTHERS = "(others)"
@@ -55,11 +57,15 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_IDLE: 60,
     zmq.TCP_KEEPALIVE_INTVL: 15,
     zmq.TCP_KEEPALIVE_CNT: 4,
+}
+_HEARTBEATS = {
     zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
     zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
     zmq.HEARTBEAT_TTL: _SILENCE_MS,
 }
-"""Options that detect half-open connections."""
+"""Options that detect half-open connections. Only DEALERs send heartbeats, and a ROUTER answers:
+libzmq 4.3.5 aborts the process when a ROUTER sends one over a connection that its peer has replaced
+(ROUTER_HANDOVER) and that then breaks (stream_engine_base.cpp:310)."""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +94,8 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
         self._own.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self._own.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self._own.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES)
-        for option, value in _KEEPALIVE.items():
+        options = {**_KEEPALIVE, **(_HEARTBEATS if kind == zmq.DEALER else {})}
+        for option, value in options.items():
             self._own.setsockopt(option, value)
         return self._own
 
@@ -252,10 +259,11 @@ class Router(Closing):
         name = _counted(name if name.isprintable() else ascii(name), self.turned_away)
         if name not in self.turned_away:
             peer, _, label = name.partition(_LABEL_MARK)
-            log.warning(
-                "%s%s is turned away: it has another label (expert.ports.label) than this "
-                "process%s", peer, _of_phase(label), _of_phase(self._label),
-            )  # fmt: skip
+            why = "it is a stranger, or its peer has connected anew"
+            if not identity.startswith(_UNNAMED):
+                why = "it has another label (expert.ports.label) than this process"
+                why += _of_phase(self._label)
+            log.warning("%s%s is turned away: %s", peer, _of_phase(label), why)
         self.turned_away[name] += 1
         self._dismiss(identity, "")
 
@@ -309,6 +317,15 @@ class Dealer(Closing):
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
         self.socket.connect(f"tcp://{address}")
+
+    def redial(self) -> None:
+        """Connect anew; the connection before is lost, and with it what waits to be sent.
+
+        After a cut of the network, TCP tries the old connection again only after as long as the cut
+        has lasted.
+        """
+        self.socket.disconnect(f"tcp://{self.address}")
+        self.socket.connect(f"tcp://{self.address}")
 
     def send(self, message: AnyMessage) -> None:
         """Queue a message. Raises DeadlineExceeded if the queue to the peer is full."""
