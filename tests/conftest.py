@@ -1,8 +1,9 @@
 """Which tests a run takes, and in which order; where their matrices are cut.
 
 Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the others become
-`exhaustive`. Of exhaustive tests `--share` draws a part. Files start by their `slow(seconds)`,
-the longest first, because workers take one file after the other. Tests marked `gpu` have more time.
+`exhaustive`. Of exhaustive tests `--share` draws a part, and of the slow ones as large a part.
+Files start by their `slow(seconds)`, the longest first, because workers take one file after the
+other. Tests marked `gpu` have more time.
 """
 
 import multiprocessing
@@ -17,7 +18,7 @@ import torch
 
 from megatron_rl.launcher import ports
 from megatron_rl.protocol import process, tokenizer_child
-from tests.sampling import commit_seed, draw, is_drawn
+from tests.sampling import commit_seed, draw, draw_share
 
 GPU_TIMEOUT_S = 600
 """Of a test on a GPU that names no deadline: its processes import everything anew, and compile
@@ -156,12 +157,14 @@ def mark_what_is_not_drawn(items: list[pytest.Item], seed: str) -> None:
 
 
 def take_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests are drawn apart from the others, so that runs take much the same time."""
     share, seed = config.option.share, config.option.matrix_seed
-    left = [
-        item
-        for item in items
-        if item.get_closest_marker("exhaustive") and not is_drawn(item.nodeid, share, seed)
-    ]
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    drawn: set[str] = set()
+    for is_slow in (False, True):
+        found = [one for one in exhaustive if bool(one.get_closest_marker("slow")) is is_slow]
+        drawn |= draw_share([one.nodeid for one in found], share, seed)
+    left = [item for item in exhaustive if item.nodeid not in drawn]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(left)

@@ -1,12 +1,13 @@
 """Which cases of a matrix a run takes: drawn by a seed, the commit if no other is given.
 
-tests/conftest.py applies it. A name is drawn by a hash of the seed and itself, so that neither the
-order nor the number of other names decides, and each has the same chance under a new seed.
+tests/conftest.py applies it. A name is drawn by a hash of the seed and itself, so that the order of
+names does not decide, and each has the same chance under a new seed.
 """
 
 import hashlib
+import math
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,12 +29,9 @@ def draw(names: Iterable[str], count: int, seed: str) -> set[str]:
     return set(sorted(names, key=lambda name: _place(name, seed))[:count])
 
 
-def is_drawn(name: str, share: float, seed: str) -> bool:
-    """Whether a name is among the drawn share, 0 to 1, of all that there may be.
-
-    Whether `draw` took it says nothing about that.
-    """
-    return _place(name, f"share {seed}") < share
+def draw_share(names: Sequence[str], share: float, seed: str) -> set[str]:
+    """A share of the names, 0 to 1, rounded up. Whether `draw` took one says nothing about it."""
+    return draw(names, math.ceil(share * len(names)), f"share {seed}")
 
 
 def _place(name: str, seed: str) -> float:
