@@ -22,7 +22,7 @@ from megatron_rl.weights.folders.hf_folder import (
 )
 from megatron_rl.weights.folders.megatron_folder import RELEASE, TRACKER
 from megatron_rl.weights.folders.megatron_writer import write_checkpoint
-from megatron_rl.weights.folders.model_files import files_to_carry
+from megatron_rl.weights.folders.model_files import files_to_carry, read_config
 from megatron_rl.weights.folders.sources import Source, open_source
 from megatron_rl.weights.folders.staging import staged
 from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
@@ -93,6 +93,9 @@ def convert(
         with staged(request.target) as staging:
             files.write(staging)
             keeps_config = source.kind != "mistral" and files.run is None
+            keeps_config = keeps_config and source.config == read_config(
+                request.source, files.paths
+            )
             if not keeps_config or _declared_dtype(source.config) != reading.main_dtype:
                 write_config(source.config, staging, reading.main_dtype)
             if to == "hf":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
+from megatron_rl.weights.folders.block_scaled import dequantised
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.rope import in_both_spellings
@@ -36,12 +37,12 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """HF name -> a lazy slice of its tensor, over all files of the folder.
+    """HF name -> a lazy slice of its tensor, over all files of the folder; FP8 is dequantised.
 
     Raises InputError when a file is missing, cut off or no safetensors.
     """
     if (folder / SINGLE).is_file():
-        return open_files([folder / SINGLE], stack)
+        return dequantised(open_files([folder / SINGLE], stack), folder)
     if not (folder / INDEX).is_file():
         raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: give a Hugging Face folder")
     try:
@@ -52,7 +53,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             f"{folder / INDEX} is no index of safetensors ({error!r}): it must be JSON with a "
             'weight_map of {"tensor": "file"}'
         ) from error
-    return open_files(files, stack)
+    return dequantised(open_files(files, stack), folder)
 
 
 def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
+from megatron_rl.weights.folders.block_scaled import is_block_scaled
 from megatron_rl.weights.folders.hf_folder import (
     open_files,
     open_tensors,
@@ -37,7 +38,7 @@ class Source(Protocol):
 
     kind: str
     config: dict[str, Any]
-    """Values of its config.json."""
+    """Values of its config.json, of weights that are not quantised."""
     shape: ModelShape
     carried: dict[str, Any]
     """What a folder holds besides the model: lazy slices, by their names in the files."""
@@ -75,8 +76,9 @@ class HfSource:
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
         """tensors: lazy slices of open files, by HF name."""
-        self.config = config
-        self.shape = shape_of(config, folder)
+        left_out = "quantization_config" if is_block_scaled(config) else ""
+        self.config = {key: value for key, value in config.items() if key != left_out}
+        self.shape = shape_of(self.config, folder)
         found = sort_tensors(tensors, self.shape, folder)
         self._tensors = found.text
         self.carried = found.carried

@@ -234,7 +234,8 @@ def _refuse_unsupported(
     if values.get("quantization_config"):
         raise InputError(
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
-            "in bfloat16, float16 or float32"
+            "in bfloat16, float16 or float32; `megatron-rl convert FOLDER TARGET --to hf` "
+            "dequantises FP8 in blocks, as DeepSeek-V3 is published"
         )
     if rope.get("partial_rotary_factor", 1) != 1 and not family.rotates_part:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
