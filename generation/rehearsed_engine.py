@@ -22,7 +22,7 @@ from generation.sglang_trace import ENVIRONMENT, Question, RankTrace
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.exchange.layouts import EngineKind
-from megatron_rl.weights.layout.engine_layout import check_slices, trained_parameters
+from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN
 from megatron_rl.weights.layout.shape import ModelShape
@@ -89,11 +89,11 @@ def trace_engine(config: Config, shape: ModelShape) -> list[RankTrace]:
     traces = msgspec.json.decode(_ask(question, environment, limit_s), type=list[RankTrace])
     return [
         RankTrace(
-            trained_parameters(shape, trace.parameters),
+            _kind_of(config).trained(shape, rank, trace.parameters),
             [part._replace(hf=own[part.hf]) for part in trace.loaded if own[part.hf] not in kept],
             trace.odd,
         )
-        for trace in traces
+        for rank, trace in enumerate(traces)
     ]
 
 

@@ -3,6 +3,7 @@
 Used by `sglang_engine.py`. SGLang is not imported here.
 """
 
+import json
 import secrets
 import sys
 from collections.abc import Mapping
@@ -10,14 +11,13 @@ from pathlib import Path
 
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
-from generation.text_models import MODEL_VARIABLE, TIED_VARIABLE
+from generation.text_models import FOLDER_VARIABLE
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.config.generator import Argument
 from megatron_rl.protocol.engine_requests import DETERMINISTIC_VARIABLE
 from megatron_rl.protocol.whole_file import write_private
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import Family
-from megatron_rl.weights.layout.shape import read_shape
 
 MEETS_BY = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 NEVER_STREAM_TOKENS = 1_000_000
@@ -161,6 +161,12 @@ def _family_flags(model: Path) -> list[str]:
     if family is not None and family.experts is not None and family.experts.shared:
         # It would store the shared expert as one more routed expert, on CUDA alone.
         flags.append("--disable-shared-experts-fusion")
+    if family is not None and family.experts is not None and family.experts.is_fused:
+        # Its own choice for these experts, triton_kernel, stores them transposed.
+        flags.append("--moe-runner-backend=triton")
+    if family is not None and family.has_sinks and sglang_cpu.is_needed():
+        # Its attention on the CPU reads the cache of a layer with a window by the slots of others.
+        flags.append("--disable-hybrid-swa-memory")
     return flags
 
 
@@ -169,11 +175,12 @@ def _family_environment(model: Path) -> dict[str, str]:
     family = _family_of(model)
     if family is None:
         return {}
-    if family.wrapper is not None:
+    values = {**family.defaults, **json.loads((model / "config.json").read_text())}
+    if family.engine_class or (family.has_window and values.get("sliding_window")):
+        # SGLang 0.5.23 has no window in the classes of these families.
         return {
             "SGLANG_EXTERNAL_MODEL_PACKAGE": "generation.text_models",
-            MODEL_VARIABLE: family.architecture,
-            TIED_VARIABLE: str(int(read_shape(model).is_tied)),
+            FOLDER_VARIABLE: str(model.absolute()),
         }
     return sglang_cpu.family_environment(family.engine_module) if sglang_cpu.is_needed() else {}
 

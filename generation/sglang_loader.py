@@ -14,6 +14,7 @@ from generation.sglang_orders import Nothing, read_order
 from generation.sglang_quantised import QuantisingParameters, is_quantised
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.exchange.engine_rank import EngineRank
+from megatron_rl.weights.layout.engine_layout import paired
 
 _obeyed: dict[str, int] = {}
 """Number of this rank's last order."""
@@ -41,7 +42,9 @@ def derive(model: Any) -> None:
 
 def targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that slices are copied into, by name of the parameter."""
-    return QuantisingParameters(model) if is_quantised(model) else dict(model.named_parameters())
+    if is_quantised(model):
+        return QuantisingParameters(model)
+    return paired(type(model).__name__, dict(model.named_parameters()))
 
 
 @functools.cache

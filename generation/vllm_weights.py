@@ -16,7 +16,8 @@ import torch
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.engine_rank import EngineRank
-from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.engine_checks import check_slices
+from megatron_rl.weights.layout.engine_layout import engine_slices
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import Share
 

@@ -59,7 +59,27 @@ GLM4_MOE = {
 }
 """Options of a family whose first layer is dense, and whose choice of experts is corrected."""
 
-
+GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    # Small enough that gates and ups are clamped.
+    "swiglu_limit": 1.5,
+    "sliding_window": 12,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
+"""Options of gpt-oss, whose layers see a window and all positions in turn."""
+MIXED_WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "no_rope_layers": [1, 1, 0, 0],
+}
+"""Options of SmolLM3: all four kinds of a layer, with and without a window, rotated and not."""
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -79,6 +99,28 @@ LATENT = {
 """Options of families with latent attention; their routers choose groups of experts first."""
 
 
+OLMO3 = {
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+"""Options of a family whose layers have windows, or else stretched angles."""
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3,
+    },
+    "head_dim": 24,
+}  # fmt: skip
+"""Options of a family whose queries grow with their position, here at every eighth."""
+
+
 def write_model(
     folder: Path,
     *,
@@ -92,7 +134,7 @@ def write_model(
 
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(
-        **{**SIZES, "tie_word_embeddings": is_tied, **options}
+        **{**SIZES, "pad_token_id": None, "tie_word_embeddings": is_tied, **options}
     )
     model = disturb(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

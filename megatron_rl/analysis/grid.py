@@ -39,6 +39,7 @@ from megatron_rl.analysis.results import (
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.weights.folders.conversion import check_space
+from megatron_rl.weights.folders.fused_experts import fuse_experts
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     write_config,
@@ -80,7 +81,7 @@ def write_point(
         files_to_carry(first.folder, first.files_from).write(staging)
         if source.kind != "hf" or form.dtype is not None:
             write_config(source.config, staging, mixing.dtype_of("model.embed_tokens.weight"))
-        write_tensors(staging, mixing.stream(), form.shard_bytes)
+        write_tensors(staging, fuse_experts(mixing.stream(), source.shape), form.shard_bytes)
     return math.sqrt(mixing.rounding)
 
 

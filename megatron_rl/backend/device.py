@@ -13,11 +13,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
@@ -31,7 +33,9 @@ from torch.distributed import distributed_c10d
 from megatron_rl.backend import fusions
 from megatron_rl.backend.cpu import adam, patches
 from megatron_rl.backend.cpu.layers import block_spec
+from megatron_rl.backend.cpu.pointwise import RMSNorm
 from megatron_rl.backend.environment import DETERMINISTIC
+from megatron_rl.backend.norms import DEFAULT_NORMS, Norms, arrange
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
@@ -39,6 +43,8 @@ from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 Layers = Literal["local", "transformer_engine"]
 ABORT_S = 20.0
 """How long a rank waits for NCCL to abort its groups, before it ends without."""
+PACKED_SINKS_VERSION = "2.12"
+"""First TransformerEngine with sinks of packed sequences (its pull request 2568)."""
 PACKED_GATHER_VERSION = "2.18"
 """First TransformerEngine that gathers packed keys and values (its pull request 2829)."""
 
@@ -191,18 +197,22 @@ class Backend:
             dist.destroy_process_group()
 
     def layer_spec(
-        self, config: TransformerConfig, chunk: int
+        self, config: TransformerConfig, chunk: int, norms: Norms = DEFAULT_NORMS
     ) -> ModuleSpec | TransformerBlockSubmodules:
         """Modules that the decoder of a chunk of the rank is built of."""
         if self.layers == "transformer_engine":
-            return engine_spec(config, chunk)
-        return block_spec(config, chunk)
+            parts = {"column": TEColumnParallelLinear, "norm": TENorm}
+            return arrange(engine_spec(config, chunk), norms, config, **parts)
+        parts = {"column": ColumnParallelLinear, "norm": RMSNorm}
+        return arrange(block_spec(config, chunk), norms, config, **parts)
 
-    def context_exchange(self, parallel: ParallelConfig, *, has_window: bool) -> str:
+    def context_exchange(
+        self, parallel: ParallelConfig, *, has_window: bool, has_sinks: bool = False
+    ) -> str:
         """How context ranks exchange keys and values, in TransformerEngine's words.
 
-        has_window: whether attention sees a sliding window. Raises InputError for a way that the
-        layers do not know.
+        has_window: whether attention sees a sliding window. has_sinks: whether its softmax has
+        trained sinks. Raises InputError for a way that the layers do not know.
         """
         wanted = parallel.context_exchange
         if self.layers == "local":
@@ -212,6 +222,18 @@ class Backend:
                     "the local ones know 'all_gather'"
                 )
             return "all_gather"
+        if has_sinks and not is_te_min_version(PACKED_SINKS_VERSION):
+            raise InputError(
+                f"TransformerEngine before {PACKED_SINKS_VERSION} computes no attention sinks of "
+                "packed sequences, which this model has: update it (cuDNN 9.18 or later too), or "
+                "set expert.model.layers = 'local'"
+            )
+        if has_sinks and parallel.context > 1:
+            raise InputError(
+                f"parallel.context = {parallel.context}: TransformerEngine exchanges neither keys "
+                "nor values of a softmax with sinks in a ring or by gathering; nearest possible: "
+                "1, or expert.model.layers = 'local'"
+            )
         if wanted == "all_gather" and not is_te_min_version(PACKED_GATHER_VERSION):
             raise InputError(
                 "expert.parallel.context_exchange = 'all_gather' of packed sequences needs "

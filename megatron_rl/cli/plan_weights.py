@@ -22,8 +22,9 @@ from megatron_rl.plan.weight_sync import (
 )
 from megatron_rl.weights.exchange.layouts import EngineKind, Layouts
 from megatron_rl.weights.exchange.plan import Plan
+from megatron_rl.weights.layout.place import like_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
-from megatron_rl.weights.layout.trainer_layout import hf_shapes, like_of, untrained
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 
 SHOWN_RANKS = 16
 

@@ -39,12 +39,17 @@ def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
             raise InputError(f"parallel.{name} = {size}, but the model has no experts: use 1")
 
 
-def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_parallel") -> None:
+def check_engine_tensor(
+    size: int, heads: int, *, normed_heads: int = 0, key: str = "generator.tensor_parallel"
+) -> None:
     """Raise InputError unless the number of engine ranks divides the attention heads.
 
-    Engines copy key-value heads and pad MLP units, so these sizes are free.
+    Engines copy key-value heads and pad MLP units, so these sizes are free. normed_heads:
+    key-value heads that are normed together, for which SGLang 0.5.23 gathers those of all ranks.
     """
     _check_divides(key, size, f"the model's {heads} attention heads", heads)
+    what = f"the model's {normed_heads} key-value heads, which are normed together"
+    _check_divides(key, size, what, heads, normed_heads)
 
 
 def check_engine_experts(tensor: int, expert: int, counts: Counts) -> None:

@@ -51,6 +51,12 @@ class MlpSizes:
         return self.dense_layers * self.dense_units + self.expert_layers * mixture
 
 
+def full_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers of a model with a window, counted from 0, for which it does not hold."""
+    kinds = values.get("layer_types") or ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+
+
 def dense_count(values: Mapping[str, Any]) -> int:
     """First layers without experts of a model with experts, in a config.json. Raises InputError."""
     kinds = values.get("mlp_layer_types")

@@ -17,6 +17,7 @@ from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.protocol.render import Renderer, read_values
 from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.rope import check_length
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -55,10 +56,13 @@ def check_model(config: Config) -> None:
     """The trainer knows the architecture, and the parallel sizes divide the model."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
-    check_engine_tensor(config.generator.tensor_parallel, shape.heads)
+    ranks, normed = config.generator.tensor_parallel, shape.jointly_normed
+    check_engine_tensor(ranks, shape.heads, normed_heads=normed)
     check_expert_parallel(config.generator, shape)
     check_wrapper(config.generator, shape)
     check_latent(config, shape)
+    check_sinks(config, shape)
+    check_length(shape.rope_scaling, config.generator.context_tokens, "generator.context_tokens")
     if config.train.router_replay and not shape.experts:
         raise InputError(
             f"train.router_replay = true, but {config.model.path} has no experts: set it to false"
@@ -120,6 +124,29 @@ def check_latent(config: Config, shape: ModelShape) -> None:
         )
 
 
+def check_sinks(config: Config, shape: ModelShape) -> None:
+    """The engine can serve attention with sinks and take new weights, if the model has such."""
+    if not shape.has_sinks:
+        return
+    generator, folder = config.generator, config.model.path
+    if generator.engine in ("hf", "vllm"):
+        raise InputError(
+            f"generator.engine = {generator.engine!r} with {shape.architecture}: weight syncs do "
+            "not reach its experts there, which share a tensor; set it to 'sglang'"
+        )
+    if generator.quantization:
+        raise InputError(
+            f"generator.quantization = {generator.quantization!r} with {shape.architecture}: "
+            "weight syncs reach no quantised experts with biases; set it to ''"
+        )
+    if read_values(folder / "config.json").get("quantization_config"):
+        raise InputError(
+            f"{folder} is quantised (quantization_config), and an engine of it takes no new "
+            f"weights: run `megatron-rl convert {folder} TARGET --to hf`, and set model.path to "
+            "TARGET"
+        )
+
+
 def check_quantization(config: Config) -> None:
     """A quantised engine can take new weights."""
     given, engine = config.generator.quantization, config.generator.engine
@@ -166,6 +193,7 @@ def check_reference(config: Config) -> None:
         )
     shape, own = read_shape(folder), read_shape(config.model.path)
     check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
+    check_length(shape.rope_scaling, config.generator.context_tokens, "generator.context_tokens")
     if by_engine:
         check_scorer(config, shape, own, folder)
     else:
@@ -211,7 +239,8 @@ def check_scorer(config: Config, shape: ModelShape, own: ModelShape, folder: Pat
     shape: of the reference in `folder`; own: of the policy.
     """
     ranks = config.scorer.tensor_parallel
-    check_engine_tensor(ranks, shape.heads, key="scorer.tensor_parallel")
+    key, normed = "scorer.tensor_parallel", shape.jointly_normed
+    check_engine_tensor(ranks, shape.heads, normed_heads=normed, key=key)
     longest = config.generator.context_tokens
     if shape.max_positions < longest:
         raise InputError(

@@ -64,6 +64,9 @@ def _attention_elements(shape: ModelShape) -> int:
         return queries + (queries + keys) + values + values
     # The fused projection (values are a view of it), rotated queries and keys, the result.
     attention = (queries + 2 * keys) + (queries + keys) + queries
+    if shape.norms_all_heads:
+        # In float32, as two elements: queries and keys, and the same normed.
+        return attention + 4 * (queries + keys)
     # Queries do not lie next to each other in the projection: their norm keeps a copy.
     return attention + queries if shape.has_qk_norm else attention
 

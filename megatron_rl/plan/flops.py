@@ -8,7 +8,7 @@ model's own FLOPs are 3 forward passes, as in PaLM's definition of MFU (arXiv 22
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_rl.plan.parameters import attention_parameters, expert_parameters
+from megatron_rl.plan.parameters import attention_parameters
 from megatron_rl.weights.layout.shape import ModelShape
 
 BACKWARD = 2
@@ -50,8 +50,8 @@ def _units(shape: ModelShape) -> int:
     """Matrix elements that one token uses in a layer's MLP, or in its router and experts."""
     if not shape.experts:
         return 3 * shape.hidden * shape.ffn
-    routed = shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
-    return routed + 3 * shape.hidden * shape.shared_ffn
+    units = shape.experts_per_token * shape.moe_ffn + shape.shared_ffn
+    return 3 * shape.hidden * units + shape.experts * shape.hidden
 
 
 def output_flops(shape: ModelShape) -> int:
@@ -59,10 +59,18 @@ def output_flops(shape: ModelShape) -> int:
     return 2 * shape.hidden * shape.vocab
 
 
-def attention_flops(shape: ModelShape, pairs: int) -> int:
-    """FLOPs of attention in all layers, forward, for `pairs` of a query and a key."""
+def attention_flops(shape: ModelShape, pairs: int, layers: int | None = None) -> int:
+    """FLOPs of attention in `layers` (None: all), forward, for `pairs` of a query and a key."""
     dims = shape.head_dim + (shape.value_dim or shape.head_dim)
-    return 2 * shape.layers * shape.heads * dims * pairs
+    return 2 * (shape.layers if layers is None else layers) * shape.heads * dims * pairs
+
+
+def causal_flops(shape: ModelShape, length: int) -> int:
+    """FLOPs of attention in all layers, forward, of a sequence of `length` tokens."""
+    full = len(shape.full_layers)
+    pairs = causal_pairs(length, shape.sliding_window)
+    cut = attention_flops(shape, pairs, shape.layers - full)
+    return cut + attention_flops(shape, causal_pairs(length), full)
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -78,11 +86,10 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 def step_flops(shape: ModelShape, *, sequences: int, length: int) -> StepFlops:
     """Model FLOPs of training on `sequences` of `length` tokens each, nothing recomputed."""
     tokens = sequences * length
-    pairs = sequences * causal_pairs(length, shape.sliding_window)
     passes = 1 + BACKWARD
     return StepFlops(
         products=passes * tokens * product_flops(shape),
-        attention=passes * attention_flops(shape, pairs),
+        attention=passes * sequences * causal_flops(shape, length),
         output=passes * tokens * output_flops(shape),
     )
 
@@ -105,8 +112,7 @@ def recomputed_flops(
     """
     found = 0
     if "core_attn" in modules:
-        pairs = sequences * causal_pairs(length, shape.sliding_window)
-        found += attention_flops(shape, pairs)
+        found += sequences * causal_flops(shape, length)
     units = sum(
         count * _units(kind)
         for kind, count in shape.kinds(range(shape.layers))

@@ -44,7 +44,8 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, item_bytes: int) -> int:
     """Bytes of keys and values of one token on one engine rank.
 
     Ranks beyond the key-value heads hold copies (SGLang 0.5.23, model_config.get_num_kv_heads);
-    every rank holds the latents.
+    every rank holds the latents. Layers with a window count as those without: of some families
+    SGLang keeps fewer of their tokens on CUDA.
     """
     if shape.kv_rank:
         return shape.layers * shape.latent_dim * item_bytes

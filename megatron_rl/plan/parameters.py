@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,18 @@ def _dense_layer(shape: ModelShape, tensor: int) -> int:
     divided = attention_parameters(shape) - latent_parameters(shape)
     if shape.has_qkv_bias:
         divided += shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    divided += shape.heads * shape.has_sinks
     whole = 2 * shape.hidden + latent_parameters(shape)
     if shape.kv_rank:
         whole += shape.q_rank + shape.kv_rank
-    if shape.has_qk_norm:
+    if shape.norms_all_heads:
+        divided += shape.head_dim * (shape.heads + shape.kv_heads)
+    elif shape.has_qk_norm:
         whole += 2 * shape.head_dim
+    if shape.has_biases:
+        whole += shape.hidden
     if shape.experts:
-        whole += shape.experts * (shape.hidden + shape.is_router_corrected)
+        whole += shape.experts * (shape.hidden + shape.is_router_corrected + shape.has_biases)
         divided += 3 * shape.hidden * shape.shared_ffn
     else:
         divided += 3 * shape.hidden * shape.ffn
@@ -141,7 +146,8 @@ def latent_parameters(shape: ModelShape) -> int:
 
 def expert_parameters(shape: ModelShape) -> int:
     """Elements of one expert of one layer; 0 without experts."""
-    return 3 * shape.hidden * shape.moe_ffn
+    biases = (2 * shape.moe_ffn + shape.hidden) * shape.has_biases
+    return 3 * shape.hidden * shape.moe_ffn + biases
 
 
 def model_parameters(shape: ModelShape) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import mlp_sizes, text_values
+from megatron_rl.config.hf_config import full_layers, mlp_sizes, text_values
 
 Packing = Literal["tokens", "flops"]
 
@@ -26,12 +26,15 @@ class SequenceCost:
     """Cost of a query and a key that it sees."""
     window: int | None = None
     """Maximum number of tokens that a query sees, itself included."""
+    per_full_pair: int = 0
+    """Cost of a query and a key in layers for which the window does not hold."""
 
     def of(self, length: int) -> int:
         """Cost of a sequence of `length` tokens."""
         seen = min(length, self.window or length)
         pairs = seen * (seen + 1) // 2 + (length - seen) * seen
-        return self.per_token * length + self.per_pair * pairs
+        full = self.per_full_pair * (length * (length + 1) // 2)
+        return self.per_token * length + self.per_pair * pairs + full
 
 
 TOKENS = SequenceCost(per_token=1, per_pair=0)
@@ -51,11 +54,14 @@ def read_cost(model: Path) -> SequenceCost:
         attention = _attention(values)
         layers, sizes = values["num_hidden_layers"], mlp_sizes(values)
         routers = sizes.expert_layers * sizes.experts * hidden
+        window = _window(values)
+        full = len(full_layers(values)) if window else 0
         elements = layers * attention.projections + 3 * hidden * sizes.units_used() + routers
         return SequenceCost(
             per_token=2 * (elements + hidden * values["vocab_size"]),
-            per_pair=2 * layers * attention.width,
-            window=_window(values),
+            per_pair=2 * (layers - full) * attention.width,
+            window=window,
+            per_full_pair=2 * full * attention.width,
         )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(

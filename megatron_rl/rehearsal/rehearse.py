@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.gpus import GIB, find_gpu
 from megatron_rl.config.parallel import ParallelConfig
@@ -152,7 +153,15 @@ def _sequence_tokens(cfg: Config, options: Options) -> int:
 
 
 def rehearsable(cfg: Config) -> tuple[Config, list[str]]:
-    """The configuration without what tensors without data cannot do, and what that is."""
+    """The configuration without what tensors without data cannot do, and what that is.
+
+    Raises InputError for a model whose layers or engines have no stand-in.
+    """
+    if (shape := read_shape(cfg.model.path)).has_sinks:
+        raise InputError(
+            f"model.path = {cfg.model.path} is a {shape.architecture}, whose attention and experts "
+            "cannot be rehearsed: use `megatron-rl plan`, or rehearse another model"
+        )
     notes = []
     model, parallel, algorithm = cfg.model, cfg.parallel, cfg.algorithm
     if model.fp8 != "none":

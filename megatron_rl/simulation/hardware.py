@@ -158,7 +158,7 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
     replica = parallel.world_size // parallel.data
     mfu = assumed.mfu or (EXPERTS_MFU if shape.experts else DENSE_MFU)
     rate = replica * find_gpu(assumed.gpu).bf16_flops * mfu
-    passes = 1 + BACKWARD
+    passes, full = 1 + BACKWARD, len(shape.full_layers)
     rank_parameters = model_parameters(shape) / (parallel.tensor * parallel.pipeline)
     if shape.experts:
         rank_parameters = model_parameters(shape) / max(parallel.expert, parallel.tensor)
@@ -166,7 +166,8 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
     moved = rank_parameters * (4 + ITEM_BYTES[config.model.dtype])
     return TrainerModel(
         token_s=passes * (product_flops(shape) + output_flops(shape)) / rate,
-        pair_s=passes * attention_flops(shape, 1) / rate,
+        pair_s=passes * attention_flops(shape, 1, shape.layers - full) / rate,
+        full_pair_s=passes * attention_flops(shape, 1, full) / rate,
         positions=config.train.microbatch_tokens if config.train.pad_microbatches else 0,
         filling_s=passes * product_flops(shape) / rate,
         optimizer_s=moved / assumed.reduce_bytes_per_s if parallel.data > 1 else 0.0,

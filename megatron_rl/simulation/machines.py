@@ -30,6 +30,8 @@ class TrainerModel:
     """Per step, outside its minibatches."""
     window: int | None = None
     """Attention window in tokens; None: unlimited."""
+    full_pair_s: float = 0.0
+    """As `pair_s`, in layers for which the window does not hold."""
     stages: int = 1
     """Pipeline stages."""
     virtual_stages: int = 1
@@ -60,11 +62,14 @@ class TrainerModel:
 
     def _pass_s(self, lengths: Sequence[int], microbatch: Sequence[int]) -> float:
         tokens = sum(lengths[i] for i in microbatch)
-        pairs = 0
-        if self.pair_s:
-            pairs = sum(causal_pairs(lengths[i], self.window) for i in microbatch)
+        attention_s = sum(
+            pair_s * causal_pairs(lengths[i], window)
+            for pair_s, window in ((self.pair_s, self.window), (self.full_pair_s, None))
+            if pair_s
+            for i in microbatch
+        )
         filling_s = self.filling_s * max(0, self.positions - tokens)
-        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs + filling_s
+        return self.microbatch_s + self.token_s * tokens + attention_s + filling_s
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from megatron_rl.trainer.sft_dataset import (
 )
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_records import StepProfile
+from megatron_rl.weights.layout.rope import check_length
 from megatron_rl.weights.sync.control import Control
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ def main(cfg: Config, is_baseline: bool) -> None:
         check_fits(max(len(s.token_ids) for s in sequences), cfg.train.microbatch_tokens)
     steps = baseline_steps(cfg, sequences) if is_baseline else cfg.sft.steps
     with open_policy(cfg) as policy:
+        longest = max(len(s.token_ids) for s in sequences)
+        check_length(policy.shape.rope_scaling, longest, "the longest example of sft.dataset")
         # SFT examples carry no expert choices; `tune` records its own profile.
         train = cfg.train.model_copy(update={"router_replay": False, "profile_steps": None})
         objective = find_objective(AlgorithmConfig(preset="sft"))

@@ -14,26 +14,34 @@ from safetensors.torch import load_file
 
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
-from tests.tiny_models import GLM4_MOE, LATENT, write_model
-from tests.wrapped_models import write_wrapped
+from tests.tiny_models import GLM4_MOE, GPT_OSS, LATENT, MIXED_WINDOWS, write_model
+from tests.wrapped_models import class_of, write_wrapped
 
 pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 KEPT = {
     "Mistral3": ("vision_tower.", "multi_modal_projector."),
+    "Ministral3": ("vision_tower.", "multi_modal_projector."),
     "Qwen3VL": ("model.visual.",),
+    "Olmo2": (),
     "Glm4Moe": (".e_score_correction_bias",),
     "DeepseekV3": (".e_score_correction_bias",),
+    "SmolLM3": (),
+    "Phi3": (),
+    "GptOss": (),
 }
 """Parts of the names of tensors that are not trained."""
 ROUTED = ["parallel.sequence=true", "train.router_replay=true"]
-SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED}
+SETTINGS = {"Glm4Moe": ROUTED, "DeepseekV3": ROUTED, "GptOss": ROUTED}
 OPTIONS: dict[str, dict[str, Any]] = {
     "Glm4Moe": GLM4_MOE,
+    "GptOss": GPT_OSS,
     # SGLang reads keys that transformers does not write.
     "DeepseekV3": {
         **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
     },
+    "SmolLM3": MIXED_WINDOWS,
+    "Phi3": {"sliding_window": 12},
 }  # fmt: skip
 IMAGES: dict[str, dict[str, Any]] = {
     # Token 3 stands for a part of the image.
@@ -49,6 +57,7 @@ IMAGES: dict[str, dict[str, Any]] = {
         "mm_token_type_ids": torch.tensor([[0, 1, 0, 0]]),
     },
 }
+IMAGES["Ministral3"] = IMAGES["Mistral3"]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads", "max_position_embeddings")  # fmt: skip
 
@@ -73,7 +82,7 @@ def make_model(made: Path, folder: Path, kind: str) -> None:
     if kind in IMAGES:
         write_wrapped(folder, kind, **given, head_dim=head_dim)
     else:
-        write_model(folder, family=kind, **{**given, **OPTIONS[kind]})
+        write_model(folder, family=kind, **{**given, **OPTIONS.get(kind, {})})
     (folder / "preprocessor_config.json").write_text('{"size":   28}')
 
 
@@ -124,7 +133,7 @@ def test_a_model_learns_and_keeps_what_is_not_trained(
 
 def check_answers(source: Path, final: Path, kind: str) -> None:
     """The export sees images as a model does that was given the text part by hand."""
-    loader = getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained
+    loader = getattr(transformers, f"{class_of(kind)}ForConditionalGeneration").from_pretrained
     by_hand, exported = loader(source).eval(), loader(final).eval()
     trained = exported.model.language_model.state_dict()
     before = answers(by_hand, kind)

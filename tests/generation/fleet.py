@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import psutil
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.backend.cpu import sglang as sglang_cpu
@@ -32,9 +31,11 @@ from megatron_rl.protocol.types import (
     Sampling,
 )
 from megatron_rl.protocol.wire import Router
+from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.engine_layout import (
-    check_slices,
     engine_slices,
+    expert_place,
+    paired,
     trained_parameters,
 )
 from megatron_rl.weights.layout.shape import read_shape
@@ -43,6 +44,7 @@ from megatron_rl.weights.layout.trainer_layout import untrained
 from tests.distributed import run_ranks
 from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Script, WeightsSynced, sync_script
+from tests.generation.layout_loader import tensors_of
 from tests.generation.layout_models import write_model
 from tests.generation.tiny_model import logprobs, write_tokenizer
 
@@ -67,10 +69,16 @@ LARGE = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "Qwen2", "is_tied": False},
+    "ministral3": {"family": "Ministral3", "is_tied": True},
+    "olmo2": {"family": "Olmo2", "is_tied": False},
+    "olmo3": {"family": "Olmo3", "is_tied": False},
     "qwen3-moe": {"family": "Qwen3Moe", "is_tied": False},
     "glm4-moe": {"family": "Glm4Moe", "is_tied": False},
     "glm4-moe-lite": {"family": "Glm4MoeLite", "is_tied": False},
     "deepseek-moe": {"family": "DeepseekV3", "is_tied": False},
+    "gpt-oss-moe": {"family": "GptOss", "is_tied": False},
+    "phi3": {"family": "Phi3", "is_tied": False},
+    "smollm3": {"family": "SmolLM3", "is_tied": True},
     "llama-tied": {"family": "Llama", "is_tied": True, **LARGE},
 }
 
@@ -249,10 +257,8 @@ class Fleet:
 
     def check_parameters(self, export: Path) -> None:
         """SGLang's ranks hold the exported tensors bit for bit, and nothing else but padding."""
-        exported: dict[str, torch.Tensor] = {}
-        for file in export.glob("*.safetensors"):
-            exported |= load_file(file)
         shape = read_shape(export)
+        exported = tensors_of(export)
         unused = set(exported) - untrained(shape)
         multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         for rank in range(self.tensor_parallel):
@@ -260,9 +266,11 @@ class Fleet:
             held = torch.load(logs / f"held-{rank}.pt")
             # What importing SGLang and torch makes: a look through all of it takes 0.3 s.
             assert int((logs / f"frozen-{rank}").read_text()) > 100_000
+            held = paired(shape.architecture, held)
             share = Share(rank, self.tensor_parallel)
             slices = engine_slices(shape, share, ffn_multiple=multiple)
-            check_slices(slices, trained_parameters(shape, held), may_pad_ffn=multiple > 1)
+            trained = trained_parameters(shape, held, expert_place(share, 1))
+            check_slices(slices, trained, may_pad_ffn=multiple > 1)
             for part in slices:
                 rows = slice(part.row, part.row + part.rows)
                 columns = slice(part.column, part.column + part.columns)

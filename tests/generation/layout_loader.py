@@ -8,21 +8,18 @@ raises.
 import json
 import os
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from generation.sglang_loader import derive
+from generation.sglang_loader import derive, targets_of
 from megatron_rl.backend.cpu import sglang as sglang_cpu
-from megatron_rl.weights.layout.engine_layout import (
-    check_slices,
-    engine_slices,
-    trained_parameters,
-)
-from megatron_rl.weights.layout.slices import as_matrix, local_part
-from megatron_rl.weights.layout.trainer_layout import Share
+from megatron_rl.weights.folders.hf_folder import open_model
+from megatron_rl.weights.layout.engine_checks import check_slices
+from megatron_rl.weights.layout.engine_layout import engine_slices, expert_place, trained_parameters
+from megatron_rl.weights.layout.slices import Share, as_matrix, local_part
 from tests.generation.layout_models import shape_of
 
 NAME = "tests.generation.layout_loader.load"
@@ -44,6 +41,13 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     report.write_text(json.dumps(values))
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder's tensors under the names of slices."""
+    with ExitStack() as stack:
+        found = open_model(folder, shape_of(folder), stack).text
+        return {name: found[name][:] for name in found}
+
+
 @torch.no_grad()
 def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
     """What was compared with the old folder; the parameters are the new folder's afterwards."""
@@ -53,9 +57,11 @@ def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
 
     expert = get_parallel().moe_ep_size
     slices = engine_slices(shape_of(old), tensor, expert_parallel=expert, ffn_multiple=multiple)
-    parameters = dict(model.named_parameters())
-    check_slices(slices, trained_parameters(shape_of(old), parameters), may_pad_ffn=multiple > 1)
-    held, wanted = (load_file(folder / "model.safetensors") for folder in (old, new))
+    parameters = targets_of(model)
+    own = expert_place(tensor, expert)
+    trained = trained_parameters(shape_of(old), parameters, own)
+    check_slices(slices, trained, may_pad_ffn=multiple > 1)
+    held, wanted = (tensors_of(folder) for folder in (old, new))
     different = []
     for part in slices:
         rows = slice(part.row, part.row + part.rows)
@@ -64,6 +70,8 @@ def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
         if not torch.equal(place.cpu(), as_matrix(held[part.hf])[rows, columns]):
             different.append(part.hf)
         place.copy_(as_matrix(wanted[part.hf])[rows, columns])
+    elsewhere = "down_proj.bias" if own.units.rank else "no name"
+    held = {name: one for name, one in held.items() if not name.endswith(elsewhere)}
     return {
         "different": different,
         "unused": sorted(set(held) - {part.hf for part in slices}),

@@ -27,7 +27,7 @@ SIZES = {
     "pad_token_id": 2,
 }
 EXPERTS = {
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "Qwen3Moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -44,6 +44,13 @@ EXPERTS = {
         "use_qk_norm": True,
         "attention_bias": True,
     },
+}
+EXPERTS["GptOss"] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "swiglu_limit": 1.5,
+    "num_hidden_layers": 2,
 }
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -65,6 +72,40 @@ LATENT: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
 }
+EXPERTS["Phi3"] = {
+    "sliding_window": 6,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "short_factor": [1 + n / 4 for n in range(6)], "long_factor": [4.0] * 6,
+        "attention_factor": 1.3,
+    },
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+EXPERTS["Olmo3"] = {
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0,
+            "original_max_position_embeddings": 16,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS["Mistral"] = {"sliding_window": 6}
+EXPERTS["SmolLM3"] = {
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "no_rope_layers": [1, 1, 0, 0],
+}
+EXPERTS["Ministral3"] = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.3,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 EXPERTS["DeepseekV3"] = {**LATENT, "q_lora_rank": None}
 EXPERTS["Glm4MoeLite"] = LATENT
 
@@ -74,8 +115,8 @@ def write_model(
 ) -> torch.nn.Module:
     """Write a random model of a family of transformers and return it."""
     sizes: dict[str, Any] = {**SIZES, **EXPERTS.get(family, {}), **options}
-    if family in ("Qwen2", "Mixtral") or "kv_lora_rank" in sizes:
-        # Qwen2 has no such setting; SGLang 0.5.23 ignores Mixtral's.
+    if family in ("Qwen2", "Mixtral", "Phi3", "Olmo2", "Olmo3") or "kv_lora_rank" in sizes:
+        # Qwen2 and Phi-3 have no such setting; SGLang 0.5.23 ignores Mixtral's and OLMo's.
         del sizes["head_dim"]
     config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=is_tied)
     torch.manual_seed(seed)
@@ -97,7 +138,7 @@ def shape_of(folder: Path) -> ModelShape:
     """Shape of a model that `write_model` wrote."""
     values = json.loads((folder / "config.json").read_text())
     architecture = values["architectures"][0]
-    if "num_local_experts" not in values:
+    if "num_local_experts" not in values or architecture == "GptOssForCausalLM":
         return read_shape(folder)
     is_mixtral = architecture == "MixtralForCausalLM"
     return ModelShape(

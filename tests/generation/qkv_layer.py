@@ -9,8 +9,7 @@ from sglang.srt.layers import linear
 
 from megatron_rl.weights.layout.engine_layout import engine_slices
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import as_matrix, local_part
-from megatron_rl.weights.layout.trainer_layout import Share
+from megatron_rl.weights.layout.slices import Share, as_matrix, local_part
 
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM", layers=1, hidden=8, ffn=64, heads=8, kv_heads=2, head_dim=4,

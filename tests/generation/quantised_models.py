@@ -20,7 +20,8 @@ from torch.nn import Module
 
 from generation.sglang_quantised import QuantisingParameters
 from megatron_rl.weights.exchange.plan import Move, make_plan
-from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.engine_checks import check_slices
+from megatron_rl.weights.layout.engine_layout import engine_slices
 from megatron_rl.weights.layout.slices import Share, Slice, as_matrix
 from tests.generation.layout_models import shape_of, write_model
 

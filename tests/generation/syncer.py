@@ -22,9 +22,10 @@ from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.sender import go_key
 from megatron_rl.weights.exchange.shared_transport import done_key
 from megatron_rl.weights.exchange.transport import Buffers, Round, stages_all
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import as_matrix
-from megatron_rl.weights.layout.trainer_layout import Place, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import trainer_slices
 from tests.generation.precision import BACKEND, DEVICE, DTYPE
 from tests.ports import free_port
 from tests.weights.made_up import allocate

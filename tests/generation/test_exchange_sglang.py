@@ -47,7 +47,7 @@ MIXTURE = {
 
 def replicas(kind: str) -> int:
     """SGLang, and with some models also the hf engine, which knows no latent attention."""
-    return 1 if kind.startswith(("qwen", "deepseek")) or kind == "glm4-moe-lite" else 2
+    return 1 if kind.startswith(("qwen", "deepseek", "gpt-oss")) or kind == "glm4-moe-lite" else 2
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatron_rl.protocol.types import Sampling
 from tests.generation.engine_driver import LIMIT_S
 from tests.generation.precision import DTYPE_NAME, IS_EXACT, rounded
 from tests.ports import free_port
-from tests.tiny_models import CORRECTION, GLM4_MOE, LATENT, QWEN3_MOE, write_model
+from tests.tiny_models import CORRECTION, GLM4_MOE, GPT_OSS, LATENT, QWEN3_MOE, write_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 LAYERS, TOPK = 4, 2
@@ -62,6 +62,7 @@ def scores_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         ("Qwen3Moe", QWEN3_MOE),
         ("Glm4Moe", {**GLM4_MOE, **GLM_TOPK}),
         ("DeepseekV3", {**LATENT, **PUBLISHED}),
+        ("GptOss", {**GPT_OSS, "num_experts_per_tok": TOPK}),
     ],
 )
 def test_the_engines_choices_are_those_of_the_model(

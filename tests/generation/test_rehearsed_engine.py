@@ -34,6 +34,10 @@ GLM = {"n_routed_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True
        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "attention_bias": True,
        "use_qk_norm": False, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
        "rms_norm_eps": 1e-5}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16384}  # fmt: skip
+OLMO = {"attention_bias": False, "rms_norm_eps": 1e-6}
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
     # Class and type, sizes, other keys, and the number of parameters of the published files.
     "Magistral-24B": ("Mistral", (5120, 40, 32, 8, 131072, 32768), {}, 23_572_403_200),
@@ -56,14 +60,35 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
         "Glm4Moe", (4096, 46, 96, 8, 151552, 10944), GLM, 106_852_245_504,
     ),
     # The text models alone.
+    "OLMo-2-7B": ("Olmo2", (4096, 32, 32, 32, 100352, 11008), OLMO, 7_298_617_344),
+    "Olmo-3-7B": (
+        "Olmo3", (4096, 32, 32, 32, 100278, 11008),
+        {**OLMO, "sliding_window": 4096, "rope_theta": 5e5,
+         "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+         "rope_scaling": {"rope_type": "yarn", "factor": 8.0,
+                          "original_max_position_embeddings": 8192}}, 7_298_011_136,
+    ),
+    "Ministral-3-3B": (
+        "Ministral3", (3072, 26, 32, 8, 131072, 9216),
+        {"tie_word_embeddings": True, "rope_theta": None, "rope_parameters": YARN}, 3_429_006_336,
+    ),
     "Magistral-2507": ("Mistral3", (5120, 40, 32, 8, 131072, 32768), {}, 23_572_403_200),
+    "SmolLM3-3B": ("SmolLM3", (2048, 36, 16, 4, 128256, 11008),
+                   {"tie_word_embeddings": True}, 3_075_098_624),
+    "Phi-4": ("Phi3", (5120, 40, 40, 10, 100352, 17920), {}, 14_659_507_200),
     "Qwen2.5-VL-7B": ("Qwen2_5_VL", (3584, 28, 28, 4, 152064, 18944), {}, 7_615_616_512),
     "Qwen3-VL-8B": ("Qwen3VL", (4096, 36, 32, 8, 151936, 12288), {}, 8_190_735_360),
 }  # fmt: skip
-WRAPPERS = {"Mistral3": ("mistral3", "mistral"), "Qwen2_5_VL": ("qwen2_5_vl", "qwen2_5_vl_text"),
-            "Qwen3VL": ("qwen3_vl", "qwen3_vl_text")}  # fmt: skip
+WRAPPERS = {
+    "Mistral3": ("Mistral3", "mistral3", "mistral"),
+    "Ministral3": ("Mistral3", "mistral3", "ministral3"),
+    "Qwen2_5_VL": ("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text"),
+    "Qwen3VL": ("Qwen3VL", "qwen3_vl", "qwen3_vl_text"),
+}
+"""Class, its type and that of the text model."""
 TYPES = {"Mistral": "mistral", "Llama": "llama", "Qwen2": "qwen2", "Qwen3Moe": "qwen3_moe",
-         "Glm4Moe": "glm4_moe"}  # fmt: skip
+         "Glm4Moe": "glm4_moe", "SmolLM3": "smollm3", "Phi3": "phi3", "Olmo2": "olmo2",
+         "Olmo3": "olmo3"}  # fmt: skip
 PART = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -88,9 +113,9 @@ def write_config(folder: Path, name: str) -> None:
     family, sizes, more, _ = MODELS[name]
     values = COMMON | dict(zip(NAMES, sizes, strict=True)) | more
     if family in WRAPPERS:
-        outer, inner = WRAPPERS[family]
+        name, outer, inner = WRAPPERS[family]
         values = {
-            "architectures": [f"{family}ForConditionalGeneration"], "model_type": outer,
+            "architectures": [f"{name}ForConditionalGeneration"], "model_type": outer,
             "text_config": {**values, "model_type": inner}, "vision_config": {},
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(values))
@@ -104,6 +129,8 @@ def held_elements(name: str, ranks: int) -> int:
     family, (hidden, layers, _, kv_heads, _, _), more, total = MODELS[name]
     head_dim = more.get("head_dim", 128)
     on_all = layers * 2 * hidden + hidden
+    if family in ("Olmo2", "Olmo3"):
+        on_all += layers * 2 * hidden
     if family in ("Qwen3Moe", "Qwen3VL"):
         on_all += layers * 2 * head_dim
     if family == "Qwen3Moe":
@@ -144,11 +171,15 @@ def test_24b_fit_both_ranks_of_an_engine(tmp_path: Path) -> None:
         ("Magistral-24B", 1, 1, ""), ("Magistral-24B", 8, 1, ""), ("Magistral-24B", 8, 1, "fp8"),
         ("Llama-3.1-8B", 1, 1, ""), ("Llama-3.1-8B", 8, 1, ""), ("Llama-3.1-8B", 16, 1, ""),
         ("Qwen2.5-7B", 1, 1, "fp8"), ("Qwen2.5-7B", 2, 1, ""), ("Qwen2.5-7B", 4, 1, ""),
+        ("SmolLM3-3B", 1, 1, ""), ("SmolLM3-3B", 4, 1, "fp8"),
+        ("Phi-4", 1, 1, ""), ("Phi-4", 2, 1, "fp8"), ("Phi-4", 5, 1, ""),
         ("SmolLM2-135M", 1, 1, ""), ("SmolLM2-135M", 3, 1, ""),
         ("Qwen3-30B-A3B", 1, 1, ""), ("Qwen3-30B-A3B", 8, 1, ""), ("Qwen3-30B-A3B", 8, 2, "fp8"),
         ("Qwen3-30B-A3B", 8, 8, ""),
         ("Qwen3-235B-A22B", 8, 1, ""), ("Qwen3-235B-A22B", 8, 4, ""),
         ("Qwen3-235B-A22B", 8, 8, "fp8"),
+        ("Ministral-3-3B", 1, 1, ""), ("Ministral-3-3B", 8, 1, "fp8"),
+        ("OLMo-2-7B", 2, 1, ""), ("Olmo-3-7B", 1, 1, ""), ("Olmo-3-7B", 8, 1, "fp8"),
         ("Magistral-2507", 8, 1, ""), ("Magistral-2507", 2, 1, "fp8"),
         ("Qwen2.5-VL-7B", 1, 1, ""), ("Qwen2.5-VL-7B", 4, 1, "fp8"), ("Qwen3-VL-8B", 8, 1, ""),
         ("GLM-4.5-Air", 1, 1, ""), ("GLM-4.5-Air", 8, 1, ""), ("GLM-4.5-Air", 8, 8, ""),

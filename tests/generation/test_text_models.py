@@ -8,7 +8,7 @@ import pytest
 
 from generation.engine import EngineSetup
 from generation.sglang_command import server_command, server_environment
-from generation.text_models import MODEL_VARIABLE, TIED_VARIABLE
+from generation.text_models import FOLDER_VARIABLE
 from megatron_rl.backend.cpu import sglang as sglang_cpu
 from megatron_rl.weights.layout.families import FAMILIES
 from tests.generation.engine_driver import make_setup
@@ -20,7 +20,9 @@ MODELS = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_table_names_a_class_that_sglang_has(architecture: str) -> None:
     family = FAMILIES[architecture]
-    name = family.wrapper.engine_class if family.wrapper else architecture
+    name = family.engine_class or architecture
+    for other in family.wrapper.others.values() if family.wrapper else ():
+        assert FAMILIES[other.architecture] is other
     assert f"class {name}(" in (MODELS / f"{family.engine_module}.py").read_text()
 
 
@@ -34,8 +36,7 @@ def test_a_server_makes_the_text_model_alone(kind: str, is_tied: bool, tmp_path:
     write_wrapped(tmp_path, kind, is_tied=is_tied, num_hidden_layers=1)
     found = server_environment(setup_of(tmp_path))
     assert found["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "generation.text_models"
-    assert found[MODEL_VARIABLE] == f"{kind}ForConditionalGeneration"
-    assert found[TIED_VARIABLE] == str(int(is_tied))
+    assert found[FOLDER_VARIABLE] == str(tmp_path)
     [given] = [word for word in server_command(setup_of(tmp_path), "load") if "override" in word]
     assert json.loads(given.partition("=")[2]) == {"language_model_only": True}
 

@@ -15,7 +15,15 @@ from megatron_rl.launcher.audit_model import hf_logits
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.trainer.model.policy import open_policy
 from tests.distributed import run_ranks
-from tests.tiny_models import GLM4_MOE, LATENT, write_model
+from tests.tiny_models import (
+    GLM4_MOE,
+    GPT_OSS,
+    LATENT,
+    MINISTRAL3,
+    MIXED_WINDOWS,
+    OLMO3,
+    write_model,
+)
 from tests.wrapped_models import write_wrapped
 
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -50,7 +58,12 @@ def distances(folder: Path) -> tuple[float, float]:
         ("Llama", {"rope_parameters": YARN}),
         ("Glm4Moe", GLM4_MOE),
         ("DeepseekV3", LATENT),
+        ("GptOss", GPT_OSS),
         ("Mistral3", {}),
+        ("Ministral3", MINISTRAL3),
+        ("Olmo3", OLMO3),
+        ("Phi3", {"sliding_window": 24}),
+        ("SmolLM3", MIXED_WINDOWS),
     ],
 )
 def test_engine_layers_compute_what_transformers_does(

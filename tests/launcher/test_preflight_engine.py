@@ -1,6 +1,7 @@
 """What the installed engine cannot do is refused before a run."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,29 @@ def test_what_engines_cannot_do_with_latent_attention_is_refused(
         model_checks.check_latent(config, read_shape(folder))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("generator.engine=vllm", "generator.engine = 'vllm' with GptOssForCausalLM"),
+        ("generator.engine=hf", "generator.engine = 'hf' with GptOssForCausalLM"),
+        ("generator.quantization=fp8", "generator.quantization = 'fp8' with GptOssForCausalLM"),
+        ("run.seed=1", "is quantised .*: run `megatron-rl convert .* --to hf`"),
+    ],
+)
+def test_what_engines_cannot_do_with_sinks_is_refused(
+    tmp_path: Path, given: str, message: str
+) -> None:
+    write_model(tmp_path, family="GptOss", is_tied=False, seed=0)
+    shape = read_shape(tmp_path)
+    model_checks.check_sinks(load_config(None, [f"model.path={tmp_path}"]), shape)
+    if "seed" in given:
+        values = json.loads((tmp_path / "config.json").read_text())
+        values["quantization_config"] = {"quant_method": "mxfp4"}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match=message):
+        model_checks.check_sinks(load_config(None, [f"model.path={tmp_path}", given]), shape)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_divided_experts_need_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
@@ -86,6 +110,18 @@ def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Pat
         load_config(None, ["generator.tensor_parallel=3", "generator.expert_parallel=2"])
     with pytest.raises(ConfigError, match="which is one process: set it to 1"):
         load_config(None, [*divided, "generator.engine=hf"])
+
+
+def test_engines_copy_no_key_value_heads_that_are_normed_together(tmp_path: Path) -> None:
+    # 4 heads, 2 key-value heads.
+    for family in ("Llama", "Olmo2"):
+        write_model(tmp_path, family=family, is_tied=False, seed=0)
+        config = load_config(None, [f"model.path={tmp_path}", "generator.tensor_parallel=4"])
+        if family == "Llama":
+            model_checks.check_model(config)
+            continue
+        with pytest.raises(InputError, match="tensor_parallel = 4 .*normed together; .*: 2$"):
+            model_checks.check_model(config)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])

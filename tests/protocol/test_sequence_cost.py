@@ -12,7 +12,7 @@ from megatron_rl.plan.flops import step_flops
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost, read_cost
 from megatron_rl.weights.layout.shape import read_shape
-from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, write_model
+from tests.tiny_models import GLM4_MOE, GPT_OSS, LATENT, MIXED_WINDOWS, QWEN3_MOE, write_model
 from tests.wrapped_models import write_wrapped
 from tools.bench.packing import magistral_like
 
@@ -34,6 +34,9 @@ BUDGET = 40_960
         ("DeepseekV3", LATENT),
         ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}),
         ("Mistral", {"sliding_window": 6}),
+        ("SmolLM3", MIXED_WINDOWS),
+        ("SmolLM3", {}),
+        ("GptOss", {**GPT_OSS, "sliding_window": 6}),
     ],
 )
 def test_costs_are_the_flops_of_a_forward_pass(tmp_path: Path, family: str, options: dict) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main as cli
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
@@ -88,6 +89,15 @@ def test_what_cannot_be_rehearsed_is_left_out_and_said(tmp_path: Path) -> None:
     path.write_text(f'[model]\npath = "{write_shape(tmp_path, TINY)}"\nfp8 = "blockwise"\n')
     cfg, notes = rehearsable(load_config(path, []))
     assert cfg.model.fp8 == "none" and notes == ["model.fp8='blockwise' is rehearsed in bfloat16"]
+
+
+def test_layers_without_a_stand_in_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    shape = TINY | {"architectures": ["GptOssForCausalLM"], "head_dim": 16,
+                    "layer_types": ["full_attention"] * 4}  # fmt: skip
+    path.write_text(f'[model]\npath = "{write_shape(tmp_path, shape)}"\n')
+    with pytest.raises(InputError, match="is a GptOssForCausalLM, whose .* cannot be rehearsed"):
+        rehearsable(load_config(path, []))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megatron_rl.simulation.hardware import Assumptions, cluster_model
 from megatron_rl.simulation.machines import TrainerModel
 from megatron_rl.weights.layout.shape import read_shape
 from tests.plan.test_plan import LLAMA_8B
+from tests.tiny_models import MIXED_WINDOWS
 
 LENGTHS = [900, 700, 650, 400, 300, 120, 80]
 
@@ -79,6 +80,24 @@ def test_seconds_are_model_flops_over_peak_and_mfu(model_config: Path) -> None:
     # 4096 of 40960 positions are tokens, in each of 8 microbatches.
     added = 3 * 8 * (40960 - 4096) * product_flops(read_shape(config.model.path))
     assert again.compute_s([plan]) == pytest.approx((flops + added) / (4 * peak * 0.4))
+
+
+def test_pairs_of_layers_with_and_without_a_window_count_apart(model_config: Path) -> None:
+    config = load_config(model_config, ["parallel.tensor=4"])
+    values = LLAMA_8B | MIXED_WINDOWS | {
+        "architectures": ["SmolLM3ForCausalLM"], "sliding_window": 1024,
+        "layer_types": ["full_attention"] * 8 + ["sliding_attention"] * 24,
+        "no_rope_layers": [1] * 32,
+    }  # fmt: skip
+    (config.model.path / "config.json").write_text(json.dumps(values))
+    trainer = cluster_model(config, Assumptions(mfu=0.4)).trainer
+    plan = MinibatchPlan([], [4096] * 8, [[[i] for i in range(8)]])
+    flops = step_flops(read_shape(config.model.path), sequences=8, length=4096)
+    # 4 operations for a query and a key of 4096 dimensions, in three passes over 8 sequences.
+    cut, whole = 1024 * 1025 // 2 + (4096 - 1024) * 1024, 4096 * 4097 // 2
+    assert flops.attention == 3 * 8 * 4 * 4096 * (24 * cut + 8 * whole)
+    seconds = flops.total / (4 * GPUS["h100-80g"].bf16_flops * 0.4)
+    assert trainer.compute_s([plan]) == pytest.approx(seconds)
 
 
 def test_an_engine_reads_its_weights_and_its_cache_every_iteration(model_config: Path) -> None:

@@ -1,6 +1,9 @@
 """Every way to divide the work trains alike: losses and gradient norms of three steps (fp32)."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,17 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.local_names import named_parameters, named_tensors
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import GLM4_MOE, LATENT, PLAIN, QWEN3_MOE, write_model
+from tests.tiny_models import (
+    GLM4_MOE,
+    GPT_OSS,
+    LATENT,
+    MINISTRAL3,
+    MIXED_WINDOWS,
+    OLMO3,
+    PLAIN,
+    QWEN3_MOE,
+    write_model,
+)
 
 STEPS = 3
 COMMON = [
@@ -98,58 +111,47 @@ def curve_of(folder: Path, layout: str) -> Curve:
     return first
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    folder = tmp_path_factory.mktemp("dense")
-    write_model(folder, is_tied=True, vocab_size=VOCAB)
-    return folder, curve_of(folder, "")
+SPLIT_ATTENTION = ["pipeline=2", "context=2", f"{SEQUENCE} context=2"]
+FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Llama": ({"is_tied": True}, DENSE),
+    "Ministral3": (MINISTRAL3, DENSE),
+    "Olmo2": ({}, DENSE),
+    "Olmo3": (OLMO3, DENSE),
+    "SmolLM3": ({**MIXED_WINDOWS, "is_tied": True}, DENSE),
+    "Qwen3Moe": (QWEN3_MOE, MIXED),
+    "Glm4Moe": (GLM4_MOE, [*MIXED, "pipeline=2", "pipeline=2 last_stage_layers=1"]),
+    "DeepseekV3": (LATENT, [*MIXED, *SPLIT_ATTENTION]),
+    # Ranks cannot share the biases of an expert.
+    "GptOss": (GPT_OSS, [*(one for one in MIXED if "expert_tensor" not in one), *SPLIT_ATTENTION]),
+}
+"""Options of the tiny model, and layouts."""
+Trained = Callable[[str], tuple[Path, Curve]]
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    folder = tmp_path_factory.mktemp("mixed")
-    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, **QWEN3_MOE)
-    return folder, curve_of(folder, "")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Gives the folder and the curve of one process of a family."""
+
+    @functools.cache
+    def of_family(family: str) -> tuple[Path, Curve]:
+        folder = tmp_path_factory.mktemp(family)
+        write_model(folder, family=family, vocab_size=VOCAB, **FAMILIES[family][0])
+        return folder, curve_of(folder, "")
+
+    return of_family
 
 
-@pytest.fixture(scope="module")
-def corrected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    folder = tmp_path_factory.mktemp("corrected")
-    write_model(folder, family="Glm4Moe", vocab_size=VOCAB, **GLM4_MOE)
-    return folder, curve_of(folder, "")
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("layout", DENSE)
-def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> None:
-    assert_alike(layout, *dense)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", MIXED)
-def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve]) -> None:
-    assert_alike(layout, *mixed)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", [*MIXED, "pipeline=2", "pipeline=2 last_stage_layers=1"])
-def test_mixture_after_a_dense_layer_trains_alike(
-    layout: str, corrected: tuple[Path, Curve]
-) -> None:
-    assert_alike(layout, *corrected)
-
-
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    folder = tmp_path_factory.mktemp("latent")
-    write_model(folder, family="DeepseekV3", vocab_size=VOCAB, **LATENT)
-    return folder, curve_of(folder, "")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", [*MIXED, "pipeline=2", "context=2", f"{SEQUENCE} context=2"])
-def test_latent_attention_trains_alike(layout: str, latent: tuple[Path, Curve]) -> None:
-    assert_alike(layout, *latent)
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(family, layout) for family, (_, layouts) in FAMILIES.items() for layout in layouts],
+)
+def test_a_family_trains_alike(family: str, layout: str, trained: Trained) -> None:
+    folder, expected = trained(family)
+    for found, alone in zip(curve_of(folder, layout), expected, strict=True):
+        assert found == pytest.approx(alone, rel=1e-5)
+    losses = [loss for loss, _ in expected]
+    assert losses[-1] < losses[0] - 1e-3, "the steps must matter"
 
 
 def router_gradients(cfg: Config) -> dict[str, Tensor]:
@@ -172,9 +174,9 @@ def corrections_of(policy: Policy) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", [f"{SEQUENCE} expert=2", "data=2 expert=2"])
 def test_routers_get_the_same_gradient_and_keep_their_corrections(
-    layout: str, corrected: tuple[Path, Curve]
+    layout: str, trained: Trained
 ) -> None:
-    folder, _ = corrected
+    folder, _ = trained("Glm4Moe")
     [alone] = run_ranks(router_gradients, 1, config_of(folder, ""))
     for found in run_ranks(router_gradients, 2, config_of(folder, layout)):
         assert found.keys() == alone.keys() and len(found) == 3
@@ -196,18 +198,12 @@ def parameters_around_a_gather(cfg: Config) -> list[Tensor]:
     return found
 
 
-def test_overlapped_parameters_are_whole_once_gathered(dense: tuple[Path, Curve]) -> None:
+def test_overlapped_parameters_are_whole_once_gathered(trained: Trained) -> None:
+    folder, _ = trained("Llama")
     plain, overlapped = (
-        run_ranks(parameters_around_a_gather, 2, config_of(dense[0], layout))
+        run_ranks(parameters_around_a_gather, 2, config_of(folder, layout))
         for layout in (SHARDED, f"{SHARDED} {OVERLAP}")
     )
     expected = plain[0][0]
     assert not any(torch.equal(before, expected) for before, _ in overlapped)
     assert all(torch.equal(after, expected) for _, after in overlapped)
-
-
-def assert_alike(layout: str, folder: Path, expected: Curve) -> None:
-    for found, alone in zip(curve_of(folder, layout), expected, strict=True):
-        assert found == pytest.approx(alone, rel=1e-5)
-    losses = [loss for loss, _ in expected]
-    assert losses[-1] < losses[0] - 1e-3, "the steps must matter"

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from generation import weight_client
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.exchange.transport import FOLDER, IPC
+from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import trainer_slices
 from megatron_rl.weights.sync import leader
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.link import GeneratorLink

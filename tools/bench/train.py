@@ -46,8 +46,7 @@ from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import Config
 from megatron_rl.plan.flops import (
     BACKWARD,
-    attention_flops,
-    causal_pairs,
+    causal_flops,
     output_flops,
     product_flops,
 )
@@ -365,8 +364,8 @@ def step_flops(shape: ModelShape, sequences: Sequence[Lengths]) -> int:
     """
     products = sum(s.total for s in sequences) * product_flops(shape)
     output = sum(s.completion for s in sequences) * output_flops(shape)
-    pairs = sum(causal_pairs(s.total, shape.sliding_window) for s in sequences)
-    return (1 + BACKWARD) * (products + output + attention_flops(shape, pairs))
+    attention = sum(causal_flops(shape, s.total) for s in sequences)
+    return (1 + BACKWARD) * (products + output + attention)
 
 
 def over_gemm(measured: Measured) -> float:

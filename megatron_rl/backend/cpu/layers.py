@@ -6,13 +6,17 @@ parallelism (RMSNorm); these run on any device, in plain torch except for `packe
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,6 +26,11 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from megatron_rl.backend.context import own_chunks, shard_positions
@@ -38,8 +47,8 @@ from megatron_rl.backend.cpu.pointwise import GatedMLP, RMSNorm
 class CausalAttention(MegatronModule):
     """Causal core attention through torch's scaled_dot_product_attention.
 
-    Grouped queries, an optional sliding window, packed sequences, context ranks; no dropout, no
-    explicit mask.
+    Grouped queries, an optional sliding window, trained sinks, packed sequences, context ranks; no
+    dropout, no explicit mask.
     """
 
     def __init__(
@@ -62,8 +71,15 @@ class CausalAttention(MegatronModule):
             )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # Positions before its own that a query sees.
-        self.window = config.window_size[0] if config.window_size else None
+        windows = (config.window_size, config.window_attn_skip_freq)
+        has_window = is_layer_window_attention(*windows, layer_number)
+        self.window = config.window_size[0] if has_window else None
         self._context = pg_collection.cp if pg_collection is not None else None
+        self._groups = pg_collection
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -97,7 +113,7 @@ class CausalAttention(MegatronModule):
         if can_attend(query) and value.shape[-1] == query.shape[-1]:
             _, heads, dim = query.shape
             sizes = Attention(heads, key.shape[1], dim, self.scale, bounds, self.window)
-            return attend(sizes, query, key, value)
+            return attend(sizes, query, key, value, sinks=self.softmax_offset)
         lengths = (bounds[1:] - bounds[:-1]).tolist()
         sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
         attended = [self._attend(q[None], k[None], v[None]) for q, k, v in sequences]
@@ -144,6 +160,8 @@ class CausalAttention(MegatronModule):
             mask = distance >= 0
             if is_cut:
                 mask &= distance <= self.window
+        if self.softmax_offset is not None:
+            query, key, value, mask = self._with_sinks(query, key, value, mask)
         attended = F.scaled_dot_product_attention(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             attn_mask=mask,
@@ -152,6 +170,49 @@ class CausalAttention(MegatronModule):
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return attended.transpose(1, 2).to(dtype)
+
+    def _with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same with one more key and value of zeros, whose score a float mask gives."""
+        assert self.softmax_offset is not None
+        rows, length = query.shape[1], key.shape[1]
+        if mask is None:
+            mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril()
+        seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+        sinks = self.softmax_offset.to(query.dtype)[:, None, None].expand(-1, rows, 1)
+        scores = torch.cat([seen.expand(len(sinks), -1, -1), sinks], dim=2)
+        key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (key, value))
+        return query, key, value, scores[None]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Sinks in checkpoints, divided among tensor ranks, as Megatron's own layers write them."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=None if self._groups is None else self._groups.tp,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+class ExpertOutput(RowParallelLinear):
+    """The last product of an expert with biases.
+
+    megatron-core 0.16.1 adds the bias in place (mlp.py), which autograd forbids with what the
+    reduction over a single rank returns.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens, hidden], and the bias that is left to add."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
@@ -189,6 +250,8 @@ def layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
         # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        if config.add_bias_linear:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     else:
         layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         layer.mlp = GatedMLP

@@ -100,14 +100,17 @@ def can_attend(tensor: Tensor) -> bool:
     return library_for(SOURCE, tensor) is not None
 
 
-def attend(attention: Attention, *inputs: Tensor) -> Tensor:
-    """[tokens, heads * dim] of inputs as `Attention.places` describes them."""
-    return _Attend.apply(attention, *inputs)
+def attend(attention: Attention, *inputs: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """[tokens, heads * dim] of inputs as `Attention.places` describes them.
+
+    sinks: [heads], scores of a key that each query of a head sees, and whose value is 0.
+    """
+    return _Attend.apply(attention, sinks, *inputs)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attention: Attention, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, attention: Attention, sinks: Tensor | None, *inputs: Tensor) -> Tensor:
         if len(inputs) == 3:
             query, key, value = inputs
             is_dense = key.stride(2) == value.stride(2) == 1
@@ -125,13 +128,17 @@ class _Attend(torch.autograd.Function):
             pointer(log_sums),
             is_bfloat16(result),
         )
+        if sinks is not None:
+            own, log_sums = log_sums, torch.logaddexp(log_sums, sinks.float())
+            share = (own - log_sums).exp()[..., None]
+            result = (result.view(*share.shape[:2], -1) * share).to(result.dtype).view_as(result)
         ctx.attention = attention
-        ctx.save_for_backward(*inputs, result, log_sums)
+        ctx.save_for_backward(*inputs, result, log_sums, sinks)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, result, log_sums = ctx.saved_tensors
+        *inputs, result, log_sums, sinks = ctx.saved_tensors
         attention: Attention = ctx.attention
         grad = grad.contiguous()
         gradients = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
@@ -143,7 +150,12 @@ class _Attend(torch.autograd.Function):
             (_Heads * 3)(*attention.places(*gradients)),
             is_bfloat16(grad),
         )
-        return None, *gradients
+        if sinks is None:
+            return None, None, *gradients
+        # As of any key's score: its probability times (0 - the sum of grad * result).
+        shares = (sinks.float() - log_sums).exp()
+        products = (grad.float() * result.float()).view(*shares.shape, -1).sum(-1)
+        return None, -(shares * products).sum(0).to(sinks.dtype), *gradients
 
 
 class PackedSelfAttention(SelfAttention):
@@ -160,6 +172,8 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's: [positions, 1, hidden] and the bias that is left to add."""
         folding = folding_of(packed_seq_params)
+        if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
+            rotary_pos_emb = None
         if args or packed_seq_params is None or not self._is_plain(hidden_states, rotary_pos_emb):
             result, bias = super().forward(
                 folding.unfold(hidden_states) if folding else hidden_states,
@@ -178,19 +192,22 @@ class PackedSelfAttention(SelfAttention):
             self.core_attention.scale,
             packed_seq_params.cu_seqlens_q,
             self.core_attention.window,
-            angles(rotary_pos_emb),
+            None if rotary_pos_emb is None else angles(rotary_pos_emb),
         )
         rows = folding.unfold(mixed[:, 0]) if folding else mixed[:, 0]
-        attended = attend(attention, rows)
+        attended = attend(attention, rows, sinks=self.core_attention.softmax_offset)
         return self.linear_proj((folding.fold(attended) if folding else attended)[:, None])
 
     def _is_plain(self, hidden_states: Tensor, frequencies: Tensor | None) -> bool:
         """Whether nothing stands between the product, the rotation and the attention."""
         cfg = self.config
         return (
-            isinstance(frequencies, Tensor)
-            and frequencies.shape[-1] == self.hidden_size_per_attention_head
+            isinstance(frequencies, Tensor | None)
+            and (
+                frequencies is None or frequencies.shape[-1] == self.hidden_size_per_attention_head
+            )
             and can_attend(hidden_states)
+            and not getattr(self.core_attention, "scales_queries", False)
             and self.pg_collection.cp.size() == 1
             and isinstance(self.q_layernorm, IdentityOp | None)
             and isinstance(self.k_layernorm, IdentityOp | None)

@@ -67,12 +67,13 @@ class _Norm(torch.autograd.Function):
 class GatedMLP(MLP):
     """Megatron's MLP of a model without biases, with the gate in one pass."""
 
+    row: type = RowParallelLinear
+
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules | None = None) -> None:
         # Megatron's layer knows MLP itself in specs, but no class of it.
         super().__init__(
             config,
-            submodules
-            or MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            submodules or MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=self.row),
         )
 
     def forward(

@@ -23,7 +23,7 @@ Gradients are sums: over microbatches, and over data-parallel ranks. The loss fu
 Megatron's schedule returns (loss, tokens as an int tensor, report) and nothing divides by tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,12 +45,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.backend import fp8, fusions, tensor_overlap
 from megatron_rl.backend.cpu.folding import FoldedSeqParams, Folding
 from megatron_rl.backend.device import Backend
+from megatron_rl.backend.norms import Norms
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.trainer.model.latent import latent_fields, set_angles
-from megatron_rl.weights.layout.rotary import inverse_frequencies, softmax_scale
+from megatron_rl.trainer.model.latent import latent_fields
+from megatron_rl.trainer.model.mixture import mark_divided, mixture_fields
+from megatron_rl.trainer.model.rotation import set_factor, set_rotation
+from megatron_rl.weights.layout.rotary import rotation_factor, softmax_scale
 from megatron_rl.weights.layout.shape import ModelShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -117,7 +121,9 @@ def _build_chunk(
     stage = {"ignore_virtual": False, "vp_stage": number}
     module: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=backend.layer_spec(config, number),
+        transformer_layer_spec=backend.layer_spec(
+            config, number, Norms(shape.norms_behind, shape.norms_all_heads)
+        ),
         vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -129,9 +135,9 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=number,
     )
-    set_angles(module, inverse_frequencies(shape).to(backend.device))
+    set_rotation(module, shape, backend.device)
     module.to(backend.device)
-    mark_experts(module)
+    mark_divided(module)
     if not config.bf16:
         return module
     wrapped = Float16Module(config, module)
@@ -148,12 +154,14 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
     stages = stage_layers(shape.layers, cfg.parallel.pipeline, *ends)
     values = {
         **_sizes(shape),
-        **_experts(shape),
+        **mixture_fields(shape),
         "moe_enable_routing_replay": bool(shape.experts) and cfg.train.router_replay,
         **_parameters(cfg.model),
         **_split(cfg.parallel),
         "cp_comm_type": backend.context_exchange(
-            cfg.parallel, has_window=shape.sliding_window is not None
+            cfg.parallel,
+            has_window=shape.sliding_window is not None,
+            has_sinks=shape.has_sinks,
         ),
         **_pipeline(cfg),
         **fusions.dispatcher_fields(
@@ -181,7 +189,9 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         ),
     }
     if not shape.kv_rank:
-        return TransformerConfig(**values)
+        config = TransformerConfig(**values)
+        set_factor(config, rotation_factor(shape))
+        return config
     return MLATransformerConfig(**{**values, **latent_fields(shape)})
 
 
@@ -245,63 +255,28 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
+        "activation_func": quick_gelu if shape.glu_limit else F.silu,
+        "activation_func_clamp_value": shape.glu_limit or None,
+        "glu_linear_offset": 1.0 if shape.glu_limit else 0.0,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
+        "add_bias_linear": shape.has_biases,
         "add_qkv_bias": shape.has_qkv_bias,
-        "qk_layernorm": shape.has_qk_norm,
+        # Megatron would sum the gradients of these norms over tensor ranks, which may divide them.
+        "qk_layernorm": shape.has_qk_norm and not shape.norms_all_heads,
         "window_size": (window - 1, 0) if window else None,
+        # Megatron counts all layers of the model, on each stage. 1: the window holds.
+        "window_attn_skip_freq": _marks(shape, shape.full_layers, inside=0),
+        "no_rope_freq": _marks(shape, shape.unrotated_layers, inside=1),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
 
 
-def _experts(shape: ModelShape) -> dict[str, Any]:
-    if not shape.experts:
-        return {}
-    return {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.moe_ffn,
-        "moe_router_topk": shape.experts_per_token,
-        # A softmax over the chosen experts alone is the softmax over all, normalised afterwards.
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-        "moe_router_num_groups": shape.expert_groups if shape.expert_groups > 1 else None,
-        "moe_router_group_topk": shape.chosen_groups if shape.expert_groups > 1 else None,
-        # A list makes the names of layers in checkpoints other ones: see `megatron_folder.py`.
-        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)]
-        if shape.dense_layers
-        else 1,
-        **(_corrected_router(shape) if shape.is_router_corrected else {}),
-    }
-
-
-def _corrected_router(shape: ModelShape) -> dict[str, Any]:
-    """A router of sigmoid scores, whose choice an untrained buffer corrects."""
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_topk_scaling_factor": shape.routed_scale,
-        "moe_router_enable_expert_bias": True,
-        # Megatron would move it towards equal loads; with 0 it adds zeros.
-        "moe_router_bias_update_rate": 0.0,
-    }
-
-
-def mark_experts(module: torch.nn.Module) -> None:
-    """Make Megatron reduce and count the gradients of experts among expert ranks.
-
-    Experts are whole on a rank; their replicas are all ranks of a stage with the same experts,
-    tensor ranks too. megatron-core 0.16.1 sets no marks for a single expert rank
-    (layers.py:886), and would then sum over data-parallel ranks only.
-    """
-    for name, parameter in module.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False
-            # Otherwise the gradient norm would count it on the first tensor rank only.
-            parameter.tensor_model_parallel = True
+def _marks(shape: ModelShape, layers: Collection[int], *, inside: int) -> list[int] | None:
+    """For each layer of the model: `inside` for those of `layers`; None: there are none."""
+    if not layers:
+        return None
+    return [inside if layer in layers else 1 - inside for layer in range(shape.layers)]
 
 
 def _leave_unset(weight: torch.Tensor) -> None:

@@ -94,7 +94,9 @@ class Policy:
         need whole sequences; nor where tensor ranks divide positions, unless attention is plain.
         """
         attention_is_plain = (
-            not self.shape.has_qk_norm and self.shape.kv_heads >= self.parallel.tensor
+            not self.shape.has_qk_norm
+            and not self.shape.scales_queries
+            and self.shape.kv_heads >= self.parallel.tensor
         )
         return (
             self.device.type == "cpu"

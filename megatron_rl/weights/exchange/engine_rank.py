@@ -41,7 +41,7 @@ from megatron_rl.weights.exchange.transport import (
     Transport,
     stages_all,
 )
-from megatron_rl.weights.layout.engine_layout import check_slices, trained_parameters
+from megatron_rl.weights.layout.engine_checks import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class EngineRank:
                 Slice("", 0, 0, m.rows, m.columns, m.target, m.target_row, m.target_column)
                 for m in moves
             ]
-            trained = trained_parameters(layouts.shape, parameters)
+            trained = layouts.kind.trained(layouts.shape, self._rank, parameters)
             check_slices(slices, trained, may_pad_ffn=self._may_pad_ffn)
             syncer.plan, syncer.rounds, syncer.layouts = plan, rounds, order.layouts
         return syncer.plan

@@ -5,15 +5,25 @@ of the model: rank 0 puts it into the store, the plan itself travels nowhere.
 """
 
 import functools
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from megatron_rl.protocol.types import Hello
 from megatron_rl.weights.exchange.plan import Plan, make_plan
-from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.layout.engine_layout import (
+    engine_slices,
+    expert_place,
+    hf_slices,
+    trained_parameters,
+)
+from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import Place, place_of, trained_slices
+from megatron_rl.weights.layout.trainer_layout import trained_slices
+
+T = TypeVar("T")
 
 
 class EngineKind(msgspec.Struct, frozen=True):
@@ -34,6 +44,11 @@ class EngineKind(msgspec.Struct, frozen=True):
             expert_parallel=self.expert_parallel,
             ffn_multiple=self.ffn_multiple,
         )
+
+    def trained(self, shape: ModelShape, rank: int, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Those parameters of one rank that its slices cover."""
+        place = expert_place(Share(rank, self.world_size), self.expert_parallel)
+        return trained_parameters(shape, parameters, place)
 
 
 def kind_of(hello: Hello) -> EngineKind:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.folders.fused_experts import file_name
 from megatron_rl.weights.folders.hf_folder import (
     SHARD_BYTES,
     as_in_source,
@@ -86,7 +87,7 @@ def convert(
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
         check_space(request.target, reading.size_bytes)
-        names = hf_shapes(source.shape)
+        names = {file_name(name, source.shape) for name in hf_shapes(source.shape)}
         done = Done(source.kind, to, source.shape.architecture, len(names), reading.size_bytes)
         if is_dry:
             return done
@@ -99,7 +100,7 @@ def convert(
             if not keeps_config or _declared_dtype(source.config) != reading.main_dtype:
                 write_config(source.config, staging, reading.main_dtype)
             if to == "hf":
-                whole = as_in_source(reading.stream(), origin)
+                whole = as_in_source(reading.stream(), source.shape, origin)
                 write_tensors(staging, whole, request.shard_bytes)
             else:
                 _write_megatron(staging, reading, request.shard_bytes)

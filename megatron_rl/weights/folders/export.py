@@ -39,15 +39,11 @@ from megatron_rl.weights.folders.hf_folder import (
 from megatron_rl.weights.folders.model_files import ModelFiles, carried_files
 from megatron_rl.weights.folders.staging import staged
 from megatron_rl.weights.layout.local_names import named_tensors
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
-from megatron_rl.weights.layout.trainer_layout import (
-    Place,
-    hf_shapes,
-    trainer_slices,
-    untrained,
-)
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, trainer_slices, untrained
 
 # All ranks count alike, because all take part in each export.
 _exports = itertools.count()
@@ -216,7 +212,7 @@ def save_hf(
             write_config(values, staging, next(model[0].parameters()).dtype)
 
         with staged(folder, replaces=replaces) as staging, ExitStack() as stack:
-            whole = as_in_source(tensors, open_origin(source, shape, stack))
+            whole = as_in_source(tensors, shape, open_origin(source, shape, stack))
             write_tensors(staging, whole, shard_bytes, limit_s=limit_s)
             write_when_room(staging, write_rest, limit_s=limit_s)
     calls.end()

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
 from megatron_rl.weights.folders.block_scaled import dequantised
+from megatron_rl.weights.folders.fused_experts import fuse_experts, is_fused, split_experts
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.rope import in_both_spellings
@@ -122,6 +123,8 @@ def sort_tensors(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> Fo
 
 def _sorted(tensors: dict[str, Any], shape: ModelShape, folder: Path) -> FolderTensors:
     wrapper = FAMILIES[shape.architecture].wrapper
+    if is_fused(shape):
+        return FolderTensors(split_experts(tensors, shape), {}, PLAIN)
     if wrapper is None:
         ahead = {name: one for name, one in tensors.items() if _is_ahead(name, shape)}
         text = {name: one for name, one in tensors.items() if name not in ahead}
@@ -149,14 +152,15 @@ def _is_ahead(name: str, shape: ModelShape) -> bool:
 
 
 def as_in_source(
-    tensors: Iterable[NamedTensor], origin: FolderTensors | None
+    tensors: Iterable[NamedTensor], shape: ModelShape, origin: FolderTensors | None
 ) -> Iterator[NamedTensor]:
-    """The text model's tensors as `origin` names them, then what that has besides, unchanged.
+    """The text model's tensors as files hold them, and as `origin` names them, then what that has
+    besides, unchanged.
 
     origin: of `open_origin`.
     """
     if origin is None:
-        yield from tensors
+        yield from fuse_experts(tensors, shape)
         return
     yield from ((origin.spelling.rename(name), tensor) for name, tensor in tensors)
     yield from ((name, tensor[:]) for name, tensor in origin.carried.items())
@@ -186,7 +190,9 @@ def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folde
 def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write config.json with the dtype of the weights."""
     # transformers 5 writes dtype, earlier ones torch_dtype.
-    kept = {key: value for key, value in values.items() if key != "torch_dtype"}
+    # Nothing that is written is quantised.
+    left_out = ("torch_dtype", "quantization_config")
+    kept = {key: value for key, value in values.items() if key not in left_out}
     # A wrapper's engine reads the one spelling of its text_config.
     if "architectures" in kept and "text_config" not in kept:
         kept = in_both_spellings(kept, folder)

@@ -21,15 +21,12 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders.finite import check_loaded
 from megatron_rl.weights.folders.hf_folder import open_model
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder
+from megatron_rl.weights.layout.entries import PADDED
 from megatron_rl.weights.layout.local_names import named_tensors
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, local_part
-from megatron_rl.weights.layout.trainer_layout import (
-    PADDED,
-    copy_slices,
-    trainer_slices,
-)
+from megatron_rl.weights.layout.trainer_layout import copy_slices, trainer_slices
 
 _SHOWN = 5
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -23,18 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.entries import EMBEDDING, FINAL_NORM, OUTPUT, PADDED, layer_entries
 from megatron_rl.weights.layout.local_names import ENGINE_NAMES, LATENT_NAMES
+from megatron_rl.weights.layout.place import Entry, Place
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Piece, shown
-from megatron_rl.weights.layout.trainer_layout import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    PADDED,
-    Entry,
-    Place,
-    layer_entries,
-)
 
 
 def _renamed(shape: ModelShape, has_experts: bool) -> dict[str, str]:

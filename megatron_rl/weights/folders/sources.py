@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
 from megatron_rl.weights.folders.block_scaled import is_block_scaled
+from megatron_rl.weights.folders.fused_experts import is_mxfp4
 from megatron_rl.weights.folders.hf_folder import (
     open_files,
     open_tensors,
@@ -76,7 +77,8 @@ class HfSource:
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
         """tensors: lazy slices of open files, by HF name."""
-        left_out = "quantization_config" if is_block_scaled(config) else ""
+        is_read = is_block_scaled(config) or is_mxfp4(config)
+        left_out = "quantization_config" if is_read else ""
         self.config = {key: value for key, value in config.items() if key != left_out}
         self.shape = shape_of(self.config, folder)
         found = sort_tensors(tensors, self.shape, folder)

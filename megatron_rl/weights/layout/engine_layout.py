@@ -6,15 +6,15 @@ its layers fuse queries, keys and values, gate and up, and all experts of a laye
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import Experts
+from megatron_rl.weights.layout.fused_files import slices_in_files
 from megatron_rl.weights.layout.shape import ModelShape, counts_of
-from megatron_rl.weights.layout.slices import Share, Slice, unmatched_text
+from megatron_rl.weights.layout.slices import Share, Slice
 from megatron_rl.weights.layout.trainer_layout import hf_shapes, untrained
 
 if TYPE_CHECKING:
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of it."""
-PADDED_VOCAB = ("embed_tokens.weight", "lm_head.weight")
-PADDED_FFN = (
-    "gate_up_proj.weight",
-    "down_proj.weight",
-    "experts.w13_weight",
-    "experts.w2_weight",
-)
-"""Name endings of parameters that may hold padding, which no slice covers."""
+_PAIRS = ("experts.w13_weight", "experts.w13_weight_bias")
+"""Name endings of parameters with a row for each gate and one for its up; see `paired`."""
+_EXPERT_OUTPUT_BIAS = "experts.w2_weight_bias"
+
+
+class ExpertPlace(NamedTuple):
+    """Position of a rank among the ranks that divide the experts."""
+
+    expert: Share = Share()
+    units: Share = Share()
 
 
 class Span(NamedTuple):
@@ -51,7 +53,7 @@ def engine_slices(
     ffn_multiple: each rank's MLP units are padded to a multiple of it: 32 in SGLang's CPU mode.
     Raises ValueError for ranks that do not divide the model or would hold only padding.
     """
-    check_engine_tensor(tensor.size, shape.heads)
+    check_engine_tensor(tensor.size, shape.heads, normed_heads=shape.jointly_normed)
     check_engine_experts(tensor.size, expert_parallel, counts_of(shape))
     if shape.experts and shape.is_tied:
         # SGLang 0.5.23 gives them a separate output matrix and leaves it unset.
@@ -60,30 +62,60 @@ def engine_slices(
     slices.append(_whole("model.norm.weight", shape.hidden))
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        first = "post_feedforward_layernorm" if shape.norms_behind else "input_layernorm"
+        for norm in (first, "post_attention_layernorm"):
             slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
         attention = _latent_attention if shape.kv_rank else _attention
         slices += attention(f"{name}.self_attn", shape, tensor)
         if shape.has_experts(layer):
-            slices += _experts(name, shape, _expert_place(tensor, expert_parallel), ffn_multiple)
+            slices += _experts(name, shape, expert_place(tensor, expert_parallel), ffn_multiple)
             slices += _shared_experts(name, shape, tensor, ffn_multiple)
         else:
             units = _even(shape.ffn, tensor, ffn_multiple * tensor.size)
             slices += _dense(f"{name}.mlp", shape, units)
-    return slices
+    return slices_in_files(shape, slices)
 
 
-def trained_parameters(shape: ModelShape, parameters: Mapping[str, T]) -> dict[str, T]:
-    """An engine's parameters without those that are never synced: corrections of routers."""
+def trained_parameters(
+    shape: ModelShape, parameters: Mapping[str, T], place: ExpertPlace | None = None
+) -> dict[str, T]:
+    """An engine's parameters without those that are never synced: corrections of routers, and
+    zeros where another rank of the `place` adds the experts' bias."""
     kept = untrained(shape)
-    return {name: value for name, value in parameters.items() if name not in kept}
+    zeros = (_EXPERT_OUTPUT_BIAS,) if place is not None and place.units.rank else ()
+    return {
+        name: value
+        for name, value in parameters.items()
+        if name not in kept and not name.endswith(zeros)
+    }
+
+
+def paired(architecture: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An engine's parameters as slices see them.
+
+    Where engines hold gate and up of a unit one below the other, each becomes a row of both, and
+    biases become columns.
+    """
+    family = FAMILIES.get(architecture)
+    if family is None or family.experts is None or not family.experts.is_fused:
+        return dict(parameters)
+
+    def view(name: str, parameter: Tensor) -> Tensor:
+        if name.endswith(_PAIRS):
+            return parameter.unflatten(1, (-1, 2)).flatten(2)
+        return parameter.unsqueeze(-1) if name.endswith(_EXPERT_OUTPUT_BIAS) else parameter
+
+    return {name: view(name, parameter) for name, parameter in parameters.items()}
 
 
 def hf_slices(shape: ModelShape) -> list[Slice]:
     """Slices of an engine that holds the parameters of a transformers model.
 
-    Every tensor is whole under its own name, except that transformers 5 fuses experts.
+    Every tensor is whole under its own name, except that transformers 5 fuses experts. Raises
+    ValueError for experts that files fuse too: transformers keeps them transposed.
     """
+    if shape.experts and _experts_of(shape).is_fused:
+        raise ValueError(f"the hf engine takes no experts of a {shape.architecture}")
     kept = untrained(shape)
     whole = [_whole(name, *size) for name, size in hf_shapes(shape).items() if name not in kept]
     if not shape.experts:
@@ -124,9 +156,15 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
         parts = [(f"{name}.{part}_proj.{kind}", span) for part, span in spans]
         yield from _stacked(parts, f"{name}.qkv_proj.{kind}", columns)
     if shape.has_qk_norm:
-        for part in "qk":
-            yield _whole(f"{name}.{part}_norm.weight", shape.head_dim)
+        # SGLang gathers all heads for a norm of them, whose weight each rank has whole.
+        for part, normed in zip("qk", shape.normed_heads, strict=True):
+            yield _whole(f"{name}.{part}_norm.weight", normed * shape.head_dim)
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
+    if shape.has_biases:
+        yield _whole(f"{name}.o_proj.bias", shape.hidden)
+    if shape.has_sinks:
+        sinks = _head_span(shape.heads, 1, tensor)
+        yield from _stacked([(f"{name}.sinks", sinks)], f"{name}.sinks", 1)
 
 
 def _latent_attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
@@ -179,31 +217,30 @@ def _experts_of(shape: ModelShape) -> Experts:
     return experts
 
 
-class _ExpertPlace(NamedTuple):
-    """Position of a rank among the ranks that divide the experts."""
-
-    expert: Share
-    units: Share
-
-
-def _expert_place(tensor: Share, expert_parallel: int) -> _ExpertPlace:
+def expert_place(tensor: Share, expert_parallel: int) -> ExpertPlace:
     """As SGLang's runtime_context.derive_spawn_ranks: neighbours share the units of experts."""
     sharing = tensor.size // expert_parallel
-    return _ExpertPlace(
+    return ExpertPlace(
         Share(tensor.rank // sharing, expert_parallel), Share(tensor.rank % sharing, sharing)
     )
 
 
 def _experts(
-    name: str, shape: ModelShape, place: _ExpertPlace, ffn_multiple: int
+    name: str, shape: ModelShape, place: ExpertPlace, ffn_multiple: int
 ) -> Iterator[Slice]:
     """The router, and the rank's units of each of its experts."""
     block = f"{name}.{_experts_of(shape).block}"
-    yield _whole(f"{block}.gate.weight", shape.experts, shape.hidden)
+    router = f"{block}.{_experts_of(shape).router}"
+    yield _whole(f"{router}.weight", shape.experts, shape.hidden)
+    if shape.has_biases:
+        yield _whole(f"{router}.bias", shape.experts)
     # SGLang pads by all ranks of the engine (configs/update_config.py), on the CPU alone.
     ranks = place.units.size * (place.expert.size if ffn_multiple > 1 else 1)
     units = _even(shape.moe_ffn, place.units, ffn_multiple * ranks)
     local = (f"{block}.experts.w13_weight", f"{block}.experts.w2_weight")
+    if _experts_of(shape).is_fused:
+        yield from _paired_experts(f"{block}.experts", units, shape, place)
+        return
     yield from _fused_experts(name, local, units, shape, place.expert.of(shape.experts))
 
 
@@ -223,6 +260,29 @@ def _fused_experts(
         yield Slice(
             f"{hf}.{down_name}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
         )
+
+
+def _paired_experts(
+    block: str, units: Span, shape: ModelShape, place: ExpertPlace
+) -> Iterator[Slice]:
+    """Each expert's units as `paired` shows them: gate left of up; and biases."""
+    width = shape.hidden
+    for number, expert in enumerate(place.expert.of(shape.experts)):
+        hf, row = f"{block}.{expert}", number * units.room
+        for column, part in enumerate(("gate", "up")):
+            for kind, local, size in (("weight", _PAIRS[0], width), ("bias", _PAIRS[1], 1)):
+                yield Slice(
+                    f"{hf}.{part}_proj.{kind}", units.start, 0, units.count, size,
+                    f"{block}.{local.removeprefix('experts.')}", row, column * size,
+                )  # fmt: skip
+        yield Slice(
+            f"{hf}.down_proj.weight", 0, units.start, width, units.count,
+            f"{block}.w2_weight", number * width, 0,
+        )  # fmt: skip
+        if not place.units.rank:
+            # The ranks' results are added up, and the bias is in one of them.
+            bias = f"{hf}.down_proj.bias"
+            yield Slice(bias, 0, 0, width, 1, f"{block}.w2_weight_bias", number * width, 0)
 
 
 def _stacked(
@@ -245,7 +305,8 @@ def _whole(name: str, rows: int, columns: int = 1) -> Slice:
 def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
     """Rows of the rank's heads; with more ranks than heads, neighbours share a head.
 
-    SGLang's CPU mode pads key-value heads instead: there `check_slices` refuses such ranks.
+    SGLang's CPU mode pads key-value heads instead: there `engine_checks.py` refuses such
+    ranks.
     """
     if max(heads, tensor.size) % min(heads, tensor.size):
         raise ValueError(f"{tensor.size} tensor ranks do not divide {heads} key-value heads")
@@ -275,56 +336,3 @@ def _part(count: int, total: int, share: Share) -> Span:
 
 def _rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def check_slices(
-    slices: Iterable[Slice], parameters: Mapping[str, Tensor], *, may_pad_ffn: bool = False
-) -> None:
-    """Raise ValueError, naming the parameters, unless the slices describe the parameters.
-
-    They must not overlap or reach outside, and must cover each parameter: wholly, or in part where
-    it may hold padding, of the vocabulary or, with `may_pad_ffn`, of MLP units. A parameter that
-    shares a covered one's memory needs no slice.
-    """
-    padded = PADDED_VOCAB + (PADDED_FFN if may_pad_ffn else ())
-    by_name: dict[str, list[Slice]] = defaultdict(list)
-    for part in slices:
-        by_name[part.local].append(part)
-    # A tied output matrix is a second name of the embedding's memory. A tensor on torch's device
-    # "meta" stands for one that is quantised: it has no memory, and all of them the address 0.
-    covered = {parameters[name].data_ptr() for name in by_name if name in parameters} - {0}
-    left = [
-        name
-        for name, parameter in parameters.items()
-        if name not in by_name and parameter.data_ptr() not in covered
-    ]
-    if text := unmatched_text(by_name.keys() - parameters.keys(), left):
-        raise ValueError(text)
-    for name, parts in by_name.items():
-        missing = parameters[name].numel() - _covered(name, parts, parameters[name])
-        if missing and not name.endswith(padded):
-            raise ValueError(f"{name}: {missing} of its elements are in no slice")
-
-
-def _covered(name: str, parts: list[Slice], parameter: Tensor) -> int:
-    """Elements of the parameter in the slices. Raises ValueError if they overlap or do not fit."""
-    dims = tuple(parameter.shape)
-    if not dims or not parameter.is_contiguous():
-        raise ValueError(f"{name}: {dims} with strides {parameter.stride()} is no plain matrix")
-    columns = dims[-1] if len(dims) > 1 else 1
-    rows = parameter.numel() // columns
-    # Going down the rows, a part can overlap only those that still reach below its first row.
-    open_parts: list[Slice] = []
-    for part in sorted(parts, key=lambda part: part.local_row):
-        bottom, right = part.local_row + part.rows, part.local_column + part.columns
-        if min(part.local_row, part.local_column) < 0 or bottom > rows or right > columns:
-            raise ValueError(f"{name}: {part} reaches outside of {dims}")
-        open_parts = [one for one in open_parts if one.local_row + one.rows > part.local_row]
-        for other in open_parts:
-            if (
-                part.local_column < other.local_column + other.columns
-                and other.local_column < right
-            ):
-                raise ValueError(f"{name}: {part} overlaps {other}")
-        open_parts.append(part)
-    return sum(part.size for part in parts)

@@ -22,7 +22,7 @@ LATENT_NAMES = {
 }
 """The same in layers with latent attention, where two linear layers follow the first norm."""
 # Its grouped experts are one module with a weight for each expert.
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _CORRECTION = ".router.expert_bias"
 
@@ -74,4 +74,4 @@ def local_name(name: str) -> str:
     for engine_name, ours in (ENGINE_NAMES | LATENT_NAMES).items():
         if name.endswith(engine_name):
             return name.removesuffix(engine_name) + ours
-    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", name)

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, place_of
 
 
 def own_place(config: TransformerConfig | None = None) -> Place:

@@ -20,6 +20,8 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
     scaling = shape.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "longrope":
+        return 1.0 / (torch.tensor(scaling.short_factors) * shape.rope_theta**exponents)
     stretched = frequencies / scaling.factor
     match scaling.kind:
         case "linear":
@@ -60,9 +62,17 @@ def _kept_by_yarn(shape: ModelShape, scaling: RopeScaling) -> torch.Tensor:
 def softmax_scale(shape: ModelShape) -> float | None:
     """What attention multiplies scores by; None: 1 / sqrt(head_dim).
 
-    YaRN's factor multiplies queries and keys, and so each score by its square.
+    The factor of cosines multiplies queries and keys, and so each score by its square. Where it is
+    that of some layers alone, their queries are multiplied instead.
     """
     scaling = shape.rope_scaling
-    if scaling is None or scaling.attention_factor == 1:
+    is_elsewhere = shape.stretches_full_layers or shape.rotary_dim
+    if scaling is None or scaling.attention_factor == 1 or is_elsewhere:
         return None
     return scaling.attention_factor**2 / math.sqrt(shape.head_dim)
+
+
+def rotation_factor(shape: ModelShape) -> float:
+    """What cosines and sines are multiplied by, where scores are not: part of a head has none."""
+    scaling = shape.rope_scaling
+    return scaling.attention_factor if scaling is not None and shape.rotary_dim else 1.0

@@ -12,12 +12,14 @@ from typing import Any
 
 from megatron_rl.config.divisibility import Counts, check_sizes
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hf_config import dense_count, text_values
+from megatron_rl.config.hf_config import text_values
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.layout.families import FAMILIES
-from megatron_rl.weights.layout.families.family import Experts, Family
+from megatron_rl.weights.layout.families.family import Family
 from megatron_rl.weights.layout.latent import latent_fields
-from megatron_rl.weights.layout.rope import RopeScaling, read_rope, rope_scaling
+from megatron_rl.weights.layout.layer_kinds import unrotated_layers, window_fields
+from megatron_rl.weights.layout.mixture import mixture_fields
+from megatron_rl.weights.layout.rope import RopeScaling, read_rope, rope_scaling, scaled_queries
 
 SUPPORTED = tuple(FAMILIES)
 _VOCAB_MULTIPLE = 128
@@ -62,6 +64,14 @@ class ModelShape:
     """First layers of a model with experts that have a dense MLP of `ffn` units instead."""
     shared_ffn: int = 0
     """Units of the experts that see every token, together."""
+    has_biases: bool = False
+    """Whether the output of attention, routers and experts have biases; queries, keys and values
+    then have too."""
+    has_sinks: bool = False
+    """Whether a trained number of each head stands in the denominator of its softmax."""
+    glu_limit: float = 0.0
+    """Of experts that compute (up + 1) * gate * sigmoid(1.702 * gate): the largest gate and the
+    largest magnitude of up. 0: they compute up * silu(gate)."""
     is_router_corrected: bool = False
     """Whether scores are sigmoids, and an untrained vector corrects the choice of experts."""
     routed_scale: float = 1.0
@@ -76,8 +86,39 @@ class ModelShape:
     """Width of the latent that keys and values are made of; 0: ordinary attention."""
     q_rank: int = 0
     """The same of queries; 0: their projection has no low rank."""
+    norms_all_heads: bool = False
+    norms_behind: bool = False
+    """As in the family's table."""
+    stretches_full_layers: bool = False
+    """Whether `rope_scaling` is that of layers without a window alone."""
     value_dim: int = 0
     """Of latent attention: dimensions of a head's values; `head_dim` is that of keys."""
+    full_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, for which `sliding_window` does not hold."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, without rotary embeddings."""
+
+    has_fused_files: bool = False
+    """Whether files have projections one below the other; see `fused_files.py`."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Most tokens that a token of the layer sees, itself included; None: all before it."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    @property
+    def normed_heads(self) -> tuple[int, int]:
+        """Heads that a norm of queries, and one of keys, is over."""
+        return (self.heads, self.kv_heads) if self.norms_all_heads else (1, 1)
+
+    @property
+    def jointly_normed(self) -> int:
+        """Key-value heads that are normed together; 0: each is by itself."""
+        return self.kv_heads if self.norms_all_heads else 0
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether queries grow with their position: see `RopeScaling.query_beta`."""
+        return self.rope_scaling is not None and self.rope_scaling.query_beta != 0
 
     @property
     def nope_dim(self) -> int:
@@ -154,8 +195,8 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
             f"{folder}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED)}"
         )
-    family = FAMILIES[architecture]
-    _check_text(given, family, folder)
+    _check_text(given, FAMILIES[architecture], folder)
+    family = FAMILIES[architecture].of_text(given)
     values = text_values(given)
     rope = read_rope(values, folder)
     values = {**family.defaults, **values}
@@ -164,6 +205,9 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         if not isinstance(values[key], int):
             raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
     heads = values["num_attention_heads"]
+    scaling = rope_scaling(rope, values, folder)
+    if family.scales_queries:
+        scaling = scaled_queries(scaling, rope, folder)
     shape = ModelShape(
         architecture=architecture,
         layers=values["num_hidden_layers"],
@@ -176,13 +220,20 @@ def _shape(given: dict[str, Any], folder: Path) -> ModelShape:
         max_positions=values["max_position_embeddings"],
         norm_eps=values["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=rope_scaling(rope, values, folder),
+        rope_scaling=scaling,
         is_tied=values.get("tie_word_embeddings", False),
         has_qkv_bias=_switch(values, family.qkv_bias_key, family.has_qkv_bias),
         has_qk_norm=_switch(values, family.qk_norm_key, family.has_qk_norm),
-        sliding_window=_sliding_window(values, family, folder),
+        has_biases=family.has_biases,
+        has_sinks=family.has_sinks,
+        **window_fields(values, family, folder),
+        unrotated_layers=unrotated_layers(values, family, folder),
         rotary_dim=_rotary_dim(values, rope, family),
-        **_experts(values, family, folder),
+        norms_all_heads=family.norms_all_heads,
+        norms_behind=family.norms_behind,
+        has_fused_files=family.has_fused_files,
+        stretches_full_layers=family.stretches_full_layers,
+        **mixture_fields(values, family.experts, folder),
     )
     if not family.is_latent:
         return shape
@@ -215,10 +266,11 @@ def _check_text(given: dict[str, Any], family: Family, folder: Path) -> None:
     if inner is not None and not isinstance(inner, dict):
         raise InputError(f"{folder / 'config.json'}: text_config is {inner!r:.80}, not a table")
     kind = (inner or given).get("model_type")
-    if kind not in family.wrapper.text_types:
+    known = (*family.wrapper.text_types, *family.wrapper.others)
+    if kind not in known:
         raise InputError(
             f"{folder}: the text model inside {family.architecture} is {kind!r} "
-            f"(text_config.model_type); supported: {', '.join(family.wrapper.text_types)}"
+            f"(text_config.model_type); supported: {', '.join(known)}"
         )
 
 
@@ -231,101 +283,18 @@ def _refuse_unsupported(
     may_have_bias = family.has_qkv_bias or family.qkv_bias_key
     if values.get("mlp_bias") or (values.get("attention_bias") and not may_have_bias):
         raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    if family.has_biases and not values["attention_bias"]:
+        raise InputError(
+            f"{folder}: attention_bias=false is not supported for {family.architecture}: true"
+        )
     if values.get("quantization_config"):
         raise InputError(
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32; `megatron-rl convert FOLDER TARGET --to hf` "
-            "dequantises FP8 in blocks, as DeepSeek-V3 is published"
+            "dequantises FP8 in blocks (DeepSeek-V3) and MXFP4 (gpt-oss)"
         )
     if rope.get("partial_rotary_factor", 1) != 1 and not family.rotates_part:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
-    # transformers applies Qwen's layer_types per layer; Mistral's window holds for all layers.
-    if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
-        raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
-
-
-def _experts(values: dict[str, Any], family: Family, folder: Path) -> dict[str, Any]:
-    """The fields of ModelShape that describe experts; {} for a dense model."""
-    experts = family.experts
-    if experts is None:
-        return {}
-    steps = (values.get("decoder_sparse_step", 1), values.get("moe_layer_freq", 1))
-    if steps != (1, 1) or values.get("mlp_only_layers"):
-        raise InputError(
-            f"{folder}: layers without experts among those with are not supported; "
-            "decoder_sparse_step and moe_layer_freq must be 1, and mlp_only_layers empty"
-        )
-    has_shared = values.get("shared_expert_intermediate_size") or values.get("n_shared_experts")
-    if has_shared and not experts.shared:
-        raise InputError(f"{folder}: shared experts are not supported")
-    # transformers 5 writes num_local_experts, earlier ones other keys, such as num_experts.
-    keys = [key for key in experts.count_keys if key in values]
-    count = values[keys[0] if keys else experts.count_keys[-1]]
-    per_token = values["num_experts_per_tok"]
-    is_normalised = experts.normalises
-    if is_normalised is None:
-        is_normalised = values["norm_topk_prob"]
-    if not 1 <= per_token <= count:
-        raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
-    if per_token == 1 and is_normalised:
-        raise InputError(
-            f"{folder}: norm_topk_prob with num_experts_per_tok=1 is not supported: "
-            "its router would get no gradient"
-        )
-    return {
-        "experts": count,
-        "experts_per_token": per_token,
-        "moe_ffn": values[experts.units_key],
-        "norm_topk_prob": is_normalised,
-        **(_corrected(values, experts, is_normalised, folder) if experts.is_corrected else {}),
-        **_groups(values, count, folder),
-    }
-
-
-def _corrected(
-    values: dict[str, Any], experts: Experts, is_normalised: bool, folder: Path
-) -> dict[str, Any]:
-    """The fields that only a model with DeepSeek's router has."""
-    if not is_normalised:
-        raise InputError(
-            f"{folder}: norm_topk_prob=false is not supported for a router of sigmoid scores: true"
-        )
-    dense = dense_count(values)
-    if not 0 <= dense < values["num_hidden_layers"]:
-        raise InputError(
-            f"{folder}: first_k_dense_replace={dense} is not below the number of layers, "
-            f"{values['num_hidden_layers']}: no layer would have experts"
-        )
-    return {
-        "dense_layers": dense,
-        "shared_ffn": values[experts.units_key] * (values["n_shared_experts"] or 0),
-        "is_router_corrected": True,
-        "routed_scale": float(values["routed_scaling_factor"]),
-    }
-
-
-def _groups(values: dict[str, Any], experts: int, folder: Path) -> dict[str, int]:
-    """The fields of a router that chooses groups of experts first; {}: it chooses among all."""
-    groups, chosen = values.get("n_group") or 1, values.get("topk_group") or 1
-    if chosen >= groups:
-        return {}
-    per_token = values["num_experts_per_tok"]
-    # Megatron 0.16.1 adds the best num_experts_per_tok // topk_group scores of a group.
-    if per_token != 2 * chosen or experts % groups or experts < 2 * groups:
-        raise InputError(
-            f"{folder}: n_group={groups} of {experts} experts, topk_group={chosen}, "
-            f"num_experts_per_tok={per_token} is not supported: groups must be equal, and "
-            "num_experts_per_tok twice topk_group"
-        )
-    return {"expert_groups": groups, "chosen_groups": chosen}
-
-
-def _sliding_window(values: dict[str, Any], family: Family, folder: Path) -> int | None:
-    if family.has_window:
-        return values.get("sliding_window")
-    if values.get("use_sliding_window"):
-        raise InputError(f"{folder}: use_sliding_window is not supported for {family.architecture}")
-    return None
 
 
 _LEAST_COMMON_SHARE = 0.95
@@ -335,6 +304,12 @@ _LEAST_COMMON_SHARE = 0.95
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
     check_sizes(parallel, counts_of(shape))
+    if shape.has_biases and parallel.expert_tensor > 1:
+        # Megatron 0.16.1 (transformer_config.py:1588): every rank would add the whole bias.
+        raise InputError(
+            f"parallel.expert_tensor = {parallel.expert_tensor}: the experts of a "
+            f"{shape.architecture} have biases, which ranks cannot share; nearest possible: 1"
+        )
 
 
 def counts_of(shape: ModelShape) -> Counts:

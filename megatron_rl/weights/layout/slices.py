@@ -64,6 +64,15 @@ def by_heads(sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape) 
     return [Piece(0, part.start * width, 0, len(part) * width, columns, 0, 0)]
 
 
+def by_normed_heads(
+    sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape
+) -> list[Piece]:
+    """Each rank holds its heads' rows of a norm of all heads; a norm of each head is whole."""
+    [(rows, columns)] = sizes
+    part = share.of(rows) if shape.norms_all_heads else range(rows)
+    return [Piece(0, part.start, 0, len(part), columns, 0, 0)]
+
+
 def by_columns(sizes: Sequence[tuple[int, int]], share: Share, shape: ModelShape) -> list[Piece]:
     """Each rank holds equally many columns of the one tensor."""
     [(rows, columns)] = sizes

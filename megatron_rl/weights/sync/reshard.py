@@ -32,8 +32,8 @@ from megatron_rl.weights.exchange.memory import SideStreams, synchronize
 from megatron_rl.weights.exchange.parcels import Ends, PlainParameters, outgoing
 from megatron_rl.weights.exchange.sender import Sender
 from megatron_rl.weights.exchange.transport import stages_all
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.trainer_layout import Place
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.leader import Leader
 from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.backend.context import shard_positions
+from megatron_rl.backend.context import positions_within, shard_positions
 from megatron_rl.backend.cpu import patches
 from megatron_rl.backend.cpu.layers import CausalAttention
 from megatron_rl.trainer.model.build import packed
@@ -19,13 +19,16 @@ from tests.distributed import run_ranks
 HEADS, KV_HEADS, DIM = 6, 2, 4
 
 
-def attention(window: int | None, groups: ProcessGroupCollection | None = None) -> CausalAttention:
+def attention(
+    window: int | None, groups: ProcessGroupCollection | None = None, softmax_type: str = "vanilla"
+) -> CausalAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * DIM,
         num_attention_heads=HEADS,
         num_query_groups=KV_HEADS,
         window_size=(window - 1, 0) if window else None,
+        softmax_type=softmax_type,
     )
     return CausalAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
 
@@ -112,6 +115,11 @@ def test_a_context_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> No
     assert shard_positions(bounds, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert shard_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
     assert shard_positions(bounds, 0, 1).tolist() == list(range(12))
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            own = shard_positions(bounds, rank, ranks)
+            starts = torch.tensor([max(int(e) for e in bounds[:-1] if e <= at) for at in own])
+            assert torch.equal(positions_within(bounds, len(own), rank, ranks), own - starts)
 
 
 def test_other_masks_are_refused() -> None:

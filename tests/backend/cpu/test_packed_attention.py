@@ -25,7 +25,9 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
     return x * turn.cos() + torch.cat([-high, low], dim=-1) * turn.sin()
 
 
-def attend_plainly(mixed: Tensor, sizes: Attention, turn: Tensor) -> Tensor:
+def attend_plainly(
+    mixed: Tensor, sizes: Attention, turn: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """One sequence after the other, all scores at once."""
     ratio = sizes.heads // sizes.groups
     parts = mixed.unflatten(1, (sizes.groups, ratio + 2, sizes.dim))
@@ -39,7 +41,11 @@ def attend_plainly(mixed: Tensor, sizes: Attention, turn: Tensor) -> Tensor:
         is_hidden = distance < 0
         if sizes.window is not None:
             is_hidden |= distance > sizes.window
-        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        if sinks is not None:
+            last = sinks[:, None, None].expand(-1, len(piece), 1)
+            scores = torch.cat([scores, last], dim=2)
+        weights = scores.softmax(-1)[..., : len(piece)]
         results.append(torch.einsum("hij,jhd->ihd", weights, value).flatten(1))
     return torch.cat(results)
 
@@ -70,6 +76,46 @@ def test_result_and_gradient_are_those_of_plain_torch(
     for mine, theirs in ((found, expected), (gradient, wanted)):
         assert mine.dtype is dtype
         assert (mine.double() - theirs).abs().max() <= limit * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "window"), [(6, 2, 64, None), (4, 2, 32, 20)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+def test_sinks_and_their_gradient_are_those_of_plain_torch(
+    heads: int, groups: int, dim: int, window: int | None, dtype: torch.dtype, limit: float
+) -> None:
+    torch.manual_seed(0)
+    sizes = sizes_of(heads, groups, dim, window)
+    mixed = torch.randn(sum(LENGTHS), (heads + 2 * groups) * dim).to(dtype).requires_grad_()
+    # From one that takes almost nothing to one that takes most.
+    sinks = torch.linspace(-4, 6, heads).to(dtype).requires_grad_()
+    slopes = torch.randn(sum(LENGTHS), heads * dim).to(dtype)
+    found = attend(sizes, mixed, sinks=sinks)
+    gradients = torch.autograd.grad(found, (mixed, sinks), slopes)
+    exact = [one.detach().double().requires_grad_() for one in (mixed, sinks)]
+    expected = attend_plainly(exact[0], sizes, frequencies(dim), exact[1])
+    wanted = torch.autograd.grad(expected, exact, slopes.double())
+    for mine, theirs in zip((found, *gradients), (expected, *wanted), strict=True):
+        assert mine.dtype is dtype
+        assert (mine.double() - theirs).abs().max() <= limit * max(1, theirs.abs().max())
+    assert wanted[1].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_plain_torch_computes_the_same_sinks(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *inputs, slopes = random_inputs([5, 1, 30])
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    core = attention(window, softmax_type="learnable")
+    core.softmax_offset.data = torch.linspace(-2, 3, HEADS)
+    looped = core(*inputs, None, packed_seq_params=packed([5, 1, 30]))
+    monkeypatch.setattr(layers, "can_attend", lambda tensor: False)
+    plain = core(*inputs, None, packed_seq_params=packed([5, 1, 30]))
+    torch.testing.assert_close(looped, plain)
+    found, expected = (
+        torch.autograd.grad(one, (*inputs, core.softmax_offset), slopes) for one in (looped, plain)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_nan_stays_in_its_sequence_and_is_never_lost() -> None:

@@ -20,14 +20,16 @@ NEEDED = {
     "sglang.srt.layers.quantization.fp8",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.layers.rotary_embedding.factory",
+    "sglang.srt.arg_groups.model_hook",
+    "sglang.srt.models.gpt_oss",
 }
 LLAMA = "sglang.srt.models.llama"
 
 
 @pytest.mark.parametrize(
     ("found", "wanted", "words"),
-    [("0.5.23", "", "1 of 18 patches"), ("0.5.23.post1", "", "written for 0.5.24"),
-     ("0.5.24", "", "13 of 18 patches"), ("0.5.23", "needed", "")],
+    [("0.5.23", "", "1 of 20 patches"), ("0.5.23.post1", "", "written for 0.5.24"),
+     ("0.5.24", "", "13 of 20 patches"), ("0.5.23", "needed", "")],
 )  # fmt: skip
 def test_each_patch_for_speed_is_off_in_a_version_that_it_was_not_written_for(
     found: str, wanted: str, words: str
@@ -43,5 +45,5 @@ def test_each_patch_for_speed_is_off_in_a_version_that_it_was_not_written_for(
     applied = set(done.stdout.split())
     assert NEEDED <= applied, done.stderr
     assert (LLAMA in applied) == (found == "0.5.24")
-    assert len(applied) == (4 if wanted else 5 if found == "0.5.24" else 17)
+    assert len(applied) == (6 if wanted else 7 if found == "0.5.24" else 19)
     assert words in done.stderr

@@ -229,6 +229,12 @@ def test_layers_of_two_kinds_are_resumed_under_another_split(
     check(corrected, tmp_path / "c", *splits(EXPERTS[2]), splits("tensor=1", "pipeline=2"))
 
 
+def test_norms_that_tensor_ranks_divide_are_resumed_under_another_split(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", family="Olmo2", vocab_size=VOCAB)
+    split = splits(f"tensor=2 sequence=true {SHARDED}")
+    check(tmp_path / "m", tmp_path / "c", *split, splits("tensor=1", "tensor=2 pipeline=2"))
+
+
 def corrections(cfg: Config, folder: Path, is_saving: bool) -> dict[str, torch.Tensor]:
     """This rank's corrections of routers after steps, or after they were read back."""
     with open_policy(cfg) as policy:

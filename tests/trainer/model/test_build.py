@@ -102,7 +102,8 @@ def test_mixtures_of_experts_equal_transformers(
 
 def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
     families = [("Llama", True), ("Qwen2", False), ("Qwen3Moe", False), ("Glm4Moe", False)]
-    families += [("DeepseekV3", False), ("Glm4MoeLite", True)]
+    families += [("DeepseekV3", False), ("Glm4MoeLite", True), ("Olmo2", False)]
+    families += [("SmolLM3", True), ("Phi3", False)]
     for number, (family, is_tied) in enumerate(families):
         given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE, "DeepseekV3": LATENT}
         given["Glm4MoeLite"] = {**LATENT, "q_lora_rank": None}

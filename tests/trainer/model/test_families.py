@@ -1,7 +1,6 @@
 """Every family computes transformers' logits, and takes transformers' defaults for absent keys."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,17 @@ import transformers
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.plan.generator import kv_bytes_per_token
-from megatron_rl.plan.parameters import Division, model_parameters, stage_parameters
 from megatron_rl.weights.folders.hf_folder import write_config
 from megatron_rl.weights.layout.shape import ModelShape, read_shape, shape_of
-from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
-from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, write_model
+from tests.tiny_models import (
+    GLM4_MOE,
+    LATENT,
+    MINISTRAL3,
+    MIXED_WINDOWS,
+    OLMO3,
+    QWEN3_MOE,
+    write_model,
+)
 from tests.trainer.model.test_build import assert_logits_equal
 from tests.wrapped_models import RENAMED, WRAPPERS, respell, write_wrapped
 
@@ -34,11 +37,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {}),
+    "smollm3-windows": ("SmolLM3", {**MIXED_WINDOWS, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {}),
+    "phi3-window-tied": ("Phi3", {"sliding_window": 16, "tie_word_embeddings": True}),
+    "phi3-tied": ("Phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-tied": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3-moe-raw": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
     "qwen3-moe-tied": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": None}),
+    "olmo3": ("Olmo3", OLMO3),
+    "olmo3-plain": ("Olmo3", {**OLMO3, "rope_parameters": None}),
+    "olmo3-no-window": ("Olmo3", {**OLMO3, "layer_types": ["full_attention"] * 4}),
+    "ministral3": ("Ministral3", MINISTRAL3),
+    "ministral3-tied": ("Ministral3", {**MINISTRAL3, "tie_word_embeddings": True}),
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
     "glm4-moe-tied": (
         "Glm4Moe",
@@ -76,6 +91,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def splits_of(name: str) -> list[ParallelConfig]:
     """One process, two tensor ranks, two stages; experts need sequence parallelism."""
+    if name.startswith(("olmo", "ministral")):
+        return [ONE, TENSOR, SEQUENCE, PIPELINE]
     return [ONE, SEQUENCE if "mix" in name or "moe" in name else TENSOR, PIPELINE]
 
 
@@ -175,7 +192,19 @@ def shape_of_config(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Glm4Moe"]
+    "architecture",
+    [
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Qwen2",
+        "Qwen3",
+        "Qwen3Moe",
+        "Glm4Moe",
+        "SmolLM3",
+        "Phi3",
+        "Olmo2",
+    ],
 )
 def test_absent_keys_mean_what_transformers_takes_for_them(
     architecture: str, tmp_path: Path
@@ -187,6 +216,11 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
     assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
     assert shape.is_tied is theirs.tie_word_embeddings
     assert shape.sliding_window == getattr(theirs, "sliding_window", None)
+    if architecture == "SmolLM3":
+        shape = shape_of_config(tmp_path, architecture, num_hidden_layers=9)
+        theirs = transformers.SmolLM3Config(**{**SIZES, "num_hidden_layers": 9})
+        found = [int(layer not in shape.unrotated_layers) for layer in range(9)]
+        assert found == theirs.no_rope_layers
     if architecture == "Qwen3Moe":
         assert shape.norm_topk_prob is theirs.norm_topk_prob is False
     if architecture == "Glm4Moe":
@@ -267,6 +301,23 @@ def test_what_would_change_the_arithmetic_is_refused(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"sliding_window": 8}, "sliding_window is not supported for Ministral3ForCausalLM"),
+        (
+            {"rope_parameters": None},
+            "rope_type='default', .*beta=None and .* needs 'yarn'",
+        ),
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "embeddings=None: Ministral"),
+    ],
+)
+def test_queries_that_cannot_grow_are_refused(values: dict[str, Any], message: str) -> None:
+    given = {"architectures": ["Ministral3ForCausalLM"], **SIZES, **MINISTRAL3, **values}
+    with pytest.raises(InputError, match=message):
+        shape_of(given, Path("m"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"rope_interleave": False}, "rope_interleave=false is not supported"),
         ({"attention_bias": True}, "attention_bias and mlp_bias are not supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
@@ -290,41 +341,6 @@ def test_latent_attention_that_megatron_does_not_compute_is_refused(
     }
     with pytest.raises(InputError, match=message):
         shape_of(given, Path("m"))
-
-
-PUBLISHED = {
-    # Parameters of the published files without the layer that predicts ahead, bytes of a token's
-    # latents in bfloat16, and the keys of config.json that are no defaults.
-    "deepseek-ai/DeepSeek-V3": (671_026_419_200, 61 * 576 * 2, "DeepseekV3", {
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-        "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 163840}),
-    "moonshotai/Moonlight-16B-A3B": (15_960_110_208, 27 * 576 * 2, "DeepseekV3", {
-        "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264,
-        "num_hidden_layers": 27, "num_attention_heads": 16, "max_position_embeddings": 8192,
-        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 64,
-        "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1}),
-    "zai-org/GLM-4.7-Flash": (29_943_393_920, 47 * 576 * 2, "Glm4MoeLite", {
-        "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
-        "num_hidden_layers": 47, "num_attention_heads": 20}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_of_latent_attention_have_their_sizes(name: str) -> None:
-    count, cached, family, values = PUBLISHED[name]
-    shape = shape_of({"architectures": [f"{family}ForCausalLM"], **values}, Path(name))
-    assert model_parameters(shape) == count
-    assert sum(math.prod(size) for size in hf_shapes(shape).values()) == count
-    for ranks in (1, 4):
-        assert kv_bytes_per_token(shape, ranks, 2) == cached
-        # Rank 0 holds none of the vocabulary's padding if there are several.
-        place = Place(Share(0, ranks), expert_tensor=Share(0, ranks))
-        held = sum(part.size for part in trainer_slices(shape, place))
-        planned = stage_parameters(shape, Division(tensor=ranks, expert_tensor=ranks), 0).total
-        assert planned == held + (ranks == 1) * 2 * shape.hidden * (
-            shape.padded_vocab(1) - shape.vocab
-        )
 
 
 LLAMA3 = {
@@ -367,22 +383,3 @@ def test_both_spellings_of_rope_are_read_and_an_export_has_both(
     both = kind_of.from_pretrained(tmp_path)
     assert both.rope_parameters.items() >= {"rope_theta": 5e5}.items()
     assert both.rope_parameters["rope_type"] == theirs.rope_parameters["rope_type"]
-
-
-def test_magistral_small_has_the_shape_that_is_known(tmp_path: Path) -> None:
-    # Mistral-Small-3.1-24B's text model: 23.6 billion parameters.
-    shape = shape_of_config(
-        tmp_path,
-        "Mistral",
-        vocab_size=131072,
-        hidden_size=5120,
-        intermediate_size=32768,
-        num_hidden_layers=40,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rope_theta=1e9,
-        sliding_window=None,
-    )
-    assert shape.heads * shape.head_dim == 4096 != shape.hidden
-    assert model_parameters(shape) == 23_572_403_200

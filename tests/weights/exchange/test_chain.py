@@ -28,8 +28,9 @@ from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.sender import Sender, failed_key, go_key
 from megatron_rl.weights.exchange.shared_transport import done_key
 from megatron_rl.weights.exchange.transport import IPC, Lane, Round
+from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import trainer_slices
 from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights.made_up import SHAPE, allocate, buffer_bytes, fill

@@ -27,8 +27,9 @@ from megatron_rl.weights.exchange.parcels import outgoing
 from megatron_rl.weights.exchange.sender import Sender, go_key
 from megatron_rl.weights.exchange.shared_transport import done_key
 from megatron_rl.weights.exchange.transport import FOLDER, Round
+from megatron_rl.weights.layout.place import Place, place_of
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import trainer_slices
 from tests.weights.made_up import SHAPE, allocate
 
 CPU, LIMIT_S, SYNCER = torch.device("cpu"), 20.0, "weights-1"

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_rl.weights.exchange.plan import Move, Parcel, Plan, make_plan
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share, Slice
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trained_slices
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, trained_slices
 from tests.weights.made_up import buffer_bytes
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -28,7 +29,7 @@ LLAMA = ModelShape(
 FAMILIES = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLM", "Olmo2ForCausalLM",
 )  # fmt: skip
 
 
@@ -95,7 +96,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         max_positions=8, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, sliding_window=None,
         is_tied=draw(st.booleans()) and not has_experts,
         has_qkv_bias=draw(st.booleans()) if is_glm else architecture == "Qwen2ForCausalLM",
-        has_qk_norm=draw(st.booleans()) if is_glm else architecture.startswith("Qwen3"),
+        has_qk_norm=draw(st.booleans()) if is_glm else architecture.startswith(("Qwen3", "Olmo")),
+        norms_all_heads=architecture.startswith("Olmo"),
+        norms_behind=architecture.startswith("Olmo"),
         experts=draw(st.sampled_from([2, 4])) if has_experts else 0,
         experts_per_token=1,
         moe_ffn=units,

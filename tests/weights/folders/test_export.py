@@ -21,15 +21,17 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.folders import export
 from megatron_rl.weights.folders.export import ExportCalls, export_tensors, save_hf, senders
 from megatron_rl.weights.folders.hf_folder import bucketed, write_tensors
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import Share, as_matrix
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import hf_shapes, trainer_slices
 from tests.distributed import run_ranks
 from tests.full_disk import fill_disk
 from tests.tiny_models import (
     CORRECTION,
     GLM4_MOE,
+    GPT_OSS,
     LATENT,
     QWEN3_MOE,
     VOCAB,
@@ -70,8 +72,8 @@ def test_export_equals_the_loaded_tensors_bit_for_bit(
         assert tensor.dtype == dtype and torch.equal(tensor, expected[key]), key
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_biases_and_query_norms_are_exported(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Phi3", "Olmo2"])
+def test_biases_query_norms_and_fused_tensors_are_exported(family: str, tmp_path: Path) -> None:
     write_model(tmp_path / "m", family=family)
     expected = load_file(tmp_path / "m" / "model.safetensors")
     first = dict(run_ranks(exported, 2, tmp_path / "m", ParallelConfig(tensor=2), "float32")[0])
@@ -103,12 +105,15 @@ def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: s
         ("DeepseekV3", ParallelConfig(pipeline=2)),
         ("DeepseekV3", ParallelConfig(data=2, expert=2)),
         ("Glm4MoeLite", ParallelConfig(tensor=2, sequence=True)),
+        ("GptOss", ParallelConfig(tensor=2, sequence=True)),
+        ("GptOss", ParallelConfig(pipeline=2, data=2, expert=2)),
     ],
 )
 def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
     family: str, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     given = {"Qwen3Moe": QWEN3_MOE, "Glm4Moe": GLM4_MOE, "DeepseekV3": LATENT}
+    given["GptOss"] = GPT_OSS
     given["Glm4MoeLite"] = {**LATENT, "q_lora_rank": None}
     options = given.get(family, {"num_local_experts": 4})
     is_tied = parallel.pipeline > 1
@@ -118,7 +123,7 @@ def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
     )
     expected = load_file(tmp_path / "m" / "model.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == expected.keys() and len(found) > 4 * 4 * 3
+    assert found.keys() == expected.keys() and len(found) > (48 if family != "GptOss" else 4 * 17)
     for name, tensor in expected.items():
         dtype = torch.float32 if name.endswith(CORRECTION) else torch.bfloat16
         assert found[name].dtype == dtype and torch.equal(found[name], tensor), name

@@ -20,7 +20,15 @@ from megatron_rl.weights.folders.load import load_megatron, unwrap
 from megatron_rl.weights.folders.megatron_folder import MegatronFolder, model_blocks
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
-from tests.tiny_models import GLM4_MOE, LATENT, QWEN3_MOE, load_on_rank, write_model
+from tests.tiny_models import (
+    GLM4_MOE,
+    GPT_OSS,
+    LATENT,
+    MIXED_WINDOWS,
+    QWEN3_MOE,
+    load_on_rank,
+    write_model,
+)
 from tests.wrapped_models import write_wrapped
 
 DENSE = [
@@ -32,11 +40,14 @@ MIXED = [ParallelConfig(data=2, expert=2), ParallelConfig(tensor=2, sequence=Tru
 CASES = [
     *(("Llama", {}, split) for split in DENSE),
     *(("Qwen2", {"tie_word_embeddings": True}, split) for split in DENSE),
+    *(("Phi3", {}, split) for split in DENSE),
     *(("Qwen3Moe", QWEN3_MOE, split) for split in (*DENSE[::2], *MIXED)),
     ("Mixtral", {"num_local_experts": 4}, MIXED[0]),
+    *(("Olmo2", {}, split) for split in DENSE),
     *(("Glm4Moe", GLM4_MOE, split) for split in (*DENSE[::2], *MIXED)),
     *(("DeepseekV3", LATENT, split) for split in (*DENSE[::2], *MIXED)),
     ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}, MIXED[1]),
+    *(("GptOss", GPT_OSS, split) for split in (DENSE[2], MIXED[1])),
 ]
 
 
@@ -122,10 +133,11 @@ def described(hf: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("Qwen2", {}), ("Qwen3", {"tie_word_embeddings": True}), ("Qwen3Moe", QWEN3_MOE),
+    [("Qwen2", {}), ("SmolLM3", MIXED_WINDOWS), ("Phi3", {}),
+     ("Qwen3", {"tie_word_embeddings": True}), ("Qwen3Moe", QWEN3_MOE),
      ("Glm4Moe", GLM4_MOE), ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0}),
      ("DeepseekV3", LATENT), ("Glm4MoeLite", {**LATENT, "q_lora_rank": None}),
-     ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0})],
+     ("DeepseekV3", {**LATENT, "first_k_dense_replace": 0}), ("Olmo2", {})],
 )  # fmt: skip
 def test_blocks_are_the_tensors_that_megatron_describes(
     family: str, options: dict[str, Any], tmp_path: Path
@@ -157,7 +169,9 @@ def save_as_training_does(hf: Path, folder: Path, parallel: ParallelConfig) -> N
     ("family", "options", "parallel"),
     [
         ("Llama", {}, ParallelConfig(tensor=2)),
+        ("Phi3", {}, ParallelConfig(tensor=2)),
         ("Qwen3Moe", QWEN3_MOE, ParallelConfig(data=2, expert=2)),
+        ("Olmo2", {}, ParallelConfig(tensor=2, sequence=True)),
         ("Glm4Moe", GLM4_MOE, ParallelConfig(data=2, expert=2)),
         ("DeepseekV3", LATENT, ParallelConfig(tensor=2, sequence=True, expert=2)),
     ],

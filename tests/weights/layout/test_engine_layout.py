@@ -9,10 +9,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices, hf_slices
+from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.engine_checks import check_slices
+from megatron_rl.weights.layout.engine_layout import (
+    engine_slices,
+    expert_place,
+    hf_slices,
+    paired,
+    trained_parameters,
+)
 from megatron_rl.weights.layout.shape import ModelShape
-from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
-from megatron_rl.weights.layout.trainer_layout import Share, untrained
+from megatron_rl.weights.layout.slices import Share, Slice, as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import untrained
 from tests.generation.layout_models import shape_of, write_model
 
 SHAPE = ModelShape(
@@ -69,6 +77,20 @@ def test_ranks_beyond_the_key_value_heads_share_them() -> None:
     assert [part[1] for part in rows] == [
         ("k_proj", head * 2, 0, 2, 8, 2, 0) for head in (0, 0, 1, 1)
     ]
+
+
+def test_ranks_divide_key_value_heads_that_are_normed_together() -> None:
+    shape = replace(SHAPE, has_qk_norm=True, norms_all_heads=True, norms_behind=True)
+    slices = engine_slices(shape, Share(1, 2))
+    # Whole on each rank: 4 and 2 heads of 2.
+    for part, rows in (("q_norm", 8), ("k_norm", 4)):
+        name = f"{ATTENTION}.{part}.weight"
+        assert slices_in(slices, name) == [(part, 0, 0, rows, 1, 0, 0)]
+    norms = [part.hf for part in slices if part.hf.endswith("layernorm.weight")]
+    assert norms == [f"model.layers.0.post_{part}_layernorm.weight"
+                     for part in ("feedforward", "attention")]  # fmt: skip
+    with pytest.raises(InputError, match="= 4 .* 2 key-value heads, which are normed .*: 2$"):
+        engine_slices(shape, Share(0, 4))
 
 
 def test_padded_units_leave_room_between_gate_and_up() -> None:
@@ -179,6 +201,8 @@ def test_ranks_that_do_not_fit_the_model_are_refused(
     ("family", "is_tied"),
     [
         ("Llama", True),
+        ("SmolLM3", True),
+        ("Phi3", False),
         ("Qwen2", False),
         ("Qwen3", False),
         ("Mixtral", False),
@@ -220,6 +244,54 @@ def whole() -> list[Slice]:
         Slice("e", 0, 0, 5, 3, "lm_head.weight", 0, 0),
         Slice("f", 0, 0, 4, 3, "experts", 0, 0),
     ]
+
+
+def test_gate_and_up_side_by_side_are_columns_of_a_row() -> None:
+    shape = replace(
+        MOE, architecture="GptOssForCausalLM", has_qkv_bias=True, has_qk_norm=False,
+        has_biases=True, has_sinks=True, experts=2,
+    )  # fmt: skip
+    parts = {rank: engine_slices(shape, Share(rank, 2)) for rank in range(2)}
+    # Each rank has 3 of the 6 units of both experts; gate is left of up, 8 columns each.
+    assert slices_in(parts[1], f"{EXPERTS}.w13_weight") == [
+        ("gate_proj", 3, 0, 3, 8, 0, 0),
+        ("up_proj", 3, 0, 3, 8, 0, 8),
+        ("gate_proj", 3, 0, 3, 8, 3, 0),
+        ("up_proj", 3, 0, 3, 8, 3, 8),
+    ]
+    assert slices_in(parts[1], f"{EXPERTS}.w13_weight_bias") == [
+        ("gate_proj", 3, 0, 3, 1, 0, 0),
+        ("up_proj", 3, 0, 3, 1, 0, 1),
+        ("gate_proj", 3, 0, 3, 1, 3, 0),
+        ("up_proj", 3, 0, 3, 1, 3, 1),
+    ]
+    assert slices_in(parts[1], f"{EXPERTS}.w2_weight") == [
+        ("down_proj", 0, 3, 8, 3, 0, 0),
+        ("down_proj", 0, 3, 8, 3, 8, 0),
+    ]
+    # The first rank alone adds the bias.
+    biases = [("down_proj", 0, 0, 8, 1, 0, 0), ("down_proj", 0, 0, 8, 1, 8, 0)]
+    assert slices_in(parts[0], f"{EXPERTS}.w2_weight_bias") == biases
+    assert slices_in(parts[1], f"{EXPERTS}.w2_weight_bias") == []
+    assert slices_in(parts[1], f"{ATTENTION}.sinks") == [("self_attn", 2, 0, 2, 1, 0, 0)]
+    held = {
+        f"{EXPERTS}.w13_weight": torch.arange(2 * 6 * 8).view(2, 6, 8),
+        f"{EXPERTS}.w13_weight_bias": torch.arange(12).view(2, 6),
+        f"{EXPERTS}.w2_weight_bias": torch.zeros(2, 8),
+    }
+    seen = paired(shape.architecture, held)
+    for part in parts[0]:
+        if part.local.endswith("w13_weight") and ".1.up_proj" in part.hf:
+            # Rows 1, 3 and 5 of the second expert.
+            expected = held[part.local][1, 1::2]
+            assert torch.equal(local_part(seen, part), expected)
+            local_part(seen, part).fill_(7)
+            assert (held[part.local][1, 1::2] == 7).all()
+        if part.local.endswith("w13_weight_bias") and ".0.gate_proj" in part.hf:
+            assert local_part(seen, part).flatten().tolist() == [0, 2, 4]
+    places = [expert_place(Share(rank, 2), 1) for rank in range(2)]
+    names = [set(trained_parameters(shape, held, place)) for place in places]
+    assert names == [set(held), set(held) - {f"{EXPERTS}.w2_weight_bias"}]
 
 
 def test_slices_that_fill_the_parameters_pass() -> None:

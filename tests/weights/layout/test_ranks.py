@@ -5,9 +5,9 @@ import torch.distributed as dist
 
 from megatron_rl.backend.device import select_backend
 from megatron_rl.config.tree import ModelConfig, ParallelConfig
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import all_places, own_place, place_of
 from megatron_rl.weights.layout.slices import Share
-from megatron_rl.weights.layout.trainer_layout import Place
 from tests.distributed import run_ranks
 
 

@@ -17,17 +17,13 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
 from megatron_rl.weights.folders.finite import faulty_tensors
+from megatron_rl.weights.layout.entries import PADDED
 from megatron_rl.weights.layout.local_names import local_name, named_parameters
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.layout.ranks import own_place
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Share, Slice, as_matrix, local_part
-from megatron_rl.weights.layout.trainer_layout import (
-    PADDED,
-    Place,
-    copy_slices,
-    hf_shapes,
-    trainer_slices,
-)
+from megatron_rl.weights.layout.trainer_layout import copy_slices, hf_shapes, trainer_slices
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
 

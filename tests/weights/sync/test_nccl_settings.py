@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Hello
-from megatron_rl.weights.layout.trainer_layout import Place
+from megatron_rl.weights.layout.place import Place
 from megatron_rl.weights.sync.control import Control
 from megatron_rl.weights.sync.members import ExchangeSettings
 from megatron_rl.weights.sync.reshard import Reshard

@@ -12,7 +12,7 @@ class Experts:
     """A mixture of experts: names in Hugging Face files, keys of config.json."""
 
     block: str = "mlp"
-    """Module of a layer that holds the router `gate` and the list `experts`."""
+    """Module of a layer that holds the router and the list `experts`."""
     projections: tuple[str, str, str] = PROJECTIONS
     """An expert's gate, up and down."""
     units_key: str = "moe_intermediate_size"
@@ -27,6 +27,11 @@ class Experts:
     """Whether scores are sigmoids, and a float32 vector that is not trained corrects the choice.
     The key routed_scaling_factor then multiplies the weights of the chosen experts, and the first
     layers may have a dense MLP instead."""
+    router: str = "gate"
+    """Module of the block with the router's weight."""
+    is_fused: bool = False
+    """Whether files hold the experts of a layer in one tensor of each kind, transposed, a gate's
+    column before its up's: see `folders/fused_experts.py`. Engines keep these pairs too."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class Wrapper:
     """transformers has renamed tensors, and folders of both kinds are about. Longer ones first."""
     carried: tuple[str, ...]
     """Name prefixes in files of tensors that are copied from the source to each export."""
-    engine_class: str
-    """The text model's class in SGLang's module: engines hold the text model alone."""
+    others: Mapping[str, "Family"] = field(default_factory=dict)
+    """Other values of text_config.model_type -> the table of that text model alone."""
 
     def text_name(self, name: str) -> str | None:
         """The text model's own name of a tensor in a file; None for one that is carried."""
@@ -81,6 +86,8 @@ class Family:
     """The name in config.json's `architectures`."""
     engine_module: str
     """SGLang's module with its class."""
+    engine_class: str = ""
+    """The class there that `generation/text_models` makes the model of; "": the architecture's."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers 5 for keys missing in config.json that differ between families."""
     has_qkv_bias: bool = False
@@ -88,16 +95,45 @@ class Family:
     qkv_bias_key: str = ""
     qk_norm_key: str = ""
     """Keys of config.json that decide instead of the two above."""
+    has_biases: bool = False
+    """Whether the output of attention, routers and experts have biases too."""
+    has_sinks: bool = False
+    """Whether a trained number of each head stands in the denominator of its softmax."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Values of rope_type that transformers takes for the family, of those that are implemented."""
     rotates_part: bool = False
     """Whether partial_rotary_factor counts; otherwise it must be 1."""
+    has_fused_files: bool = False
+    """Whether files have queries, keys and values in one tensor, and gate and up; see
+    `fused_files.py`."""
     is_latent: bool = False
     """Whether attention is DeepSeek's: see `latent.py`."""
     predicts_ahead: bool = False
     """Whether files may hold more layers than the model has. They predict further tokens, are never
     trained, and are copied from the source to each export."""
+    norms_all_heads: bool = False
+    """Whether a norm of queries or keys is over all heads together, not over each."""
+    norms_behind: bool = False
+    """Whether norms follow attention and the MLP, with none before."""
+    scales_queries: bool = False
+    """Whether queries grow with their position: see `RopeScaling.query_beta`."""
     engine_keys: tuple[str, ...] = ()
     """Keys of config.json that SGLang needs, though transformers does not write them."""
     has_window: bool = False
     """Whether the key sliding_window holds for all layers; otherwise a window is refused."""
+    mixes_windows: bool = False
+    """Whether layer_types says for which layers the key sliding_window holds."""
+    stretches_full_layers: bool = False
+    """Whether rotary embeddings are stretched in layers without a window alone."""
+    rotates_some: bool = False
+    """Whether no_rope_layers says which layers have rotary embeddings (1) and which do not (0);
+    without it each no_rope_layer_interval-th layer has none."""
     experts: Experts | None = None
     wrapper: Wrapper | None = None
+
+    def of_text(self, values: Mapping[str, Any]) -> "Family":
+        """The table of the text model in a config.json: this one, or another inside the wrapper."""
+        inner = values.get("text_config")
+        if self.wrapper is None or not isinstance(inner, Mapping):
+            return self
+        return self.wrapper.others.get(inner.get("model_type", ""), self)

@@ -24,24 +24,24 @@ _WRAPPED = Spelling("model.language_model.")
 QWEN2_5_VL = Family(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2",
+    engine_class="Qwen2ForCausalLM",
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
     has_qkv_bias=True,
     wrapper=Wrapper(
         text_types=("qwen2_5_vl_text", "qwen2_5_vl"),
         spellings=(_WRAPPED, Spelling("model.")),
         carried=("visual.", "model.visual."),
-        engine_class="Qwen2ForCausalLM",
     ),
 )
 QWEN3_VL = Family(
     "Qwen3VLForConditionalGeneration",
     "qwen3",
+    engine_class="Qwen3ForCausalLM",
     defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
     has_qk_norm=True,
     wrapper=Wrapper(
         text_types=("qwen3_vl_text",),
         spellings=(_WRAPPED,),
         carried=("model.visual.",),
-        engine_class="Qwen3ForCausalLM",
     ),
 )

@@ -110,13 +110,19 @@ def is_plain_layer(layer: Any) -> bool:
         and type(mlp.act_fn).__name__ == "SiluAndMul"
         and mlp.down_proj.weight.shape[1] % engine_loops.WIDTH_MULTIPLE == 0
         and not hasattr(attention, "q_norm")
-        and type(attention.rotary_emb).forward_native.__qualname__.startswith("install_rotary")
+        and is_plain_rotation(attention.rotary_emb)
         and type(radix).__name__ == "RadixAttention"
         and radix.sliding_window_size <= -1
         and not radix.is_cross_attention
         and radix.attn_type.value == "decoder"
         and radix.qk_head_dim == radix.v_head_dim == attention.head_dim
     )
+
+
+def is_plain_rotation(rotary: Any) -> bool:
+    """Whether a layer has the usual rotary embedding, which the loops replace."""
+    native = getattr(type(rotary), "forward_native", None)
+    return getattr(native, "__qualname__", "").startswith("install_rotary")
 
 
 def can_attend(attention: Any, backend: Any, positions: torch.Tensor) -> bool:

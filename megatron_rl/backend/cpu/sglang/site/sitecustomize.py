@@ -38,6 +38,8 @@ PATCHES = {
     "sglang.srt.layers.quantization.fp8": Patch("quantised_linear"),
     "sglang.srt.models.deepseek_common.attention_backend_handler": Patch("latent_attention"),
     "sglang.srt.layers.rotary_embedding.factory": Patch("latent_attention:install_rotary"),
+    "sglang.srt.arg_groups.model_hook": Patch("attention_sinks:install_choice"),
+    "sglang.srt.models.gpt_oss": Patch("attention_sinks"),
     # The generator's own way to the scheduler: `generation/sglang_direct.py`.
     "sglang.srt.managers.scheduler": Patch("direct_requests", "0.5.23"),
     "sglang.srt.layers.attention.torch_native_backend": Patch("batched_attention", "0.5.23"),

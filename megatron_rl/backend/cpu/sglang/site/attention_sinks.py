@@ -1,0 +1,90 @@
+"""Attention sinks of gpt-oss in SGLang's torch_native backend, which has none.
+
+Imported by SGLang's processes on the CPU. A sink is one more key that every query of a head sees,
+with a trained score and a value of zeros.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+NO_WINDOW = 1 << 30
+"""Positions before its own that a query of a layer without a window sees."""
+
+
+def install_choice(module: ModuleType) -> None:
+    """Let `sglang.srt.arg_groups.model_hook` accept torch_native for gpt-oss.
+
+    SGLang 0.5.23 accepts backends by name, and looks at the names for nothing else there.
+    """
+    chosen = module.attention_backends_of
+    module.attention_backends_of = lambda view: tuple(
+        "triton" if name == "torch_native" else name for name in chosen(view)
+    )
+
+
+def install(module: ModuleType) -> None:
+    """Let the layers of `sglang.srt.models.gpt_oss` attend here."""
+    from sglang.srt.layers.attention import torch_native_backend
+
+    backend = torch_native_backend.TorchNativeAttnBackend
+    attend = torch_native_backend.scaled_dot_product_attention
+    for name in ("forward_extend", "forward_decode"):
+        original = getattr(backend, name)
+        setattr(backend, name, _taking_sinks(original, torch_native_backend, attend))
+    build = module.GptOssAttention.__init__
+
+    def build_attention(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        # SGLang has them in bfloat16, whatever the model's dtype.
+        self.sinks = torch.nn.Parameter(
+            self.sinks.data.to(options["params_dtype"]), requires_grad=False
+        )
+        if self.attn.sliding_window_size < 0:
+            # `batched_attention` knows no sinks, and leaves windows to SGLang's own loops.
+            self.attn.sliding_window_size = NO_WINDOW
+
+    module.GptOssAttention.__init__ = build_attention
+
+
+def _taking_sinks(
+    forward: Callable[..., torch.Tensor],
+    module: ModuleType,
+    attend: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """A method of the backend that takes `sinks` too."""
+
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, sinks: torch.Tensor | None = None, **options: Any) -> Any:
+        if sinks is None:
+            return forward(self, *args, **options)
+        # SGLang's loops, which `forward` runs, call it once a sequence.
+        module.scaled_dot_product_attention = functools.partial(_attend, attend, sinks)
+        try:
+            return forward(self, *args, **options)
+        finally:
+            module.scaled_dot_product_attention = attend
+
+    return run
+
+
+def _attend(
+    attend: Callable[..., torch.Tensor],
+    sinks: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """[1, heads, queries, dim]; attn_mask: [queries, keys], whether a query sees a key."""
+    seen = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    last = sinks.to(query.dtype)[:, None, None].expand(-1, len(seen), 1)
+    scores = torch.cat([seen.expand(len(sinks), -1, -1), last], dim=2)
+    key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+    return attend(query, key, value, attn_mask=scores[None], **options)

@@ -1,0 +1,198 @@
+"""Experts that files hold in one tensor of each kind, as gpt-oss's, and their names elsewhere.
+
+Used by trainer ranks and by conversions. Everywhere but in files, each expert has `gate_proj`,
+`up_proj` and `down_proj` of a gated MLP, as a Linear has them. A file has, for each layer:
+
+| tensor | shape |
+|---|---|
+| `gate_up_proj` | [experts, hidden, 2 * units], gate and up of each unit side by side |
+| `gate_up_proj_bias` | [experts, 2 * units] |
+| `down_proj` | [experts, units, hidden] |
+| `down_proj_bias` | [experts, hidden] |
+
+Published folders have `*_blocks` and `*_scales` instead of the two matrices: MXFP4 (OCP
+Microscaling Formats 1.0), of which 32 inputs of an output share a power of two.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.shape import ModelShape
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)$")
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes by the lower three bits of a code; the fourth is the sign."""
+_SCALE_BIAS = 127
+_PARTS = 6
+"""Tensors of an expert."""
+
+
+class _Matrices:
+    """A file's matrices of all experts, each seen as a Linear has it: [experts, out, in]."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+        self.dtype: str = whole.get_dtype()
+        experts, inputs, outputs = whole.get_shape()
+        self.shape = (experts, outputs, inputs)
+
+    def rows(self, expert: int, first: int, last: int) -> Tensor:
+        return self._whole[expert : expert + 1, :, first:last][0].T
+
+
+class _Biases:
+    """The same of biases: [experts, out]."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+        self.dtype: str = whole.get_dtype()
+        self.shape = tuple(whole.get_shape())
+
+    def rows(self, expert: int, first: int, last: int) -> Tensor:
+        return self._whole[expert : expert + 1, first:last][0]
+
+
+class _Quantised:
+    """The same of matrices in MXFP4, dequantised to bfloat16."""
+
+    dtype = "BF16"
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self._blocks, self._scales = blocks, scales
+        experts, outputs, groups, codes = blocks.get_shape()
+        self.shape = (experts, outputs, groups * codes * 2)
+
+    def rows(self, expert: int, first: int, last: int) -> Tensor:
+        codes = self._blocks[expert : expert + 1, first:last][0]
+        return dequantise(codes, self._scales[expert : expert + 1, first:last][0])
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[rows, groups * 32] bfloat16 of blocks [rows, groups, 16] and scales [rows, groups] uint8.
+
+    A byte holds two codes, the lower one first.
+    """
+    values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.int()[..., None] - _SCALE_BIAS
+    return torch.ldexp(values[codes.int()], exponents).to(torch.bfloat16).flatten(-2)
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """A tensor of one expert, with what safetensors' lazy slices have; see the module's table."""
+
+    fused: _Matrices | _Biases | _Quantised
+    expert: int
+    start: int
+    step: int
+    """Its rows are every `step`-th one from `start`."""
+
+    def get_dtype(self) -> str:
+        """In safetensors' words."""
+        return self.fused.dtype
+
+    def get_shape(self) -> list[int]:
+        """Of the expert alone."""
+        _, rows, *columns = self.fused.shape
+        return [rows // self.step, *columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The part that slices of rows, or of rows and columns, name."""
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        first, last, _ = rows.indices(self.get_shape()[0])
+        found = self.fused.rows(self.expert, first * self.step, last * self.step)
+        return found[self.start :: self.step][(slice(None), *columns)]
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a folder with experts in MXFP4."""
+    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
+def is_fused(shape: ModelShape) -> bool:
+    """Whether the model's files hold experts so."""
+    experts = FAMILIES[shape.architecture].experts
+    return experts is not None and experts.is_fused
+
+
+def split_experts(tensors: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """A folder's lazy slices with those of experts one by one; tensors that are odd stay."""
+    found = dict(tensors)
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}.mlp.experts"
+        for part in ("gate_up", "down"):
+            for kind, fused in _of_kind(found, f"{name}.{part}_proj"):
+                pair = (("gate", 0, 2), ("up", 1, 2)) if part == "gate_up" else (("down", 0, 1),)
+                for expert in range(fused.shape[0]):
+                    for word, start, step in pair:
+                        own = f"{name}.{expert}.{word}_proj.{kind}"
+                        found[own] = ExpertSlice(fused, expert, start, step)
+    return found
+
+
+def _of_kind(
+    tensors: dict[str, Any], name: str
+) -> Iterator[tuple[str, _Matrices | _Biases | _Quantised]]:
+    """Takes the tensors of one projection out of a folder's."""
+    ranks = {key: len(one.get_shape()) for key, one in tensors.items() if key.startswith(name)}
+    if ranks.get(f"{name}_blocks") == 4 and ranks.get(f"{name}_scales") == 3:
+        yield "weight", _Quantised(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
+    elif ranks.get(name) == 3:
+        yield "weight", _Matrices(tensors.pop(name))
+    if ranks.get(f"{name}_bias") == 2:
+        yield "bias", _Biases(tensors.pop(f"{name}_bias"))
+
+
+def file_name(name: str, shape: ModelShape) -> str:
+    """The tensor of a file with the one that is called `name` everywhere else."""
+    found = _EXPERT.match(name) if is_fused(shape) else None
+    if found is None:
+        return name
+    block, _, word, kind = found.groups()
+    part = "down" if word == "down" else "gate_up"
+    return f"{block}.{part}_proj" + ("_bias" if kind == "bias" else "")
+
+
+def fuse_experts(
+    tensors: Iterable[tuple[str, Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors, in the order of `hf_shapes`, with experts as files hold them.
+
+    Holds those of one layer, which come when its last expert is there.
+    """
+    held: dict[str, Tensor] = {}
+    missing = 0
+    for name, tensor in tensors:
+        found = _EXPERT.match(name)
+        if found is None or not is_fused(shape):
+            yield name, tensor
+            continue
+        block, expert, word, kind = found.groups()
+        if not held:
+            held = _empty(block, shape, tensor.dtype)
+            missing = _PARTS * shape.experts
+        whole = held[file_name(name, shape)][int(expert)]
+        place = whole if word == "down" else whole[..., int(word == "up") :: 2]
+        place.copy_(tensor.T if kind == "weight" else tensor)
+        missing -= 1
+        if not missing:
+            yield from held.items()
+            held = {}
+
+
+def _empty(block: str, shape: ModelShape, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a layer as files have them, in host memory, not filled yet."""
+    count, hidden, units = shape.experts, shape.hidden, shape.moe_ffn
+    return {
+        f"{block}.gate_up_proj": torch.empty(count, hidden, 2 * units, dtype=dtype),
+        f"{block}.gate_up_proj_bias": torch.empty(count, 2 * units, dtype=dtype),
+        f"{block}.down_proj": torch.empty(count, units, hidden, dtype=dtype),
+        f"{block}.down_proj_bias": torch.empty(count, hidden, dtype=dtype),
+    }
