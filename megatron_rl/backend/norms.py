@@ -44,7 +44,7 @@ def normed(row: type, norm: type) -> type:
 
 @dataclass(frozen=True)
 class Norms:
-    """Where the norms of a layer are, and what they are over."""
+    """Placement of a layer's norms, and the dimensions that they normalise."""
 
     are_behind: bool = False
     """Whether they follow attention and the MLP, with no norm before."""

@@ -44,8 +44,9 @@ def check_engine_tensor(
 ) -> None:
     """Raise InputError unless the number of engine ranks divides the attention heads.
 
-    Engines copy key-value heads and pad MLP units, so these sizes are free. normed_heads:
-    key-value heads that are normed together, for which SGLang 0.5.23 gathers those of all ranks.
+    Engines copy key-value heads and pad MLP units, so these sizes are free. normed_heads: number
+    of key-value heads under one norm (0: each has its own). SGLang 0.5.23 gathers them from all
+    ranks, so none may be a copy.
     """
     _check_divides(key, size, f"the model's {heads} attention heads", heads)
     what = f"the model's {normed_heads} key-value heads, which are normed together"

@@ -128,7 +128,7 @@ def check_sinks(config: Config, shape: ModelShape) -> None:
     """The engine can serve attention with sinks and take new weights, if the model has such."""
     if not shape.has_sinks:
         return
-    generator, folder = config.generator, config.model.path
+    generator = config.generator
     if generator.engine in ("hf", "vllm"):
         raise InputError(
             f"generator.engine = {generator.engine!r} with {shape.architecture}: weight syncs do "
@@ -138,12 +138,6 @@ def check_sinks(config: Config, shape: ModelShape) -> None:
         raise InputError(
             f"generator.quantization = {generator.quantization!r} with {shape.architecture}: "
             "weight syncs reach no quantised experts with biases; set it to ''"
-        )
-    if read_values(folder / "config.json").get("quantization_config"):
-        raise InputError(
-            f"{folder} is quantised (quantization_config), and an engine of it takes no new "
-            f"weights: run `megatron-rl convert {folder} TARGET --to hf`, and set model.path to "
-            "TARGET"
         )
 
 

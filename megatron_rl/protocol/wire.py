@@ -319,10 +319,10 @@ class Dealer(Closing):
         self.socket.connect(f"tcp://{address}")
 
     def redial(self) -> None:
-        """Connect anew; the connection before is lost, and with it what waits to be sent.
+        """Replace the connection by a new one. Messages that were not sent yet are lost.
 
-        After a cut of the network, TCP tries the old connection again only after as long as the cut
-        has lasted.
+        TCP retries ever more rarely: after a cut of the network, it may take as long as the cut
+        lasted until an old connection carries data again.
         """
         self.socket.disconnect(f"tcp://{self.address}")
         self.socket.connect(f"tcp://{self.address}")

@@ -67,7 +67,7 @@ def test_what_engines_cannot_do_with_latent_attention_is_refused(
         ("generator.engine=vllm", "generator.engine = 'vllm' with GptOssForCausalLM"),
         ("generator.engine=hf", "generator.engine = 'hf' with GptOssForCausalLM"),
         ("generator.quantization=fp8", "generator.quantization = 'fp8' with GptOssForCausalLM"),
-        ("run.seed=1", "is quantised .*: run `megatron-rl convert .* --to hf`"),
+        ("run.seed=1", "quantised weights .* not supported: .*`megatron-rl convert .* --to hf`"),
     ],
 )
 def test_what_engines_cannot_do_with_sinks_is_refused(
@@ -81,7 +81,7 @@ def test_what_engines_cannot_do_with_sinks_is_refused(
         values["quantization_config"] = {"quant_method": "mxfp4"}
         (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=message):
-        model_checks.check_sinks(load_config(None, [f"model.path={tmp_path}", given]), shape)
+        model_checks.check_model(load_config(None, [f"model.path={tmp_path}", given]))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

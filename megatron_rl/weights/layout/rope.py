@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.layout.families import FAMILIES
+from megatron_rl.weights.layout.families.family import Family
 
 _DEFAULT_THETA = 10000.0
 """Default of transformers 5."""
@@ -51,8 +52,7 @@ def read_rope(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     `folder` is for messages. Raises InputError for spellings that disagree, or tables in the table.
     """
-    architecture = (values.get("architectures") or ["none"])[0]
-    family = FAMILIES.get(architecture)
+    family = _family_of(values)
     of_full = family is not None and family.stretches_full_layers
     found: dict[str, tuple[Any, str]] = {}
     spellings = [
@@ -86,8 +86,15 @@ def read_rope(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     return rope
 
 
+def _family_of(values: dict[str, Any]) -> Family | None:
+    return FAMILIES.get((values.get("architectures") or ["none"])[0])
+
+
 def _of_full_layers(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table of layers without a window, if that of the others is the same unstretched."""
+    """The rotary table of layers without a window.
+
+    Raises InputError unless layers with a window have the same angles, not stretched.
+    """
     full, windowed = (table.get(kind) or {} for kind in _KINDS)
     if windowed != _unstretched(full):
         raise InputError(
@@ -136,7 +143,7 @@ def in_both_spellings(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     rope = read_rope(values, folder)
     scaling = {key: value for key, value in rope.items() if key not in _BESIDE}
     found = dict(values)
-    family = FAMILIES.get((values.get("architectures") or ["none"])[0])
+    family = _family_of(values)
     is_split = family is not None and family.stretches_full_layers
     tables = dict(zip(_KINDS, (rope, _unstretched(rope)), strict=True)) if is_split else rope
     found.setdefault("rope_parameters", tables)

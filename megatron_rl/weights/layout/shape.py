@@ -90,14 +90,13 @@ class ModelShape:
     norms_behind: bool = False
     """As in the family's table."""
     stretches_full_layers: bool = False
-    """Whether `rope_scaling` is that of layers without a window alone."""
+    """Whether `rope_scaling` applies only to layers without a window."""
     value_dim: int = 0
     """Of latent attention: dimensions of a head's values; `head_dim` is that of keys."""
     full_layers: tuple[int, ...] = ()
     """Layers, counted from 0, for which `sliding_window` does not hold."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers, counted from 0, without rotary embeddings."""
-
     has_fused_files: bool = False
     """Whether files have projections one below the other; see `fused_files.py`."""
 
