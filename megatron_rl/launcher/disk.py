@@ -4,9 +4,9 @@ Used by the live view and `megatron-rl status`.
 """
 
 import contextlib
+import os
 import re
 import shutil
-from collections import defaultdict
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
@@ -50,14 +50,23 @@ def _bytes_a_step(folder: Path, keep_steps: int) -> int:
     keep_steps: queue.keep_tokens_of_steps; with more steps than that, only lines add bytes, because
     old token files are removed.
     """
-    files: dict[int, list[Path]] = defaultdict(list)
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (found := _OF_STEP.match(path.name)) is not None:
-            files[int(found.group(1))].append(path)
+    steps: set[int] = set()
+    files: dict[int, list[Path]] = {}
+    """Those of the newest steps: a long run has very many files."""
+    with os.scandir(folder) if folder.is_dir() else contextlib.nullcontext(()) as entries:
+        for entry in entries:
+            if (found := _OF_STEP.match(entry.name)) is None:
+                continue
+            step = int(found.group(1))
+            steps.add(step)
+            if len(files) <= _MEASURED_STEPS or step >= min(files):
+                files.setdefault(step, []).append(Path(entry.path))
+            if len(files) > _MEASURED_STEPS + 1:
+                del files[min(files)]
     # The queue may still write the newest step.
-    latest = sorted(files)[:-1][-_MEASURED_STEPS:]
+    latest = sorted(files)[:-1]
     grown = [path for step in latest for path in files[step]]
-    if 0 < keep_steps < len(files):
+    if 0 < keep_steps < len(steps):
         grown = [path for path in grown if path.suffix == LINES]
     sizes = 0
     for path in grown:

@@ -2,6 +2,7 @@ import io
 import json
 import shutil
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from megatron_rl.cli import main as cli
 from megatron_rl.cli.status import Status, describe, of_rows, read_status
 from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.checkpoint_folder import record_file, seal
@@ -205,6 +207,27 @@ def test_a_disk_that_becomes_full_is_warned_about_before(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
         warnings = str(read_status(run, time.time()).warnings)
         assert ("5 more steps of 1e-07 GB" in warnings) is not is_enough
+
+
+def test_the_size_of_a_step_is_that_of_the_newest_in_a_long_run_and_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = leave(tmp_path / "run", [step(4, time.time())])
+    (run / "rollouts").mkdir()
+    numbers = [*range(0, 3_000, 2), *range(1, 3_000, 2)]
+    for number in numbers:
+        size = 100 if 2_994 <= number < 2_999 else 1_000
+        for name in ("step_{:06d}.jsonl", "step_{:06d}.int32"):
+            (run / "rollouts" / name.format(number)).write_bytes(b"0" * size)
+    usage = shutil.disk_usage(run)._replace(free=1_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    tracemalloc.start()
+    warning = room_warning(run, CONFIG, left_steps=6)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "room for 5 more steps of 2e-07 GB" in warning
+    # A path has some 300 bytes; there are 6,000. The numbers of steps have 100 each.
+    assert peak < 100 * len(numbers) + 200_000
 
 
 def test_a_folder_without_a_run_is_refused(
