@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.disk_room import os_errors_of, write_when_room
-from megatron_rl.weights.folders.block_scaled import dequantised
 from megatron_rl.weights.folders.fused_experts import fuse_experts, is_fused, split_experts
+from megatron_rl.weights.folders.scaled_fp8 import dequantised
 from megatron_rl.weights.layout.families import FAMILIES
 from megatron_rl.weights.layout.families.family import PLAIN, Spelling
 from megatron_rl.weights.layout.rope import in_both_spellings

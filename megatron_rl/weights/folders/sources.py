@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.weights.folders import mistral_format
-from megatron_rl.weights.folders.block_scaled import is_block_scaled
 from megatron_rl.weights.folders.fused_experts import is_mxfp4
 from megatron_rl.weights.folders.hf_folder import (
     open_files,
@@ -27,6 +26,7 @@ from megatron_rl.weights.folders.megatron_folder import (
     model_blocks,
 )
 from megatron_rl.weights.folders.model_files import read_config
+from megatron_rl.weights.folders.scaled_fp8 import is_scaled_fp8
 from megatron_rl.weights.layout.shape import ModelShape, shape_of
 from megatron_rl.weights.layout.slices import as_matrix
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
@@ -77,7 +77,7 @@ class HfSource:
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
         """tensors: lazy slices of open files, by HF name."""
-        is_read = is_block_scaled(config) or is_mxfp4(config)
+        is_read = is_scaled_fp8(config) or is_mxfp4(config)
         left_out = "quantization_config" if is_read else ""
         self.config = {key: value for key, value in config.items() if key != left_out}
         self.shape = shape_of(self.config, folder)

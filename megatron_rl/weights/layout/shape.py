@@ -290,7 +290,7 @@ def _refuse_unsupported(
         raise InputError(
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32; `megatron-rl convert FOLDER TARGET --to hf` "
-            "dequantises FP8 in blocks (DeepSeek-V3) and MXFP4 (gpt-oss)"
+            "dequantises FP8 (DeepSeek-V3, Ministral 3) and MXFP4 (gpt-oss)"
         )
     if rope.get("partial_rotary_factor", 1) != 1 and not family.rotates_part:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")

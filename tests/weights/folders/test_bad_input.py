@@ -87,7 +87,7 @@ HF_DAMAGE: list[tuple[Damage, str]] = [
         "is F8_E4M3, but only F32, F16, BF16 are supported",
     ),
     (configure(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
-    (configure(quantization_config={"quant_method": "fp8"}), "quantised weights"),
+    (configure(quantization_config={"quant_method": "gptq"}), "quantised weights"),
     (truncate("model.safetensors", 0.5), "model.safetensors cannot be read as .*cut off"),
     (truncate("model.safetensors", 0), "model.safetensors cannot be read as .*cut off"),
     (truncate("config.json", 0.5), "config.json is not JSON"),

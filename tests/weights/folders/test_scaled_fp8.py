@@ -1,4 +1,4 @@
-"""Folders in FP8 with scales of blocks: conversions dequantise them, runs refuse them."""
+"""Folders in FP8 with scales: conversions dequantise them, runs refuse them."""
 
 import json
 from collections.abc import Callable
@@ -14,26 +14,31 @@ from megatron_rl.weights.folders.conversion import Request, convert
 from megatron_rl.weights.layout.shape import read_shape
 from tests.weights.folders.test_ahead import write_with_layers_ahead
 from tests.weights.folders.test_round_trip import assert_equal_bits, silent, tensors_of
+from tests.weights.folders.test_wrapped import TOWERS
+from tests.wrapped_models import write_wrapped
 
 BLOCK = (24, 40)
 """Divides no size of the tiny model."""
 
 
-def quantise(folder: Path) -> dict[str, Tensor]:
-    """Quantise every projection of a folder, and return what its tensors then are."""
+def quantise(folder: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tensor]:
+    """Quantise every projection of a text model, and return what the folder's tensors then are.
+
+    block: None: one scale a matrix, and one for its activations.
+    """
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
+        "quant_method": "fp8", "weight_block_size": block,
+        "activation_scheme": "dynamic" if block else "static",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    height, width = BLOCK
     written, expected = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in tensors_of(folder).items():
         written[name] = expected[name] = tensor
-        if "_proj" not in name or tensor.dim() != 2:
+        if "_proj" not in name or tensor.dim() != 2 or name.startswith(TOWERS):
             continue
         rows, columns = tensor.shape
+        height, width = block or (rows, columns)
         codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         scales = torch.empty(-(-rows // height), -(-columns // width))
         meant = torch.empty(rows, columns)
@@ -44,6 +49,9 @@ def quantise(folder: Path) -> dict[str, Tensor]:
                 codes[place] = (tensor[place].float() / scales[i, j]).to(codes.dtype)
                 meant[place] = codes[place].float() * scales[i, j]
         written |= {name: codes, f"{name}_scale_inv": scales}
+        if block is None:
+            written[f"{name}_scale_inv"] = scales.reshape(())
+            written[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.5)
         expected[name] = meant.to(torch.bfloat16)
     save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
     return expected
@@ -64,6 +72,18 @@ def test_a_conversion_dequantises_the_model_and_the_layers_ahead(tmp_path: Path)
     assert read_shape(hf) == read_shape(tmp_path / "back")
     with pytest.raises(InputError, match="convert FOLDER TARGET --to hf` dequantises FP8"):
         read_shape(source)
+
+
+def test_a_wrapped_model_with_one_scale_a_matrix_is_dequantised(tmp_path: Path) -> None:
+    """As Ministral 3 is published; its tower is not quantised."""
+    source, hf = tmp_path / "source", tmp_path / "hf"
+    write_wrapped(source, "Ministral3", dtype=torch.bfloat16)
+    before = tensors_of(source)
+    expected = quantise(source, None)
+    assert sum(not torch.equal(before[name], expected[name]) for name in before) >= 7
+    convert(Request(source, hf, to="hf", verify=True), silent)
+    assert_equal_bits(tensors_of(hf), expected)
+    assert "quantization_config" not in json.loads((hf / "config.json").read_text())
 
 
 def _without_a_code(tensors: dict[str, Tensor]) -> None:
