@@ -3,8 +3,8 @@
 #
 #   bash examples/agents/run.sh NAME [--run-dir DIR] [section.key=value ...]
 #
-# NAME: guess (number guessing), lookup (a tool in two turns), repair (programs and failed tests) or
-# debate (before a judge, which is trained first), 2 to 8 minutes each on two cores.
+# NAME: guess (number guessing), lookup (a tool in two turns), search (in a corpus), repair (programs
+# and failed tests) or debate (before a judge, trained first), 2 to 8 minutes each on two cores.
 # The environment is examples/agents/NAME.py. Overrides go to the run, for example run.seed=1.
 # Exit status: that of the run.
 set -euo pipefail

@@ -1,6 +1,7 @@
-"""A run in an environment: `examples/agents/run.sh lookup`, the tiny model with a tool."""
+"""Runs in environments: `examples/agents/run.sh`, the tiny model with a tool or a search."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ pytestmark = [pytest.mark.slow(110), pytest.mark.timeout(420)]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.fixture(
+    scope="module", params=["lookup", pytest.param("search", marks=pytest.mark.exhaustive)]
+)
+def example(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(example: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents") / "run"
-    command = ["bash", "examples/agents/run.sh", "lookup", "--run-dir", str(folder)]
+    command = ["bash", "examples/agents/run.sh", example, "--run-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
@@ -37,7 +46,15 @@ def test_policy_learns_to_use_the_result_of_its_tool(run_dir: Path) -> None:
     assert summary["logprob_gap_mean"] < 1e-3
 
 
-def test_results_of_the_tool_are_holes_of_each_conversation(run_dir: Path) -> None:
+def told(example: str, entry: Any, call: str) -> list[str]:
+    """What the tool may say to a call."""
+    if example == "lookup":
+        return [entry.get(call, "none")]
+    words = set(re.findall(r"\w+", call))
+    return [one["text"] for one in entry if words & set(one["text"].split())] or ["none"]
+
+
+def test_results_of_the_tool_are_holes_of_each_conversation(example: str, run_dir: Path) -> None:
     entries = {
         prompt["id"]: json.loads(prompt["entry"])
         for prompt in read_jsonl(run_dir / "tasks" / "prompts.jsonl")
@@ -50,11 +67,10 @@ def test_results_of_the_tool_are_holes_of_each_conversation(run_dir: Path) -> No
             assert sampled == record["tokens"]
             continue
         call, _, rest = text[1:].partition("<eos>")
-        table = entries[record["prompt_id"]]
         # Given after the call: the token that closes it, if the policy did not write it, the
         # result, a colon. Each character of the tiny model's text is a token.
-        result = table.get(call, "none") + ":"
-        assert rest.startswith(result)
+        results = [f"{one}:" for one in told(example, entries[record["prompt_id"]], call)]
+        result = next(one for one in results if rest.startswith(one))
         holes = [
             (end, start)
             for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
