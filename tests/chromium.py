@@ -45,7 +45,7 @@ class Page:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": given})
         while True:
-            answer = await self._socket.receive_json(timeout=30)
+            answer = await self._socket.receive_json(timeout=60)
             if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.complaints.append(str(answer["params"]))
             if answer.get("id") == self._number:
@@ -115,4 +115,4 @@ async def browse(address: str, profile: Path) -> AsyncIterator[Page]:
                 yield page
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)

@@ -48,8 +48,8 @@ PRELOAD = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
 )
-START_TIMEOUT_S = 60.0
-FORKED_S, ANEW_S = 60.0, 300.0
+START_TIMEOUT_S = 200.0
+FORKED_S, ANEW_S = 200.0, 300.0
 """What ranks have at most, if the caller does not say: forked ones, and those started anew."""
 STACK_S = 0.2
 """For a rank that is late to say where it is."""
@@ -173,7 +173,7 @@ class RankServer:
     def close(self) -> None:
         """Kill the server; its ranks get SIGTERM with it."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def _serve() -> None:

@@ -18,7 +18,7 @@ def commit_seed(folder: Path = ROOT) -> str:
     """The commit that is checked out in the folder, abbreviated; NO_COMMIT where there is none."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         return NO_COMMIT
     return done.stdout.strip() if done.returncode == 0 else NO_COMMIT

@@ -70,7 +70,7 @@ def test_a_wrong_loss_would_be_found(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "test_my_losses.py"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 1 and "1 failed" in done.stdout
 
@@ -86,7 +86,7 @@ def test_the_task_grades_as_expected(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_family_has_the_logits_of_transformers(tmp_path: Path) -> None:
     copy_tree(tmp_path)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True, timeout=30)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True, timeout=60)
     assert "1 passed" in follow("Add a model family", tmp_path, tmp_path)
 
 

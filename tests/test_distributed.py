@@ -75,7 +75,7 @@ def test_ranks_come_after_the_thread_in_which_the_server_was_started() -> None:
     thread = threading.Thread(target=run_ranks, args=(importer_and_self, 1))
     thread.start()
     thread.join()
-    ended_by = time.monotonic() + 10
+    ended_by = time.monotonic() + 60
     while not distributed._server.has_ended and time.monotonic() < ended_by:
         time.sleep(0.01)
     assert distributed._server.has_ended
@@ -128,5 +128,5 @@ def test_ranks_that_hang_miss_the_deadline() -> None:
 
 def test_children_of_ranks_end_with_them() -> None:
     left = [psutil.Process(pid) for pid in run_ranks(start_child, 2) if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive

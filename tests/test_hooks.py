@@ -20,7 +20,7 @@ def hooks() -> list[dict[str, Any]]:
 def test_pre_commit_takes_the_file() -> None:
     subprocess.run(
         [sys.executable, "-m", "pre_commit", "validate-config", str(SETTINGS)],
-        check=True, timeout=60,
+        check=True, timeout=200,
     )  # fmt: skip
 
 

@@ -67,8 +67,8 @@ def test_the_seed_is_the_commit(tmp_path: Path) -> None:
     assert commit_seed(tmp_path) == NO_COMMIT
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
-        subprocess.run([*git, *command], check=True, timeout=20)
-    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=20).strip()
+        subprocess.run([*git, *command], check=True, timeout=60)
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=60).strip()
     assert head.startswith(commit_seed(tmp_path)) and len(commit_seed(tmp_path)) == 12
 
 

@@ -16,7 +16,7 @@ def tracked_files() -> list[str]:
     """Files of this tree that Git has, or would take."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     ).stdout.splitlines()  # fmt: skip
     return sorted(name for name in listed if (ROOT / name).is_file() and name != ".venv")
 

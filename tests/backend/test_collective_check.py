@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.backend.collective_check import CollectivesFailed, check_pair
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_two_ranks_exchange_and_say_how_fast() -> None:
@@ -46,7 +46,7 @@ def test_torchrun_starts_the_same_ranks_on_each_node() -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
-    texts = [node.communicate(timeout=100)[0] for node in nodes]
+    texts = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     [line] = [line for text in texts for line in text.splitlines() if line.startswith("{")]
     assert json.loads(line)["ranks"] == 2

@@ -139,12 +139,12 @@ def test_a_library_that_names_a_part_of_cudnn_loads_in_a_rank(
         (user, "int graph(void); int use(void) { return graph(); }", str(part)),
     ):
         command = ["gcc", "-shared", "-fPIC", "-o", str(output), "-x", "c", "-", "-x", "none"]
-        subprocess.run([*command, *flags], input=source, text=True, check=True, timeout=60)
+        subprocess.run([*command, *flags], input=source, text=True, check=True, timeout=200)
     variables = of_two_ranks("cuda", given=given)
     program = f"import ctypes; print(ctypes.CDLL({str(user)!r}).use())"
     done = subprocess.run(
         [sys.executable, "-I", "-c", program], env=given | variables,
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.stdout == "7\n", done.stderr
     # What the user's environment says comes after it, and stays.

@@ -19,7 +19,7 @@ def test_a_rank_that_may_not_compile_leaves_compiler_and_wandb_out() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "TORCHELASTIC_RUN_ID": "one"},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.split() == ["False", "6", "True"], done.stderr
 
@@ -29,6 +29,6 @@ def test_a_process_that_may_compile_keeps_torchs_own_function() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program + "print(torch.compile is c)"],
         env={k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.strip() == "True", done.stderr

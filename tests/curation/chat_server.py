@@ -58,7 +58,7 @@ class ChatServer:
         trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -67,7 +67,7 @@ def test_a_dry_run_of_the_page_s_files_says_that_rewards_can_be_earned(
             "--config", "my_run.toml", "--config", "my_loss.toml", f"model.path={model}",
             f"run.dir={tmp_path / 'run'}",
         ],
-        cwd=folder, capture_output=True, text=True, timeout=110,
+        cwd=folder, capture_output=True, text=True, timeout=200,
         env=os.environ | {"PYTHONPATH": f"{folder}:{PAGE.parents[1]}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

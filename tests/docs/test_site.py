@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         ["bash", "tools/docs.sh", "build", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=110,
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "loaded from elsewhere: nothing" in done.stdout
@@ -67,7 +67,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 @needs_builder
@@ -81,7 +81,7 @@ def test_a_link_to_a_heading_that_is_not_there_is_an_error(tmp_path: Path) -> No
     with (tmp_path / "docs" / "viewer.md").open("a") as page:
         page.write("\n[away](weights.md#no-such-heading)\n")
     done = subprocess.run(
-        ["bash", "tools/docs.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        ["bash", "tools/docs.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "weights.md#no-such-heading" in done.stderr

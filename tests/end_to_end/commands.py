@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def write_inputs(folder: Path, config: str, *, train: int, held_out: int = 0) -> Path:
     """A tiny model, prompts, and config.toml, in which FOLDER stands for the folder; its path."""
     make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
-    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
+    subprocess.run(make, cwd=ROOT, check=True, timeout=200)
     rows = [
         {
             "task": "any_text", "messages": [{"role": "user", "content": f"{number}="}],
@@ -50,11 +50,11 @@ def launched(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             for _ in range(2):
                 run.terminate()
                 time.sleep(0.5)
-            run.communicate(timeout=30)
+            run.communicate(timeout=60)
 
 
 def wait_until(
-    is_true: Callable[[], bool], run: subprocess.Popen[str], *, within_s: float = 120
+    is_true: Callable[[], bool], run: subprocess.Popen[str], *, within_s: float = 250
 ) -> None:
     """Wait for something while a run goes on."""
     deadline = time.monotonic() + within_s

@@ -65,7 +65,7 @@ class Network:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
     with launched(*arguments) as run:
         wait_until(lambda: bool(complete_checkpoints(run_dir / SFT_CHECKPOINTS)), run)
         run.kill()
-        run.communicate(timeout=60)
+        run.communicate(timeout=200)
     # Its processes, which notice soon, hold the lock until then.
     with locked(run_dir):
         pass
@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
     with launched(*arguments) as run:
         wait_until((run_dir / "hf" / "cold_start").exists, run)
         run.kill()
-        first, _ = run.communicate(timeout=60)
+        first, _ = run.communicate(timeout=200)
     text = f"except for its cold start, which resumes after step {newest} of 60"
     assert text in first
     assert sft_steps(run_dir) == list(range(1, 61))
@@ -160,7 +160,7 @@ def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Pat
                f"ports.host={ADDRESS}", "parallel.data=2", "sft.checkpoint_every_steps=8",
                "eval.prompts=0"]  # fmt: skip
     with launched(*prepare) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     with launched(*host_arguments(run_dir, 0)) as first, launched(*host_arguments(run_dir, 1)) as _:
         wait_until((run_dir / "hf" / "cold_start").exists, first)
@@ -168,7 +168,7 @@ def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Pat
     outputs = {path.name for path in (run_dir / "logs").glob("sft*.out")}
     assert outputs == {"sft.out", "sft-node-1.out"}
     with launched(*prepare) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0 and any(text in output for text in KEPT), output
     assert {path.name for path in (run_dir / "hf").iterdir()} == {"cold_start"}
     with (
@@ -192,7 +192,7 @@ def test_a_host_whose_cold_start_dies_ends_with_its_error(inputs: Path, tmp_path
     run_dir = tmp_path / "run"
     with launched("prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
                   f"ports.host={ADDRESS}", "sft.steps=100000") as run:  # fmt: skip
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     with launched(*host_arguments(run_dir, 0)) as host:
         wait_until(lambda: len(sft_steps(run_dir)) > 2, host)
@@ -204,7 +204,7 @@ def test_a_host_whose_cold_start_dies_ends_with_its_error(inputs: Path, tmp_path
             and "megatron_rl.trainer.torchrun" not in child.cmdline()
         ]
         rank.kill()
-        output, _ = host.communicate(timeout=60)
+        output, _ = host.communicate(timeout=200)
     assert host.returncode == 1 and "sft ended with" in output, output
     assert not any(child.is_running() for child in children)
 
@@ -230,21 +230,21 @@ def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
                f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.baseline=true",
                "expert.nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
     with launched(*prepare) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
     with launched(*two_nodes(run_dir, 0)) as first, launched(*two_nodes(run_dir, 1)) as second:
         wait_until((run_dir / "logs" / "queue-cold_start_step_24.out").exists, first)
         children = psutil.Process(first.pid).children(recursive=True)
         second.kill()
         killed_at = time.monotonic()
-        output, _ = first.communicate(timeout=60)
+        output, _ = first.communicate(timeout=200)
         # Silent for 4 s, then its own processes ended.
-        assert time.monotonic() - killed_at < 25
+        assert time.monotonic() - killed_at < 100
         assert first.returncode == 1 and "node 1 has been silent for 4 s" in output, output
         assert not any(child.is_running() for child in children)
     assert evaluated(run_dir) == ["cold_start_step_21"]
     with launched(*prepare) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0 and "starts again, except for its cold start" in output, output
     with launched(*two_nodes(run_dir, 1)) as second, launched(*two_nodes(run_dir, 0)) as first:
         for host in (first, second):

@@ -33,7 +33,7 @@ def test_the_run_continues_through_cuts_of_the_network_a_join_and_a_leave(tmp_pa
         ]  # fmt: skip
         prepare = ["prepare", "--config", config, "--run-dir", run_dir, *given]
         done = start(*prepare, before=net.inside(0))
-        said, _ = done.communicate(timeout=100)
+        said, _ = done.communicate(timeout=200)
         assert done.returncode == 0, said
 
         def node(number: int) -> subprocess.Popen[str]:
@@ -66,13 +66,13 @@ def test_the_run_continues_through_cuts_of_the_network_a_join_and_a_leave(tmp_pa
             net.cut(1)
             wait_until(lambda: "node 1 has been silent" in told(), run)
             leaving.terminate()
-            said, _ = leaving.communicate(timeout=100)
+            said, _ = leaving.communicate(timeout=200)
             assert leaving.returncode == 0, said
             trains(3)
             assert peers(run_dir)["peers/generators"] == 1
             assert "node 2 leaves the run" in told()
             run.send_signal(signal.SIGTERM)
-            said, _ = run.communicate(timeout=100)
+            said, _ = run.communicate(timeout=200)
             assert run.returncode == 128 + signal.SIGTERM, said
             # The node that is cut off notices by itself that the run has gone.
             nodes[1].communicate(timeout=2 * SILENCE_S)

@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, sets and configuration."""
     folder = tmp_path_factory.mktemp("eval")
     make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
-    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
+    subprocess.run(make, cwd=ROOT, check=True, timeout=200)
     for name, count in (("few", FEW), ("many", MANY)):
         rows = [
             {"task": "character", "question": f"{n}=", "answer": str(n % 10)} for n in range(count)
@@ -94,13 +94,13 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     arguments = ["--config", folder / "run.toml", "--run-dir", results]
     few, many = (results / "rollouts" / f"eval_model.{name}.jsonl" for name in ("few", "many"))
     with launched("eval", folder / "model", *arguments) as run:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while len(lines(many)) < 20:
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
             time.sleep(0.05)
         children = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(signal.SIGINT)
-        output, _ = run.communicate(timeout=30)
+        output, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT, output
     assert left_after(children, 5.0) == []
     assert not (results / "eval.json").exists()
@@ -118,10 +118,10 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     check_report(results, few)
 
     with launched("eval", folder / "model", *arguments) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 0 and "nothing is generated" in output and "maj@8" in output
     with launched("eval", "--compare", results, results, "--json") as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     compared = json.loads(output)["sets"]
     assert {name: (s["problems"], s["difference"], s["p"]) for name, s in compared.items()} == {
         "few": (FEW, 0.0, 1.0), "many": (MANY, 0.0, 1.0),
@@ -132,7 +132,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
 def test_a_dead_queue_ends_an_evaluation_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     with launched("eval", "--config", folder / "run.toml", "--run-dir", results) as run:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while not lines(results / "rollouts" / "eval_model.few.jsonl"):
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
             time.sleep(0.05)
@@ -143,7 +143,7 @@ def test_a_dead_queue_ends_an_evaluation_and_nothing_is_left(folder: Path, tmp_p
             if "megatron_rl.rollout_queue.server" in child.cmdline()
         ]
         queue.kill()
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 1 and "queue-model ended with signal 9" in output, output
     assert left_after(children, 5.0) == []
     assert not (results / "eval.json").exists()

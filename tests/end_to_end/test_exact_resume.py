@@ -159,7 +159,7 @@ def test_run_whose_launcher_was_killed_resumes_to_the_whole_one(
     with launched(folder, "run", run_dir, engine) as run:
         wait_until(lambda: reached(run_dir, EVERY + 2), run)
         run.kill()
-        run.communicate(timeout=60)
+        run.communicate(timeout=200)
     newest = max(complete_checkpoints(run_dir / CHECKPOINTS))
     assert EVERY <= newest < STEPS
     with launched(folder, "run", run_dir, engine, "generator.replicas=2") as run:

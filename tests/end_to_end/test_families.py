@@ -67,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model of a first run, and its tasks."""
     folder = tmp_path_factory.mktemp("made")
     command = [sys.executable, "-m", "megatron_rl.data.tiny", str(folder)]
-    subprocess.run(command, cwd=commands.ROOT, check=True, timeout=100)
+    subprocess.run(command, cwd=commands.ROOT, check=True, timeout=200)
     return folder
 
 

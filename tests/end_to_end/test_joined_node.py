@@ -45,7 +45,7 @@ def peers(run_dir: Path) -> dict:
 def audit(run_dir: Path) -> None:
     """The records hold."""
     with launched("audit", run_dir) as found:
-        text, _ = found.communicate(timeout=100)
+        text, _ = found.communicate(timeout=200)
     assert found.returncode == 0, text
 
 
@@ -70,7 +70,7 @@ def test_a_node_joins_in_mid_run_is_served_and_leaves_without_a_trace(
             told = describe(read_status(run_dir, time.time()))
             assert "nodes 2; node 1 has joined with 1 generator and 1 verifier" in told
             os.kill(node.pid, signal.SIGTERM)
-            said, _ = node.communicate(timeout=60)
+            said, _ = node.communicate(timeout=200)
         assert node.returncode == 0, said
         assert "node 1 joins" in said and "this node has left the run" in said
         wait_until(lambda: peers(run_dir)["peers/generators"] == 1, run)
@@ -93,7 +93,7 @@ def test_a_serving_node_is_killed_and_comes_back_and_another_one_leaves(
         "expert.queue.heartbeat_timeout_s=10",
     ]  # fmt: skip
     with launched("prepare", "--config", config, "--run-dir", run_dir, *given) as prepared:
-        text, _ = prepared.communicate(timeout=100)
+        text, _ = prepared.communicate(timeout=200)
         assert prepared.returncode == 0, text
 
     def node(number: int) -> subprocess.Popen[str]:
@@ -114,7 +114,7 @@ def test_a_serving_node_is_killed_and_comes_back_and_another_one_leaves(
         wait_until(lambda: "node 1 is back" in told(), run)
         wait_until(lambda: peers(run_dir)["peers/missing"] == "", run)
         leaving.terminate()
-        said, _ = leaving.communicate(timeout=100)
+        said, _ = leaving.communicate(timeout=200)
         assert leaving.returncode == 0, said
         wait_until(lambda: "node 2 leaves the run" in told(), run)
         output, _ = run.communicate(timeout=400)

@@ -56,7 +56,7 @@ def kill_launcher(run: subprocess.Popen[str]) -> float:
     """Kill the launcher alone; all other processes end by themselves. Unix seconds after that."""
     others = psutil.Process(run.pid).children(recursive=True)
     os.kill(run.pid, signal.SIGKILL)
-    run.communicate(timeout=60)
+    run.communicate(timeout=200)
     deadline = time.monotonic() + END_S
     while left := [process for process in others if is_alive(process)]:
         assert time.monotonic() < deadline, left
@@ -115,7 +115,7 @@ def test_a_killed_launcher_started_again_generates_nothing_twice(
     check_repeated(run_dir)
     check_trained(run_dir, STEPS)
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
     assert not list((run_dir / FOLDER).iterdir())
 

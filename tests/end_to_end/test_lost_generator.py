@@ -186,7 +186,7 @@ def test_training_survives_five_deaths_of_its_verifier_and_five_of_its_generator
     assert len(restarts(run_dir)) == len(restarts(run_dir, "verifier")) == KILLS
     check_trained(run_dir, MANY_STEPS)
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
 
 
@@ -217,7 +217,7 @@ def test_training_survives_deaths_of_its_queue_without_generating_anything_twice
     assert labels == ["before", "step_10", "step_20", "after"]
     assert not list((run_dir / "ledger").iterdir())
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
 
 
@@ -230,7 +230,7 @@ def test_engine_that_cannot_be_started_ends_the_run_at_once(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = "generator.engine=late_engine:Engine"
     with launched(folder, "run", tmp_path / "run", engine) as run:
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 1
     assert "generator-0 ended with exit code 1; not restarted" in output
     assert "No module named 'nowhere'" in output

@@ -99,7 +99,7 @@ def test_a_killed_trainer_has_its_memory_back_before_it_repeats_the_steps(
     check_trained(run_dir, STEPS)
     assert not restarts(run_dir) + restarts(run_dir, "queue")
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
 
 

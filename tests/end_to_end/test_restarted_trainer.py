@@ -77,7 +77,7 @@ def test_killed_trainer_repeats_the_steps_since_its_checkpoint_on_the_same_batch
     # What the checkpoints of steps 4, 8 and 10 need.
     assert stored_steps(run_dir / BATCHES) == list(range(EVERY * (STEPS // EVERY - 1), STEPS))
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
     check_replay(run_dir, "one", first=6)
     if "parallel.data=2" in given:

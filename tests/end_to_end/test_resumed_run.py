@@ -79,7 +79,7 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
     with launched(folder, "run", run_dir, *few_prompts) as run:
         wait_until(lambda: newest_step(run_dir) >= 6, run)
         kill(run)
-        first_output, _ = run.communicate(timeout=60)
+        first_output, _ = run.communicate(timeout=200)
     assert run.returncode != 0
     newest = newest_step(run_dir)
     assert 6 <= newest < STEPS
@@ -96,7 +96,7 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
 def check_finished(folder: Path, few_prompts: list[str], run_dir: Path) -> None:  # noqa: F811
     """A finished run is refused, and resumes when the command gives more steps."""
     with launched(folder, "run", run_dir, *few_prompts) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 2 and "has ended: it is complete after step 20" in output
     # What the first end exported is replaced by that of a longer run.
     exported = (run_dir / "hf" / "final" / "model.safetensors").read_bytes()

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     ):
         done = [sys.executable, "-m", *map(str, command), "--seed", "0"]
-        subprocess.run(done, cwd=ROOT, check=True, timeout=100)
+        subprocess.run(done, cwd=ROOT, check=True, timeout=200)
     return folder
 
 

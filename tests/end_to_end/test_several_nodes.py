@@ -80,7 +80,7 @@ def prepare(config_path: Path, run_dir: Path, *overrides: str) -> None:
     """The run folder, with keys."""
     done = start("prepare", "--config", str(config_path), "--run-dir", str(run_dir),
                  f"ports.host={ADDRESS}", *overrides)  # fmt: skip
-    text, _ = done.communicate(timeout=60)
+    text, _ = done.communicate(timeout=200)
     assert done.returncode == 0, text
 
 
@@ -120,7 +120,7 @@ def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
     # The last state is a moment before the end: the loop may miss it.
     states.append(read_status(run_dir, time.time()).state)
     assert second is not None
-    refusal, _ = second.communicate(timeout=60)
+    refusal, _ = second.communicate(timeout=200)
     assert second.returncode == 2 and f"a run is running in {run_dir}: end it" in refusal
     text = (tmp_path / "job.log").read_text()
     assert run.returncode == 0, text
@@ -182,7 +182,7 @@ def test_usr1_saves_a_checkpoint_from_which_the_requeued_job_resumes(
     # The launcher looks for a finished step every few seconds.
     wait_until(lambda: trained(run_dir) >= 100, first)
     first.send_signal(signal.SIGUSR1)
-    code = first.wait(timeout=60)
+    code = first.wait(timeout=200)
     text = (tmp_path / "job.log").read_text()
     assert code == 128 + signal.SIGTERM and calls.read_text() == "requeue 71\n", text
     saved = max(complete_checkpoints(run_dir / "checkpoints"))
@@ -245,11 +245,11 @@ def test_a_node_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: 
     others = psutil.Process(first.pid).children(recursive=True)
     [generator] = [child for child in children if "generation.worker" in child.cmdline()]
     generator.kill()
-    text, _ = node.communicate(timeout=30)
+    text, _ = node.communicate(timeout=60)
     assert node.returncode == 1 and "generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in children)
     # The other node hears of it, and ends too.
-    text, _ = first.communicate(timeout=30)
+    text, _ = first.communicate(timeout=60)
     assert first.returncode == 1, text
     assert "node 1 has left the run: generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in others)

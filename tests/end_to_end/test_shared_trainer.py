@@ -53,7 +53,7 @@ def launched(
     with commands.launched(
         "prepare", "--config", config, "--run-dir", run_dir, *GIVEN, *given
     ) as prepared:
-        text, _ = prepared.communicate(timeout=100)
+        text, _ = prepared.communicate(timeout=200)
         assert prepared.returncode == 0, text
     started = [node(run_dir, number, nodes) for number in range(nodes)]
     try:
@@ -67,7 +67,7 @@ def launched(
 def audit(run_dir: Path) -> None:
     """The records hold."""
     with commands.launched("audit", run_dir) as found:
-        text, _ = found.communicate(timeout=100)
+        text, _ = found.communicate(timeout=200)
     assert found.returncode == 0, text
 
 
@@ -95,7 +95,7 @@ def test_all_nodes_repeat_the_steps_since_the_checkpoint_when_a_rank_of_any_is_k
             wait_until(lambda count=count: len(restarts(run_dir, "trainer")) == count, run)
         output, _ = run.communicate(timeout=200)
         assert run.returncode == 0, output
-        said, _ = nodes[1].communicate(timeout=60)
+        said, _ = nodes[1].communicate(timeout=200)
         assert nodes[1].returncode == 0, said
     rows = restarts(run_dir, "trainer")
     assert [row["role"] for row in rows] == ["trainer-node-1", "trainer", "trainer"]
@@ -120,7 +120,7 @@ def test_the_trainer_waits_for_a_node_that_was_killed_and_continues_when_its_pla
         lost.kill()
         wait_until(lambda: "the trainer waits for it" in told(run_dir), run)
         if not spare:
-            psutil.wait_procs(lost_processes, timeout=20)
+            psutil.wait_procs(lost_processes, timeout=60)
             nodes.append(node(run_dir, 1, NODES))
         wait_until(lambda: len(restarts(run_dir, "trainer")) == 1, run)
         output, _ = run.communicate(timeout=200)
@@ -141,7 +141,7 @@ def test_a_run_whose_lost_node_does_not_come_back_ends_and_resumes(
         run, lost = nodes
         wait_until(lambda: any(row["step"] >= EVERY + 1 for row in taken(run_dir)), run)
         lost.kill()
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 1, output
     assert "did not come back within 5 s (expert.nodes.wait_s)" in output
     assert f"resumes the run after step {EVERY} of {STEPS}" in output

@@ -97,10 +97,10 @@ def test_training_outlives_a_stop_of_any_process(
             wait_until(lambda n=trained: steps(run_dir) > n + 1, run)
         assert not is_alive(metrics)
         run.send_signal(signal.SIGTERM)
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 128 + signal.SIGTERM, output
     with commands.launched("audit", run_dir) as audit:
-        found, _ = audit.communicate(timeout=100)
+        found, _ = audit.communicate(timeout=200)
     assert audit.returncode == 0, found
 
 
@@ -129,7 +129,7 @@ def test_a_stopped_trainer_is_restarted(folder: Path, tmp_path: Path) -> None:  
         trained = steps(run_dir)
         wait_until(lambda: steps(run_dir) > trained, run)
         run.send_signal(signal.SIGTERM)
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 128 + signal.SIGTERM, output
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_rank_that_cannot_be_restarted_ends_the_run(
     with launched(folder, "run", tmp_path / "run", *given) as run:
         wait_until(lambda: contains(tmp_path / "run/metrics.jsonl", "train/loss"), run)
         process = stop_trainer(run, 1)
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 1
     assert f"rank 0 (pid {process.pid}) was stopped by SIGSTOP for" in output.replace("\n", " ")
     assert not is_alive(process)

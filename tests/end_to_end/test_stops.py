@@ -27,7 +27,7 @@ def test_a_stop_after_the_last_batch_is_saved_and_resumed_at_the_last_evaluation
     with launched(folder, "run", run_dir, *EVALUATES) as run:
         wait_until(lambda: contains(run_dir / "logs/queue.log", f"batch of step {STEPS - 1}:"), run)
         run.send_signal(signal.SIGHUP)
-        output, _ = run.communicate(timeout=100)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 128 + signal.SIGHUP, output
     assert f"resumes the run after step {STEPS} of {STEPS}" in output.replace("\n", " ")
     assert labels(run_dir) == ["before"]
@@ -35,7 +35,7 @@ def test_a_stop_after_the_last_batch_is_saved_and_resumed_at_the_last_evaluation
         # Any node may ask, also when nothing is trained.
         wait_until(lambda: contains(run_dir / "alive.json", "after the last step"), run)
         (run_dir / "stop").touch()
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=200)
     assert run.returncode == 128 + signal.SIGTERM, output
     with launched(folder, "run", run_dir, *EVALUATES) as run:
         output, _ = run.communicate(timeout=200)

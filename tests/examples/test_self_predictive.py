@@ -48,7 +48,7 @@ def plot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ends(plot: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Figures of the script's last line."""
     command = [sys.executable, "examples/self_predictive/limits.py", str(plot)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

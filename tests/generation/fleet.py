@@ -149,7 +149,7 @@ class Fleet:
     def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def start(self, index: int) -> None:
         """Start one generator; the one that it replaces has ended."""

@@ -83,7 +83,7 @@ async def serve_and_cancel(folder: Path, log_path: Path, port: int) -> list[obje
     return answers[1:]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_cancelled_lease_ends_in_the_engine_and_nothing_of_it_is_sent(
     models_dir: Path, tmp_path: Path
 ) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from generation.child import ServerChild
 async def main():
     child = ServerChild(Path(sys.argv[1]))
-    await child.start([sys.executable, "-c", "import time; time.sleep(60)"], {})
+    await child.start([sys.executable, "-c", "import time; time.sleep(600)"], {})
     print(child._process.pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
 
@@ -28,7 +28,7 @@ def test_how_it_ended_comes_with_the_end_of_its_log(tmp_path: Path) -> None:
         child = ServerChild(tmp_path / "logs" / "server.log")
         code = "import os; [print('line', i) for i in range(99)]; exit(int(os.environ['X']))"
         await child.start([sys.executable, "-c", code], {"X": "7"})
-        reason = await asyncio.wait_for(child.exited(), 20)
+        reason = await asyncio.wait_for(child.exited(), 60)
         await child.close()
         return reason
 
@@ -43,7 +43,7 @@ def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         assert child.is_running()
         parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child lives on"
         time.sleep(0.02)

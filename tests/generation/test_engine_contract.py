@@ -316,7 +316,9 @@ def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> No
         await driver.collect(PROMPT, Sampling(3, 1.0), many)
         return time.monotonic() - started
 
-    assert driver.run(time_after_closing()) < driver.run(time_all()) / 3
+    # A stall of the machine spoils one of them at most.
+    soon_s = min(driver.run(time_after_closing()) for _ in range(2))
+    assert soon_s < driver.run(time_all()) / 3
 
 
 def check_holds(driver: Driver, model: LlamaForCausalLM, version: int) -> None:

@@ -37,7 +37,7 @@ def test_a_trainer_that_never_leaves_room_is_given_up_with_the_settings_named() 
         EngineError, match="no room for an engine in 0 s .expert.train.batch_timeout_s"
     ):
         ask(free_port(), 0.4)
-    assert 0.4 <= time.monotonic() - started < 3
+    assert 0.4 <= time.monotonic() - started < 20
 
 
 def test_a_cold_start_takes_as_long_as_it_needs(tmp_path: Path) -> None:

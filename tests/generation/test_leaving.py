@@ -74,7 +74,7 @@ async def serve_and_leave(
     return heard
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("tokens", "limit_s", "finished"), [(3, 60.0, 4), (480, 0.0, 0)])
 def test_a_leaving_generator_finishes_or_gives_back_its_lease_and_takes_no_other(
     models_dir: Path, tmp_path: Path, tokens: int, limit_s: float, finished: int

@@ -24,7 +24,7 @@ from generation.sglang_orders import ORDERS_VARIABLE, Nothing, read_order, write
 from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.generation.test_engine_contract import make_setup
 
-LIMIT_S = 20
+LIMIT_S = 60
 HERE, MEETS_AT = "127.0.0.1", "127.0.0.1:4321"
 
 
@@ -37,7 +37,7 @@ def test_a_follower_learns_whether_the_run_or_a_life_is_over(tmp_path: Path) -> 
         path = call_path(tmp_path, 3)
         leader = Meeting(path, HERE, 1, MEETS_AT)
         await leader.open()
-        call, listener = await answer(path, 1, known="", patience_s=5)
+        call, listener = await answer(path, 1, known="", patience_s=30)
         assert call.session == leader.session
         waiting = asyncio.ensure_future(listener.wait())
         await asyncio.sleep(0.2)
@@ -54,12 +54,12 @@ def test_a_follower_learns_whether_the_run_or_a_life_is_over(tmp_path: Path) -> 
 def test_the_leader_notices_a_follower_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(meeting, "SILENT_S", 0.5)
+    monkeypatch.setattr(meeting, "SILENT_S", 50.0 if end == "closes" else 0.5)
 
     async def play() -> tuple[str, float]:
         leader = Meeting(tmp_path / "call", HERE, 2, MEETS_AT)
         await leader.open()
-        pairs = [await answer(tmp_path / "call", rank, known="", patience_s=5) for rank in (1, 2)]
+        pairs = [await answer(tmp_path / "call", rank, known="", patience_s=30) for rank in (1, 2)]
         # Nobody beats for them: the first is silent by itself.
         if end == "closes":
             pairs[1][1].close()
@@ -71,14 +71,14 @@ def test_the_leader_notices_a_follower_that_is_gone(
     reason, took_s = run(play())
     part = 2 if end == "closes" else 1
     assert f"the engine's part {part} of 3, on another node, ended or fell silent" in reason
-    assert took_s < (0.4 if end == "closes" else 2)
+    assert took_s < 20
 
 
 def test_strangers_and_second_comers_are_sent_away(tmp_path: Path) -> None:
     async def play() -> list[bytes]:
         leader = Meeting(tmp_path / "call", HERE, 1, MEETS_AT)
         await leader.open()
-        call, _ = await answer(tmp_path / "call", 1, known="", patience_s=5)
+        call, _ = await answer(tmp_path / "call", 1, known="", patience_s=30)
         await asyncio.sleep(0.1)
         found = []
         known = [f"{call.session} {rank}" for rank in (1, 2, 0)]
@@ -125,7 +125,7 @@ def test_a_follower_runs_one_server_a_life_and_ends_with_the_run(
 
     def command(setup: Any, loader: str) -> list[str]:
         commands.append(server_command(setup, loader))
-        return [sys.executable, "-c", "import time; time.sleep(60)"]
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
 
     class Child(ServerChild):
         def __init__(self, log_path: Path) -> None:

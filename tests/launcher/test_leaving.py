@@ -29,7 +29,7 @@ def leave(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGUSR2, leave)
 open(sys.argv[1] + "/ready", "w").close()
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -72,7 +72,7 @@ def test_a_signalled_node_has_its_roles_leave_and_goes(tmp_path: Path) -> None:
             node.look()
         pytest.fail("it has not left")
     first.is_over.set()
-    first.join(30)
+    first.join(60)
     assert (tmp_path / "left").exists()
     assert first.events == [
         "node 1 has joined with 1 generator and 1 verifier",

@@ -107,7 +107,7 @@ def commands_of(folder: Path, command: list[str], environment: dict[str, str]) -
     (folder / "runs" / "first").mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         command, env={"PATH": f"{folder}/bin:{os.environ['PATH']}"} | environment,
-        capture_output=True, text=True, timeout=20,
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [part.split() for part in done.stdout.split("--end--\n") if part]
@@ -177,7 +177,7 @@ def test_a_jobset_prepares_on_the_first_node_and_starts_all(
         Path(probe[-1]).unlink(missing_ok=True)
         environment = given | {"NODE": str(number), "POD_IP": "10.0.0.7"}
         nodes.append(commands_of(files, [*container["command"], text], environment))
-        assert subprocess.run(probe, timeout=10).returncode == 0
+        assert subprocess.run(probe, timeout=60).returncode == 0
     check(nodes, files, "10.0.0.7", capsys, caplog)
 
 

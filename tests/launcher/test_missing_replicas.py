@@ -14,7 +14,7 @@ def test_a_queue_that_starts_again_accuses_nobody(tmp_path: Path) -> None:
         "queue", limit=1, window_s=1.0, until="queue", ready_path=tmp_path / "queue.ready",
         kind="queue",
     )  # fmt: skip
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         queue = Role("queue", [], process, tmp_path / "queue.out", 0, 0.0, restarts=rule)
         assert missing_now([queue], ["verifier"]) == []
         rule.ready_path.touch()

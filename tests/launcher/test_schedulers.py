@@ -60,10 +60,20 @@ def calls(folder: Path) -> list[str]:
 
 
 def wait_for_roles(job: subprocess.Popen[str], folder: Path, nodes: int) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while sum(line.startswith("started") for line in calls(folder)) < nodes:
         assert job.poll() is None and time.monotonic() < until
         time.sleep(0.05)
+    # The script's traps come after the start of the roles; that of USR1 is the last one.
+    while not catches(job.pid, signal.SIGUSR1):
+        assert job.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    [mask] = [line for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -83,7 +93,7 @@ def test_usr1_stops_the_run_after_a_checkpoint_and_requeues_its_job(
     job = start(tmp_path, nodes, ENDS=str(ends))
     wait_for_roles(job, tmp_path, nodes)
     job.send_signal(sent)
-    text, _ = job.communicate(timeout=30)
+    text, _ = job.communicate(timeout=60)
     assert job.returncode == ends, text
     assert ("scontrol requeue 71" in calls(tmp_path)) == requeues
     assert not [line for line in calls(tmp_path) if "scontrol" in line and not requeues]
@@ -103,7 +113,7 @@ def test_every_command_runs_in_the_container_that_is_asked_for(tmp_path: Path, n
         job = start(folder, nodes, ENDS="0", **given)
         wait_for_roles(job, folder, nodes)
         (folder / "run" / "stop").touch()
-        text, _ = job.communicate(timeout=30)
+        text, _ = job.communicate(timeout=60)
         assert job.returncode == 0, text
         noted = calls(folder)
         if name == "apptainer":
@@ -127,6 +137,6 @@ def test_a_job_that_slurm_starts_again_finds_its_run_folder(tmp_path: Path) -> N
     told = subprocess.run(
         ["bash", "-c", f"CONFIGS=(x/my.toml)\nRUN_DIR=\n{line}\necho $RUN_DIR"],
         cwd=tmp_path, env=os.environ | {"SLURM_JOB_ID": "71"}, capture_output=True, text=True,
-        timeout=10, check=True,
+        timeout=60, check=True,
     )  # fmt: skip
     assert told.stdout == f"{tmp_path}/runs/my-71\n"

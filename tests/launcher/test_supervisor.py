@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 # Ignores SIGTERM, has a grandchild that ignores it too, and writes both pids.
 STUBBORN = """
@@ -47,23 +47,23 @@ import os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 time.sleep(300)
 """
-# Starts the scripts of argv[2:], waits until each wrote its pids, then does what argv[1] says.
+# Starts all scripts of a folder, waits until each wrote its pids, then watches them or leaves.
 LAUNCHER = """
 import pathlib, sys, time
 from megatron_rl.protocol.process import run_main
 from megatron_rl.launcher.supervisor import RoleDied, Supervisor
 folder = pathlib.Path(sys.argv[1])
 def main():
-    with Supervisor(folder / 'logs') as supervisor:
+    with Supervisor(folder / 'logs', term_grace_s=float(sys.argv[2])) as supervisor:
         for script in sorted(folder.glob('*.py')):
             pids = script.with_suffix('.pids')
             supervisor.start(script.stem, [sys.executable, str(script), str(pids)])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(list(folder.glob('*.pids'))) < len(list(folder.glob('*.py'))):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         (folder / 'ready').touch()
-        if len(sys.argv) > 2:
+        if len(sys.argv) > 3:
             return
         while time.monotonic() < deadline + 30:
             supervisor.check()
@@ -76,11 +76,13 @@ except RoleDied as death:
 """
 
 
-def start_launcher(folder: Path, scripts: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def start_launcher(
+    folder: Path, scripts: dict[str, str], *arguments: str, term_grace_s: float = 100.0
+) -> subprocess.Popen[str]:
     for name, text in scripts.items():
         (folder / f"{name}.py").write_text(text)
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(folder), *arguments],
+        [sys.executable, "-c", LAUNCHER, str(folder), str(term_grace_s), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -88,7 +90,7 @@ def start_launcher(folder: Path, scripts: dict[str, str], *arguments: str) -> su
 
 
 def wait_until_ready(folder: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not (folder / "ready").exists():
         assert time.monotonic() < deadline, "the launcher's children did not start"
         time.sleep(0.05)
@@ -111,16 +113,17 @@ def alive_after(processes: list[psutil.Process], timeout_s: float) -> list[psuti
     return left
 
 
-def test_stubborn_child_and_grandchild_are_gone_within_ten_seconds(tmp_path: Path) -> None:
-    launcher = start_launcher(tmp_path, {"stubborn": STUBBORN, "orphan_maker": ORPHAN_MAKER})
+def test_stubborn_child_and_grandchild_are_gone_after_the_grace(tmp_path: Path) -> None:
+    scripts = {"stubborn": STUBBORN, "orphan_maker": ORPHAN_MAKER}
+    launcher = start_launcher(tmp_path, scripts, term_grace_s=2.0)
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     assert len(processes) == 3
     asked = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(15) == 128 + signal.SIGTERM
-    assert time.monotonic() - asked < 10.0
-    assert alive_after(processes, 0.2) == []
+    assert launcher.wait(60) == 128 + signal.SIGTERM
+    assert 2.0 <= time.monotonic() - asked < 40.0
+    assert alive_after(processes, 2.0) == []
 
 
 def test_second_interrupt_during_the_stop_ends_all_at_once(tmp_path: Path) -> None:
@@ -128,13 +131,13 @@ def test_second_interrupt_during_the_stop_ends_all_at_once(tmp_path: Path) -> No
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    time.sleep(2.0)
     asked = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(15) == 128 + signal.SIGINT
-    # The first one alone gives a process that ignores it 6 s.
-    assert time.monotonic() - asked < 3.0
-    assert alive_after(processes, 0.2) == []
+    assert launcher.wait(60) == 128 + signal.SIGINT
+    # The first one alone gives a process that ignores it 100 s.
+    assert time.monotonic() - asked < 40.0
+    assert alive_after(processes, 2.0) == []
 
 
 def test_children_that_obey_end_at_once(tmp_path: Path) -> None:
@@ -142,9 +145,9 @@ def test_children_that_obey_end_at_once(tmp_path: Path) -> None:
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     asked = time.monotonic()
-    assert launcher.wait(15) == 0
-    assert time.monotonic() - asked < 4.0
-    assert alive_after(processes, 0.2) == []
+    assert launcher.wait(60) == 0
+    assert time.monotonic() - asked < 40.0
+    assert alive_after(processes, 2.0) == []
 
 
 @pytest.mark.parametrize("code", [2, 3])
@@ -155,11 +158,11 @@ def test_death_of_one_role_ends_the_others_and_shows_its_log(tmp_path: Path, cod
     launcher = start_launcher(tmp_path, {"dying": dying, "healthy": SLEEPER})
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
-    output, _ = launcher.communicate(timeout=20)
+    output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert f"dying ended with exit code {code}" in output
     assert "the disk is full" in output
-    assert alive_after(processes, 0.2) == []
+    assert alive_after(processes, 2.0) == []
 
 
 def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
@@ -167,8 +170,8 @@ def test_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     launcher.kill()
-    launcher.wait(5)
-    assert alive_after(processes, 5.0) == []
+    launcher.wait(60)
+    assert alive_after(processes, 60.0) == []
 
 
 EARLY_END = """
@@ -191,19 +194,19 @@ def test_orphans_that_ended_are_forgotten_while_the_roles_go_on(tmp_path: Path) 
     launcher = start_launcher(tmp_path, {"litterer": LITTERER})
     wait_until_ready(tmp_path)
     children = psutil.Process(launcher.pid).children
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     # The role itself is left.
     while len(children()) > 1:
         assert time.monotonic() < deadline, children()
         time.sleep(0.05)
     assert launcher.poll() is None and children()[0].status() != psutil.STATUS_ZOMBIE
     launcher.terminate()
-    assert launcher.wait(20) == 128 + signal.SIGTERM
+    assert launcher.wait(60) == 128 + signal.SIGTERM
 
 
 def test_role_that_ends_before_it_was_told_counts_as_dead(tmp_path: Path) -> None:
     output = subprocess.check_output(
-        [sys.executable, "-c", EARLY_END, str(tmp_path)], text=True, timeout=40
+        [sys.executable, "-c", EARLY_END, str(tmp_path)], text=True, timeout=60
     )
     assert "generator ended with exit code 0" in output
     assert "bye" in output
@@ -226,7 +229,7 @@ port = resolve_ports(Config()).ports.torchrun
 with Supervisor(folder / 'logs') as supervisor:
     supervisor.start('trainer', [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node',
         '2', '--master-addr', '127.0.0.1', '--master-port', str(port), str(folder / 'rank.py')])
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             supervisor.check()
@@ -243,7 +246,7 @@ def test_exit_code_and_words_of_a_failed_rank_come_through_torchrun(tmp_path: Pa
         [sys.executable, "-c", TORCHRUN, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=200,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -259,7 +262,7 @@ from megatron_rl.launcher.supervisor import Supervisor
 with Supervisor(pathlib.Path(sys.argv[1])) as supervisor:
     supervisor.start('spare', [sys.executable, '-c', 'raise SystemExit(3)'], is_expendable=True)
     supervisor.start('work', [sys.executable, '-c', 'import time; time.sleep(1)'])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while supervisor.is_running('work') or supervisor.is_running('spare'):
         assert time.monotonic() < deadline
         supervisor.check()
@@ -271,7 +274,7 @@ with Supervisor(pathlib.Path(sys.argv[1])) as supervisor:
 def test_the_death_of_an_expendable_role_is_told_and_ends_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXPENDABLE, str(tmp_path)],
-        capture_output=True, text=True, timeout=50,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "spare" in done.stderr and "the run continues without it" in done.stderr

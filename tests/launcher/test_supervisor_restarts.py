@@ -17,7 +17,7 @@ from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.supervisor import RoleDied, Supervisor
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 PAUSE_S = 0.3
 # Its server holds a port, has a child, and outlives it: nothing but the launcher would end them.
@@ -95,7 +95,7 @@ class Launched:
     def life(self, number: int) -> list[int]:
         """Generator, server and the server's child of one life, once it was ready: their pids."""
         path = self.folder / "lives"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while not path.exists() or path.read_text().count("\n") <= number:
             assert self.process.poll() is None, self.process.stdout.read()
             assert time.monotonic() < deadline, f"life {number} of the generator did not come"
@@ -107,7 +107,7 @@ class Launched:
 
     def end(self) -> tuple[int, str]:
         """Exit code and output of the launcher."""
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=60)
         return self.process.returncode, output
 
     @property
@@ -123,7 +123,7 @@ def launched(folder: Path, limit: int, **generator: int) -> Iterator[Launched]:
     finally:
         if run.process.poll() is None:
             run.process.terminate()
-            run.process.communicate(timeout=20)
+            run.process.communicate(timeout=60)
 
 
 def is_alive(pid: int) -> bool:
@@ -216,29 +216,29 @@ from megatron_rl.launcher.supervisor import Supervisor
 folder = pathlib.Path(sys.argv[1])
 good = [sys.executable, '-c', 'import time; time.sleep(300)']
 bad = [sys.executable, '-c', 'raise SystemExit(1)']
-rule = RestartRule('generator-0', 1, 2.0, 'trainer', folder / 'ready-0', replicas=2)
+rule = RestartRule('generator-0', 1, 5.0, 'trainer', folder / 'ready-0', replicas=2)
 with Supervisor(folder / 'logs', first_pause_s=0.05) as supervisor:
     for name, command in (('generator-0', good), ('generator-1', bad)):
         own = dataclasses.replace(rule, replica=name, ready_path=folder / f'{name}.ready')
         supervisor.start(name, command, restarts=own)
     started, restarts = time.monotonic(), []
-    while len(restarts) < 2 and time.monotonic() < started + 20:
+    while len(restarts) < 2 and time.monotonic() < started + 60:
         restarts += [(r.role, time.monotonic() - started) for r in supervisor.check()]
         if len(restarts) == 1 and supervisor.roles['generator-1'].is_given_up:
             print('given up', supervisor.replicas.given_up)
             supervisor.roles['generator-1'].is_given_up = False
         time.sleep(0.02)
-    print([role for role, _ in restarts], restarts[1][1] - restarts[0][1] > 1.9)
+    print([role for role, _ in restarts], restarts[1][1] - restarts[0][1] > 4.9)
     assert supervisor.is_running('generator-0')
 """
 
 
 def test_the_run_continues_without_a_replica_whose_restarts_are_used_up(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", GIVEN_UP, str(tmp_path)], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", GIVEN_UP, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    # The second restart comes when the first one, 2 s ago, counts no more.
+    # The second restart comes when the first one, 5 s ago, counts no more.
     assert done.stdout.splitlines() == [
         "given up {'generator': 1}", "['generator-1', 'generator-1'] True"
     ]  # fmt: skip
@@ -252,7 +252,7 @@ from megatron_rl.launcher.supervisor import Supervisor
 folder = pathlib.Path(sys.argv[1])
 ready = folder / 'ready'
 rule = RestartRule('verifier', 3, 3600.0, 'trainer', ready, kind='verifier')
-with Supervisor(folder / 'logs', first_pause_s=0.05, silence_s=0.5) as supervisor:
+with Supervisor(folder / 'logs', first_pause_s=0.05, silence_s=1.5) as supervisor:
     role = supervisor.start('verifier', ['sleep', '300'], restarts=rule)
     role.process.send_signal(signal.SIGSTOP)
     def look(seconds, missing):
@@ -262,16 +262,16 @@ with Supervisor(folder / 'logs', first_pause_s=0.05, silence_s=0.5) as superviso
             supervisor.end_silent(missing)
             time.sleep(0.02)
         return [restart.exit_code for restart in restarts]
-    print(look(1.0, ['verifier']), 'not ready yet')
+    print(look(2.0, ['verifier']), 'not ready yet')
     ready.touch()
-    print(look(0.3, ['verifier']), look(0.3, []), look(0.3, ['verifier']), 'heard in between')
-    print(look(5.0, ['verifier']), 'hangs')
+    print(look(0.5, ['verifier']), look(0.5, []), look(0.5, ['verifier']), 'heard in between')
+    print(look(60.0, ['verifier']), 'hangs')
 """
 
 
 def test_a_role_that_the_queue_misses_for_long_is_killed_and_restarted(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

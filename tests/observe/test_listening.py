@@ -50,7 +50,7 @@ def play(stack: ExitStack, sockets: list[tuple[str, str, int]], *words: str) -> 
         [sys.executable, "-c", PLAY, json.dumps(sockets), *words],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    stack.callback(process.communicate, timeout=10)
+    stack.callback(process.communicate, timeout=60)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process.pid
 

@@ -39,7 +39,7 @@ def call_as_another(arguments: list[str], folder: Path) -> subprocess.CompletedP
     command = [sys.executable, "-m", "megatron_rl.cli.main", *arguments, str(folder)]
     return subprocess.run(
         [*WITHOUT_RIGHTS, *command] if is_root else command,
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ def test_peers_with_the_keys_exchange_messages(keys: Keys) -> None:
     port = free_port()
     with Router(ADDRESS, port, keys) as router, Dealer(f"{ADDRESS}:{port}", "a", keys) as dealer:
         dealer.send(NextBatch(1, 0, 1))
-        assert router.receive(5.0) == ("a", NextBatch(1, 0, 1))
-        assert router.send("a", Stop("x")) and dealer.receive(5.0) == Stop("x")
+        assert router.receive(60.0) == ("a", NextBatch(1, 0, 1))
+        assert router.send("a", Stop("x")) and dealer.receive(60.0) == Stop("x")
 
 
 def test_a_peer_without_the_keys_is_not_heard(keys: Keys, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_errors_that_a_person_can_mend_are_one_line_and_an_exit_code(
     tmp_path: Path, body: str, code: int
 ) -> None:
     process = start(tmp_path, body)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (code, "closed\n")
     assert "Traceback" not in errors
     assert ("mend me" in (tmp_path / "tester.log").read_text()) == (code != 0)
@@ -51,16 +51,16 @@ def test_errors_that_a_person_can_mend_are_one_line_and_an_exit_code(
 
 def test_our_own_fault_keeps_its_traceback_and_exits_1(tmp_path: Path) -> None:
     process = start(tmp_path, "raise KeyError('bug')")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" in errors and output == "closed\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_closes_resources_and_gives_its_exit_code(tmp_path: Path, number: int) -> None:
-    process = start(tmp_path, "print('open', flush=True); time.sleep(30)")
+    process = start(tmp_path, "print('open', flush=True); time.sleep(600)")
     assert process.stdout.readline() == "open\n"
     process.send_signal(number)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (128 + number, "closed\n")
 
 
@@ -68,7 +68,7 @@ def test_a_process_tells_its_stacks_when_asked_and_goes_on(tmp_path: Path) -> No
     process = start(tmp_path, "print('open', flush=True); time.sleep(0.5)")
     assert process.stdout.readline() == "open\n"
     process.send_signal(signal.SIGUSR1)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (0, "closed\n")
     assert "most recent call first" in errors and "in main" in errors
 
@@ -77,16 +77,16 @@ PARENT = """
 import os, subprocess, sys, time
 child = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 subprocess.Popen(child, env={**os.environ, "MEGATRON_RL_LAUNCHED": "1"})
-time.sleep(60)
+time.sleep(600)
 """
 HANGS_AT_ITS_END = """
         from megatron_rl.protocol import process
         process.ORPHAN_END_S = 1.0
         try:
             print("open", flush=True)
-            time.sleep(30)
+            time.sleep(600)
         finally:
-            time.sleep(50)
+            time.sleep(600)
 """
 
 
@@ -99,7 +99,7 @@ def test_a_process_that_hangs_without_its_launcher_says_where_and_ends(tmp_path:
     assert launcher.stdout.readline() == "open\n"
     launcher.kill()
     # Both pipes are the child's too, and end with it.
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert "Timeout (0:00:01)!" in errors and "in main" in errors
 
 
@@ -119,7 +119,7 @@ except InputError as error:
 
 def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60, check=True
     )
     limits, message = done.stdout.splitlines()
     assert limits == "(256, 256)"

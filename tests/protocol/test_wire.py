@@ -187,18 +187,18 @@ def test_a_message_of_another_endpoint_is_refused_by_name(endpoint: Endpoint) ->
             expected = f"{endpoint.name} endpoint: .*{name}.*; allowed are"
             dealer.send(message)
             if name in heard:
-                received = router.receive(5)
+                received = router.receive(60)
                 assert received is not None and type(received[1]) is type(message)
             else:
                 with pytest.raises(WireError, match=f"{expected} {', '.join(heard)}$") as error:
-                    router.receive(5)
+                    router.receive(60)
                 assert error.value.peer == "a"
             assert router.send("a", message)
             if name in said:
-                assert type(dealer.receive(5)) is type(message)
+                assert type(dealer.receive(60)) is type(message)
             else:
                 with pytest.raises(WireError, match=f"{expected} {', '.join(said)}$"):
-                    dealer.receive(5)
+                    dealer.receive(60)
 
 
 def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:
@@ -206,12 +206,12 @@ def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -
     with Router("127.0.0.1", port) as router:
         with Dealer(f"127.0.0.1:{port}", "a") as dealer:
             dealer.send(NextBatch(1, 0, 1))
-            assert router.receive(5.0) == ("a", NextBatch(1, 0, 1))
-            assert router.send("a", Stop("x")) and dealer.receive(5.0) == Stop("x")
+            assert router.receive(60) == ("a", NextBatch(1, 0, 1))
+            assert router.send("a", Stop("x")) and dealer.receive(60) == Stop("x")
         with Dealer(f"127.0.0.1:{port}", "a") as dealer:
             dealer.send(NextBatch(2, 0, 1))
-            assert router.receive(5.0) == ("a", NextBatch(2, 0, 1))
-            assert router.send("a", Stop("y")) and dealer.receive(5.0) == Stop("y")
+            assert router.receive(60) == ("a", NextBatch(2, 0, 1))
+            assert router.send("a", Stop("y")) and dealer.receive(60) == Stop("y")
         assert not router.send("stranger", Stop())
 
 
@@ -220,7 +220,7 @@ def test_bad_frame_at_a_router_is_a_wire_error() -> None:
     with Router("127.0.0.1", port) as router, Dealer(f"127.0.0.1:{port}", "a") as dealer:
         dealer.socket.send(b"garbage")
         with pytest.raises(WireError, match="a frame of 7 bytes that is no message"):
-            router.receive(5.0)
+            router.receive(60)
 
 
 def test_port_in_use_is_a_clear_error() -> None:
@@ -244,7 +244,7 @@ gc.collect()
 def test_sockets_that_nobody_closed_are_collected_without_waiting() -> None:
     """In rings, as those of an exception and its frames."""
     arguments = [sys.executable, "-c", FORGOTTEN, str(free_port())]
-    assert subprocess.run(arguments, timeout=20, check=False).returncode == 0
+    assert subprocess.run(arguments, timeout=60, check=False).returncode == 0
 
 
 def test_binding_to_other_hosts_without_keys_is_refused() -> None:
@@ -259,7 +259,7 @@ def test_waits_end_at_their_deadline() -> None:
         assert router.receive(0.1) is None and dealer.receive(0.1) is None
         with pytest.raises(DeadlineExceeded, match="no answer from .* to NextBatch"):
             dealer.request(NextBatch(0, 0, 1), timeout_s=0.1)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def test_rollout_knows_its_oldest_and_newest_version() -> None:
@@ -281,24 +281,24 @@ def test_a_peer_of_another_phase_is_turned_away_and_never_heard(
     ):
         # The same name: what is sent to it goes to its own phase alone, whoever comes last.
         own.send(NextBatch(1, 0, 1))
-        assert router.receive(5.0) == ("generator-0", NextBatch(1, 0, 1))
+        assert router.receive(60) == ("generator-0", NextBatch(1, 0, 1))
         for stranger, count in ((late, 3), (unlabelled, 2)):
             for step in range(count):
                 stranger.send(NextBatch(step, 0, 1))
         own.send(NextBatch(2, 0, 1))
-        assert router.receive(5.0) == ("generator-0", NextBatch(2, 0, 1))
-        deadline = time.monotonic() + 5
+        assert router.receive(60) == ("generator-0", NextBatch(2, 0, 1))
+        deadline = time.monotonic() + 60
         while router.turned_away.total() < 5 and time.monotonic() < deadline:
             assert router.receive(0.05) is None
         assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
-        assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
+        assert router.send("generator-0", Stop("x")) and own.receive(60) == Stop("x")
         expected = r"does not serve this process of phase step_1: .* \(expert.ports.label\)"
         with pytest.raises(TurnedAway, match=expected) as refused:
-            late.receive(5.0)
+            late.receive(60)
         # A stranger is not told the label under which it would be heard, and logs have none.
         assert "step_2" not in str(refused.value)
         with pytest.raises(TurnedAway, match="serve this process: "):
-            unlabelled.receive(5.0)
+            unlabelled.receive(60)
         assert "generator-0 of phase step_1 is turned away" in caplog.text
         assert "a1" not in caplog.text + str(refused.value)
         assert own.receive(0.0) is None
@@ -312,7 +312,7 @@ def test_turning_strangers_away_does_not_keep_the_receiver() -> None:
     ):
         for step in range(50):
             stranger.send(NextBatch(step, 0, 1))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while router.turned_away.total() < 1 and time.monotonic() < deadline:
             router.receive(0.01)
         # One message a look: what else is to be done comes in between.

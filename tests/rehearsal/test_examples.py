@@ -60,7 +60,7 @@ def test_layers_of_two_kinds_need_the_planned_memory_with_transformer_engine(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.slow(15)
 def test_a_step_that_does_not_fit_says_which_stage_needs_how_much(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ CASES = {
     "sound-interleaved": "interleaved", "skipped": "data", "swapped": "pipeline",
     "unreceived": "pipeline", "read": "data", "fewer": "data",
 }  # fmt: skip
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow(40)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(40)]
 
 
 @pytest.fixture(scope="module")

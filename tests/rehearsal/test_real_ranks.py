@@ -29,7 +29,7 @@ from tests.distributed import run_ranks
 from tests.rehearsal.shapes import SMOLLM2_135M, TINY, write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow(30)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow(30)]
 SMALL = ("train.microbatch_tokens=96", "generator.context_tokens=96", "sampling.max_new_tokens=32")
 LOCAL = ("expert.model.layers=local", "model.dtype=float32", "expert.train.max_mismatch=0")
 

@@ -52,7 +52,7 @@ def write_config(folder: Path, train_prompts: int, held_out: int, **sections: di
     return config
 
 
-def await_sum(folder: Path, metric: str, wanted: int, timeout_s: float = 30.0) -> None:
+def await_sum(folder: Path, metric: str, wanted: int, timeout_s: float = 100.0) -> None:
     """Wait until a queue has counted so much: what others sent may reach it after its run."""
     deadline, found = time.monotonic() + timeout_s, 0
     while found < wanted:
@@ -151,7 +151,7 @@ class ScriptedPeers:
                 while (message := trainer.receive(0)) is not None:
                     self._on_trainer(rank, message)
             self._advance()
-        return queue.wait(timeout=5)
+        return queue.wait(timeout=60)
 
     def close(self) -> None:
         for dealer in filter(None, (self.generator, self.verifier, *self.trainers)):

@@ -130,7 +130,7 @@ def test_a_run_whose_generator_dies_trains_on_each_completion_once(
 
     peers = ScriptedPeers(config, dp_size=2, hold=9, on_step=kill_at)
     try:
-        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
     finally:
         queue.kill()
         peers.close()

@@ -74,7 +74,7 @@ class ScriptedEngine:
             if self.number == 0:
                 await asyncio.sleep(0.05)
                 raise EngineError("it cannot do this prompt")
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         for index in indices:
             await asyncio.sleep(0.02)
             # A token for each index, so that completions of a group differ.
@@ -139,7 +139,7 @@ class Generators:
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.task.cancel)
-        self.thread.join(20)
+        self.thread.join(60)
 
 
 class Verifier:
@@ -170,7 +170,7 @@ class Verifier:
 
     def close(self) -> None:
         self.is_over.set()
-        self.thread.join(20)
+        self.thread.join(60)
 
 
 class Trainer:
@@ -264,7 +264,7 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
         server.serve(coordinator, routers, clock)
         deadline.cancel()
         trainer.owed = {lease_id for worker in generators.workers for lease_id in worker._owed}
-        trainer.thread.join(30)
+        trainer.thread.join(60)
     return trainer, routers
 
 

@@ -69,11 +69,11 @@ def test_workers_of_the_evaluation_before_do_not_touch_the_next_one(tmp_path: Pa
             verifier.send(ScoreDone(number, Score(0.0, {}, "wrong_answer")))
         for stranger in (generator, verifier):
             with pytest.raises(TurnedAway, match="does not serve this process of phase step_1"):
-                stranger.receive(20.0)
+                stranger.receive(60)
         await_sum(tmp_path, "queue/messages_turned_away", 2 * (1 + LEASES))
         peers = ScriptedPeers(config, trains=False)
         stack.callback(peers.close)
-        assert peers.run(queue, timeout_s=30) == 0, queue.stderr.read()
+        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
     # Its own answer every prompt rightly, and all of them were asked.
     assert peers.stopped == {"generator", "verifier"}
     assert sorted(i for _, lease in peers.leases for i in lease.indices) == [0] * PROMPTS

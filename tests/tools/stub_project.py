@@ -159,7 +159,7 @@ class Project:
             env=self.environment() | environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
         )
 
     def modules(self, folder: str = "lib") -> set[str]:

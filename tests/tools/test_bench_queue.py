@@ -116,7 +116,7 @@ def test_processor_time_is_counted_by_process_and_by_main_thread() -> None:
     assert after.peak_rss_mb > 10
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_queue_and_floor_serve_the_scripted_peers() -> None:
     load = Load(
         generators=30, slots=2, tokens=9000, prompts_per_batch=4, group_size=4, max_staleness=5,

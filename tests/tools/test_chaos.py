@@ -93,7 +93,7 @@ queue.wait()
 """
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stops", [0.0, 1.0])
 def test_hits_go_round_the_roles_and_what_outlives_them_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: float

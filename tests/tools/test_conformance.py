@@ -107,7 +107,7 @@ def ours() -> list[Path]:
     return [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_installed_libraries_of_the_pins_have_all_that_we_use(tmp_path: Path) -> None:
     """Those that a host without GPU has in the very version; the others need a download."""
     present = [each for each in LIBRARIES if each.distribution in ("megatron-core", "sglang")]
@@ -147,7 +147,7 @@ def test_an_argument_that_the_engine_does_not_have_is_found(tmp_path: Path) -> N
     assert "takes no eps" in line
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_renamed_function_and_a_dropped_argument_are_found_wherever_they_are_used(
     tmp_path: Path,
 ) -> None:

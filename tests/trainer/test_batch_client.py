@@ -45,7 +45,7 @@ def serve_or_fetch(port: int) -> list:
         dp_rank=3,
         dp_size=4,
         leader=Leader(group, Control(group)),
-        timeout_s=20,
+        timeout_s=60,
     ) as batches:
         batches.announce(0, is_final=False)
         turns: list[int] = []
@@ -54,7 +54,7 @@ def serve_or_fetch(port: int) -> list:
         sequence = first.minibatches[0].microbatches[0][0]
         facts = [first.step, first.dp_rank, sequence.token_ids.tolist(), sequence.advantage]
         # The ranks waited together: what they do meanwhile may be collective.
-        assert 2 <= len(turns) <= 4
+        assert 2 <= len(turns) < 20
         facts += [first.metrics, batches.next(1)]
     # Two answers, at which the leader looks first; it also encoded the requests for them.
     assert len(decoded) == (4 if group.rank() == 0 else 2)
@@ -80,7 +80,7 @@ def serve(port: int) -> list:
     heard = []
     with Router("127.0.0.1", port) as router:
         while len(heard) < 2:
-            received = router.receive(20)
+            received = router.receive(60)
             assert received is not None
             peer, message = received
             heard.append((peer, message))

@@ -187,7 +187,7 @@ def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
     """The queue on the trainer's socket: one batch of one minibatch a step."""
     requests, batch = BatchRequests(len(advantages)), list[RankBatch]()
     while not requests.is_dismissed:
-        received = router.receive(20)
+        received = router.receive(60)
         assert received is not None
         peer, message = received
         heard.append(message)
@@ -290,7 +290,7 @@ def run_loop(
             )
             steps = range(len(advantages))
             train(make_trainer(policy, cfg), batches, log, checkpoints, metrics, steps)
-        queue.join(20)
+        queue.join(60)
     return heard, log.versions
 
 

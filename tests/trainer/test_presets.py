@@ -110,7 +110,7 @@ def expected(model_folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("split", "budget_tokens"),
     [

@@ -86,5 +86,5 @@ def test_a_batch_outlives_the_first_loss_of_every_kind(monkeypatch: pytest.Monke
         # One request, one answer and one refusal were lost.
         assert client.asked_again == 3
         client.stop()
-        scorer.join(10)
+        scorer.join(60)
     assert not scorer.is_alive() and loss.kinds == sorted(kinds)

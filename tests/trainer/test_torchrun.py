@@ -9,7 +9,7 @@ import pytest
 
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.slow(10), pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.slow(10), pytest.mark.timeout(300)]
 
 RANK = """
 import os, psutil
@@ -46,7 +46,7 @@ def test_ranks_of_two_nodes_meet_at_one_address_that_alone_listens(tmp_path: Pat
         for rank in (0, 1)
     ]  # fmt: skip
     try:
-        told = [node.communicate(timeout=90)[0] for node in nodes]
+        told = [node.communicate(timeout=200)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

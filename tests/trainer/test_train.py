@@ -118,7 +118,7 @@ def end_of_rank(cfg: Config, fails_on: int, notes: Path) -> tuple[int, float]:
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status), time.monotonic() - started
     os.environ[FAILURE_VARIABLE] = str(notes / "trainer")
-    dist.destroy_process_group = lambda group=None: time.sleep(60)
+    dist.destroy_process_group = lambda group=None: time.sleep(600)
 
     def work() -> None:
         with open_policy(cfg):
@@ -141,7 +141,7 @@ def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -
     notes = tmp_path / "failures"
     endings = run_ranks(end_of_rank, 4, cfg, 2, notes)
     assert [code for code, _ in endings] == [1] * 4
-    assert max(seconds for _, seconds in endings) < 30
+    assert max(seconds for _, seconds in endings) < 100
     first = first_failure(notes, 0.0)
     assert first is not None and first.who == "trainer, rank 2"
     assert "RuntimeError: the first error" in first.text

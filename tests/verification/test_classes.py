@@ -199,7 +199,7 @@ def test_answers_that_make_comparisons_hang_end_by_the_limit_and_take_no_others_
     # Each comparison that hangs is tried twice.
     faults = MAX_FAULTS * (len(hanging) + 1)
     assert pool.kills <= 2 * faults
-    assert elapsed_s < 2 * timeout_s * faults + 20
+    assert elapsed_s < 2 * timeout_s * faults + 60
 
 
 def test_mathematics_that_explodes_is_a_class_of_its_own_and_ends_soon() -> None:
@@ -228,7 +228,7 @@ def test_a_request_that_is_open_for_too_long_is_answered() -> None:
         desk.take(request(["a", "b"], task="hang"))
         start = time.monotonic()
         [failed] = finish(desk, pool).values()
-        assert 1.5 <= time.monotonic() - start < 6
+        assert 1.5 <= time.monotonic() - start < 30
     assert isinstance(failed, ScoreFailed) and failed.kind == NOT_GRADED
     assert "open for over 2 s (expert.verifier.answer_within_s)" in failed.reason
 

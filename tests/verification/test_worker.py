@@ -71,7 +71,7 @@ def _verifier(config: Path) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def _receive(router: Router, limit_s: float = 30.0) -> AnyMessage:
@@ -103,7 +103,7 @@ def _score(router: Router, requests: list[ScoreRequest]) -> dict[int, ScoreDone 
 
 
 def _wait_for_children(pid: int, number: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(children := psutil.Process(pid).children(recursive=True)) != number:
         assert time.monotonic() < deadline, children
         time.sleep(0.05)
@@ -141,7 +141,7 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
         # Fork server, the process that graded the product, its spare; the one that hung is killed.
         children = _wait_for_children(process.pid, 3)
         router.send("verifier", Stop("the test is over"))
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert not any(child.is_running() for child in children)
     assert "told to stop" in (tmp_path / "logs" / "verifier.log").read_text()
 
@@ -163,7 +163,7 @@ def test_requests_beyond_the_room_of_their_pool_are_refused_and_other_pools_go_o
         for request in others:
             router.send("verifier", request)
         refused, done = set(), set()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(done) < len(others):
             assert time.monotonic() < deadline
             message = _receive(router)
@@ -212,7 +212,7 @@ def test_verifier_finds_classes_beside_scores_and_survives_answers_that_hang(
                 refused.add(message.request_id)
         assert refused == set(range(20 + 2 * CAPACITY, 50))
         router.send("verifier", Stop("the test is over"))
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> None:
@@ -221,8 +221,9 @@ def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> Non
         with Router("127.0.0.1", port) as router:
             first = _wait_for_ready(router)
             start = time.monotonic()
-            assert _wait_for_ready(router) == first
-            assert 1.0 < time.monotonic() - start < 5.0
+            # Two of 2 s: the test may have been late to look at the first one.
+            assert _wait_for_ready(router) == _wait_for_ready(router) == first
+            assert 1.0 < time.monotonic() - start < 50.0
         with Router("127.0.0.1", port) as router:
             assert _wait_for_ready(router) == first
             answers = _score(router, [make_request(boxed("7"))])
@@ -248,7 +249,7 @@ def test_a_verifier_names_what_it_grades_and_a_lost_request_is_asked_again(
         )
         grading.start()
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while len(reasons) < 2 or named[-1]:
                 assert time.monotonic() < deadline, (asked, named)
                 message, now = _receive(router), time.monotonic()
@@ -266,7 +267,7 @@ def test_a_verifier_names_what_it_grades_and_a_lost_request_is_asked_again(
                         router.send(*found)
         finally:
             router.send("verifier", Stop("the test is over"))
-            grading.join(20)
+            grading.join(60)
     assert not grading.is_alive()
     # It grades "hang" for longer than a request may be absent, and says so.
     assert [0] in named and asked == {"hang": 1, "math": 2}
@@ -286,8 +287,8 @@ def test_grading_processes_die_with_the_verifier(
         router.send("verifier", make_request(boxed("7"), request_id=2, task="hang"))
         children = _wait_for_children(process.pid, 4)
         os.kill(process.pid, number)
-        assert process.wait(10) in exit_codes
-        _, alive = psutil.wait_procs(children, timeout=5)
+        assert process.wait(60) in exit_codes
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -297,7 +298,7 @@ def test_refused_dataset_ends_the_verifier_at_once(tmp_path: Path) -> None:
         [sys.executable, "-m", "verification.worker", "--config", config],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert result.returncode == 2
     assert "'spiral_matrix' is refused: its scorer evaluates" in result.stderr
@@ -311,7 +312,7 @@ def test_a_verifier_of_another_phase_ends_with_exit_code_2(tmp_path: Path) -> No
     assert 'label = ""' in text
     path.write_text(text.replace('label = ""', 'label = "a.step_1"'))
     with Router("127.0.0.1", port, label="a.step_2") as router, _verifier(path) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             assert router.receive(0.1) is None
         assert process.wait(1) == 2
@@ -347,4 +348,4 @@ def test_a_leaving_verifier_answers_what_it_has_in_its_time_and_takes_no_more(
                 answers.append(message.request_id)
         assert states[0].requests == [6] and answers == [6] * answered
         assert router.send("verifier", Stop("it has left the run"))
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

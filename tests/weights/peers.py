@@ -34,7 +34,7 @@ from tests.weights.made_up import SHAPE, allocate, fill, own_device
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.weights_exchanges import limited_links
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 POLL_S = 0.02
 SLOW_RANK_S = 0.2
 """By which each further rank gives what it has freed back later."""
@@ -48,10 +48,10 @@ class Setup:
     generators: tuple[Generator, ...]
     script: tuple[str, ...]
     """What the trainer does: "sync V"; "start V" and "join 0", the same in two parts; "admit
-    N", until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
-    seconds; "compute S": the GPU does; "spoil V": the parameters become those of V, as by an
-    optimizer step; "release 0": the engines give their memory back; "await S": a batch for so many
-    seconds."""
+    N", until N generators hold the version; "meet N", until N have said hello; "told N", until N
+    versions are announced; "rest S" for so many seconds; "compute S": the GPU does; "spoil V": the
+    parameters become those of V, as by an optimizer step; "release 0": the engines give their
+    memory back; "await N": a batch, until N engines are starting."""
     method: str = "reshard"
     """Of the section `weights`, or "nccl": reshard on a GPU that all share."""
     device: str = "cpu"
@@ -60,14 +60,14 @@ class Setup:
     pipeline: int = 1
     data: int = 1
     shape: ModelShape = SHAPE
-    deadline_s: float = 3.0
-    grace_s: float = 3.0
-    join_timeout_s: float = 15.0
+    deadline_s: float = 60.0
+    grace_s: float = 60.0
+    join_timeout_s: float = 60.0
     bucket_bytes: int = 2048
     groups: int = 1
     takes_turns: bool = False
     """Engines give their memory back while the trainer computes."""
-    start_timeout_s: float = 10.0
+    start_timeout_s: float = 60.0
     link_bytes_per_s: int = 0
     """What a rank sends to an engine rank at most; 0: no limit."""
 
@@ -187,10 +187,13 @@ def act(
             link.await_peers(int(number), PATIENCE_S)
         case "release":
             syncer.release()
+        case "told" if link is not None:
+            await_count(announced, int(number))
         case "await":
-            ends_at = time.monotonic() + float(number)
+            ends_at = time.monotonic() + PATIENCE_S
             # As many times on every rank.
-            while syncer._control.share(time.monotonic() < ends_at, bool):
+            while syncer._control.share(link is None or len(link._starting) < int(number), bool):
+                assert time.monotonic() < ends_at, "no engine starts"
                 syncer.admit()
                 time.sleep(POLL_S)
         case "rest":
@@ -208,6 +211,13 @@ def fill_stream(seconds: float) -> None:
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
         torch.mm(factor, factor)
+
+
+def await_count(announced: list[int], number: int) -> None:
+    ends_at = time.monotonic() + PATIENCE_S
+    while len(announced) < number:
+        assert time.monotonic() < ends_at, f"only {announced} were announced"
+        time.sleep(POLL_S)
 
 
 def admit(syncer: WeightSyncer, number: int) -> None:

@@ -8,8 +8,8 @@ from tests.ports import free_port
 from tests.weights.peers import Setup, Step, play
 from tests.weights.scripted_generators import Generator
 
-SLACK_S = 3.0
-"""For processes that share two cores."""
+SLACK_S = 25.0
+"""For processes that share two busy cores: far less than the deadlines of a play."""
 
 
 def sync(
@@ -22,7 +22,7 @@ def sync(
     script_steps = tuple(step.strip() for step in script.split(","))
     setup = Setup(free_port(), tuple(generators), script_steps, **options)
     ranks = setup.trainers + len(generators)
-    results = run_ranks(play, ranks, setup, folder, timeout_s=90)
+    results = run_ranks(play, ranks, setup, folder, timeout_s=200)
     trainers, notes = results[: setup.trainers], results[setup.trainers :]
     for steps in trainers:
         assert [step.held for step in steps] == [step.held for step in trainers[0]]

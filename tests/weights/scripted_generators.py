@@ -32,11 +32,9 @@ from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Share
 from tests.weights.made_up import SHAPE, allocate, fill, own_device
 
-FILE_PATIENCE_S = 60.0
+FILE_PATIENCE_S = 120.0
 POLL_S = 0.02
 DAWDLE_S = 1.5
-HANG_S = 3.0
-"""Longer than the deadlines of plays in which an engine hangs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,11 @@ class Generator:
     name: str
     ranks: int = 1
     lives: tuple[dict[int, str], ...] = ({},)
-    """For each life: which of its pauses brings which fault. A death begins the next life."""
+    """For each life: which of its pauses brings which fault. A death begins the next life.
+
+    "dawdle X S" and "stop reading S" last until the trainer has done step S. Without S the first
+    lasts DAWDLE_S, the second until the play ends.
+    """
     shape: ModelShape = SHAPE
     starts_after: int = -1
     """Step of the trainer that it waits for; -1: none."""
@@ -92,7 +94,7 @@ def live(port: int, generator: Generator, faults: dict[int, str], folder: Path) 
     try:
         os.setsid()
         die_with_parent()
-        pipes = [start_rank(generator, rank) for rank in range(max(1, generator.ranks))]
+        pipes = [start_rank(generator, rank, folder) for rank in range(max(1, generator.ranks))]
         engine = PipedEngine(generator, pipes, faults, folder / f"{generator.name}.jsonl")
         asyncio.run(serve(f"127.0.0.1:{port}", generator, engine))
     finally:
@@ -162,8 +164,8 @@ class PipedEngine:
                 raise EngineError(f"scripted failure of {occasion}")
             case ["dawdle", when] if when == occasion:
                 time.sleep(DAWDLE_S)
-            case ["hang", when] if when == occasion:
-                time.sleep(HANG_S)
+            case ["dawdle", when, step] if when == occasion:
+                await_file(self._notes.parent / f"step-{step}")
             case ["die", when] if when == occasion:
                 os.killpg(0, signal.SIGKILL)
 
@@ -197,14 +199,14 @@ class PipedEngine:
         await self._work("leave", None)
 
 
-def start_rank(generator: Generator, rank: int) -> Connection:
+def start_rank(generator: Generator, rank: int, folder: Path) -> Connection:
     """The pipe to an engine rank in a process of its own."""
     ours, theirs = multiprocessing.Pipe()
     if os.fork():
         return ours
     try:
         die_with_parent()
-        ScriptedRank(generator, rank).serve(theirs)
+        ScriptedRank(generator, rank, folder).serve(theirs)
     finally:
         os._exit(1)
 
@@ -212,7 +214,8 @@ def start_rank(generator: Generator, rank: int) -> Connection:
 class ScriptedRank:
     """Parameters and what happens to them."""
 
-    def __init__(self, generator: Generator, rank: int) -> None:
+    def __init__(self, generator: Generator, rank: int, folder: Path) -> None:
+        """folder: of the play."""
         self._shape = generator.shape
         self._slices = (
             engine_slices(
@@ -226,7 +229,7 @@ class ScriptedRank:
         dtype = torch.float32
         named = {generator.prefix + name: value for name, value in self._parameters.items()}
         self._exchange = EngineRank(lambda: named, rank, dtype, may_pad_ffn=False)
-        self._rank = rank
+        self._rank, self._folder = rank, folder
 
     def serve(self, pipe: Connection) -> None:
         while True:
@@ -240,7 +243,7 @@ class ScriptedRank:
     def take(self, order: Receive, fault: str) -> bool:
         real_unpack, real_join = parcels.unpack, lanes.join_group
         if self._rank == 0:
-            bring(fault, order.deadline_s)
+            bring(fault, self._folder)
         self._exchange.take(order)
         parcels.unpack, lanes.join_group = real_unpack, real_join
         return True
@@ -260,17 +263,17 @@ class ScriptedRank:
         return True
 
 
-def bring(fault: str, deadline_s: float) -> None:
+def bring(fault: str, folder: Path) -> None:
     """Let a fault happen in this engine rank's next transfer."""
     real = parcels.unpack
 
     def unpack(packets: Iterable[Packet], *args: Any) -> Tensor:
-        match fault:
-            case "die transfer":
+        match fault.split():
+            case ["die", "transfer"]:
                 os.killpg(0, signal.SIGKILL)
-            case "stop reading":
-                time.sleep(deadline_s + 1)
-            case "damage":
+            case ["stop", "reading", *step]:
+                await_file(folder / (f"step-{step[0]}" if step else "end"))
+            case ["damage"]:
                 packets = list(packets)
                 packets[0].payload[5] ^= 4
         parcels.unpack = real
@@ -281,5 +284,5 @@ def bring(fault: str, deadline_s: float) -> None:
 
     if fault == "die join":
         lanes.join_group = join
-    elif fault in ("die transfer", "stop reading", "damage"):
+    elif fault.startswith(("die transfer", "stop reading", "damage")):
         parcels.unpack = unpack

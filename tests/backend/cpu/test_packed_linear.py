@@ -147,7 +147,7 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LlamaForC
 
 
 @pytest.mark.slow(40)
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_weight_sync_of_an_engine_reaches_its_products(
     wide_models: dict[str, LlamaForCausalLM], tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ def serving(commits: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
         yield hub
     finally:
         hub.shutdown()
-        thread.join(10)
+        thread.join(60)
         hub.server_close()
 
 
@@ -151,7 +151,7 @@ def ask_beside(
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env=env, capture_output=True, text=True, timeout=100,
+        env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

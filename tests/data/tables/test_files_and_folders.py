@@ -176,7 +176,7 @@ def test_memory_is_bounded_by_a_batch_and_unread_columns_cost_nothing(tmp_path: 
         "print(len(found), pyarrow.default_memory_pool().max_memory(), int(peak) * 1024)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     count, pool, peak = map(int, done.stdout.split())

@@ -92,15 +92,15 @@ def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path:
         write(path, [row("trainer", 2, train__loss=2.0)])
         process.send_signal(signal.SIGTERM)
         os.kill(process.pid, signal.SIGCONT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
 def await_file(path: Path) -> None:
-    ends_at = time.monotonic() + 30
+    ends_at = time.monotonic() + 60
     while not path.exists() and time.monotonic() < ends_at:
         time.sleep(0.05)
     assert path.exists()

@@ -15,7 +15,7 @@ from tests.observe.exporters.rows import row
 def scrape(server: PrometheusServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """What the official parser makes of a scrape."""
     address = f"http://127.0.0.1:{server.port}/metrics"
-    with urllib.request.urlopen(address, timeout=5) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

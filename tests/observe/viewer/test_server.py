@@ -46,7 +46,7 @@ def served(run_dir: Path, database: Path) -> Iterator[str]:
     finally:
         loop, ending = loops[0]
         loop.call_soon_threadsafe(ending.set)
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -66,7 +66,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 def get(url: str, **headers: str) -> HTTPResponse:
     request = urllib.request.Request(url, headers=headers)
-    return urllib.request.urlopen(request, timeout=10)
+    return urllib.request.urlopen(request, timeout=60)
 
 
 def rows(address: str, **query: Any) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def test_training_goes_on_while_files_are_written_and_one_save_waits_for_another
 
 
 def never_written(cfg: Config) -> str:
-    background_save.FileSystemWriter.write_data = lambda *args: time.sleep(30)
+    background_save.FileSystemWriter.write_data = lambda *args: time.sleep(600)
     with open_policy(cfg) as policy:
         trainer, checkpoints = open_all(cfg, policy)
         checkpoints.save_if_due(2, trainer)

@@ -61,7 +61,7 @@ def saving_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
         save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
         drawn = torch.rand(4).tolist()
         taken = take_steps(trainer, SAVED_AT, STEPS)
-        assert save.wait(time.monotonic() + 30)
+        assert save.wait(time.monotonic() + 100)
         save.finalize()
         return [*taken, tuple(drawn)]
 
@@ -129,7 +129,7 @@ def save_after_steps(trainer: Trainer, folder: Path) -> None:
     take_steps(trainer, 0, SAVED_AT)
     folder.mkdir(exist_ok=True)
     save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
-    assert save.wait(time.monotonic() + 30)
+    assert save.wait(time.monotonic() + 100)
     save.finalize()
 
 
@@ -348,7 +348,7 @@ def host_bytes(cfg: Config, folder: Path) -> tuple[int, int, int]:
             for item in save._writer._plan.items
             if item.tensor_data is not None and item.index.fqn.startswith("optimizer.state.")
         )
-        assert save.wait(time.monotonic() + 30)
+        assert save.wait(time.monotonic() + 100)
         save.finalize()
         return copied, size, foreign
 

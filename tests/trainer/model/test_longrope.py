@@ -129,7 +129,7 @@ def test_transformer_engines_fused_rotation_is_not_asked_for_a_factor(
     write_model(tmp_path, family="Phi3", rope_parameters=dict(rope), **ORIGINAL)
     factor = read_shape(tmp_path).rope_scaling.attention_factor
     command = [sys.executable, "-c", ON_GPU_HOST, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     is_fused, found = told.stdout.split()
     is_partial = rope is LONGROPE
     assert is_fused == str(not is_partial)

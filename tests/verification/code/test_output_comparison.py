@@ -66,7 +66,7 @@ def test_a_hostile_word_is_compared_in_linear_time(mode: str) -> None:
     start_s = time.process_time()
     for word in (b"1" * 10**6 + b"x", b"1" * 10**6, b"." * 10**6, b"1" * 10**6 + b"e1234567"):
         OUTPUT_COMPARISONS[mode](word, b"2", 1e-6)
-    assert time.process_time() - start_s < 2.0
+    assert time.process_time() - start_s < 30.0
 
 
 LONG = "9" * 5000

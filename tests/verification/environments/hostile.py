@@ -15,7 +15,7 @@ async def hang(prompt, policy):  # noqa: ANN001, ANN201
     """Blocks for ever, and ignores polite signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
-        time.sleep(60)
+        time.sleep(600)
 
 
 async def wait(prompt, policy):  # noqa: ANN001, ANN201
@@ -134,7 +134,7 @@ async def kill_keeper(prompt, policy):  # noqa: ANN001, ANN201
     """Leaves processes behind and kills the one that would end them."""
     _start_daemons(prompt.entry, 3)
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 async def kill_server(prompt, policy):  # noqa: ANN001, ANN201
@@ -142,13 +142,13 @@ async def kill_server(prompt, policy):  # noqa: ANN001, ANN201
     _start_daemons(prompt.entry, 3)
     keeper = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(") ")[2].split()
     os.kill(int(keeper[1]), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 async def kill_later(prompt, policy):  # noqa: ANN001, ANN201
     """Leaves processes behind and hangs."""
     _start_daemons(prompt.entry, 3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 async def named(prompt, policy):  # noqa: ANN001, ANN201

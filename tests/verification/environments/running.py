@@ -15,7 +15,7 @@ from verification.environments.settings import EnvironmentSettings
 T = TypeVar("T")
 
 FOLDER = str(Path(__file__).parent)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def settings(folder: Path, **changes: Any) -> EnvironmentSettings:

@@ -131,7 +131,7 @@ def test_chats_run_at_once_and_a_fork_shares_what_was_said_before(games: Running
         if number == 2:
             both.set()
         # The first two requests are answered only when both have arrived.
-        await asyncio.wait_for(both.wait(), 10)
+        await asyncio.wait_for(both.wait(), 60)
         return Reply(f"r{number}", "")
 
     outcome = games.play("games:debate", answer)
@@ -160,7 +160,7 @@ def test_more_chats_than_may_talk_at_once_take_turns(games: Running) -> None:
         most = max(most, now)
         if now == 64:
             is_full.set()
-        await asyncio.wait_for(is_full.wait(), 10)
+        await asyncio.wait_for(is_full.wait(), 60)
         now -= 1
         return Reply(str(say.chat), "")
 
@@ -219,7 +219,7 @@ def test_environments_run_under_an_interpreter_without_our_packages(tmp_path: Pa
     folder = tmp_path / "venv"
     # The base interpreter: a venv of a venv would be made of the same one.
     python = str(Path(sys.base_prefix) / "bin" / "python3")
-    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=200)
     for python in (str(folder / "bin" / "python"), *_interpreters()):
         with Running(tmp_path, python=python) as games:
             assert games.play("games:guess", replies("4", "6"), answer="6").reason == "correct"

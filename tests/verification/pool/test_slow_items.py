@@ -127,7 +127,7 @@ def test_three_of_64_that_wait_are_tried_again_then_not_graded_and_never_earn_le
             entry = f"{waiting.get(number, '')} {tmp_path / str(number)}"
             request = make_request(boxed("7"), task="wait", entry=entry, request_id=number)
             _submit(pool, request)
-        finished = _collect(pool, 60)
+        finished = _collect(pool, 120)
         # The two that answer at the second attempt take one kill each, the other takes two.
         assert pool.kills == 4
     lost = finished.pop(52)
@@ -140,7 +140,7 @@ def test_three_of_64_that_wait_are_tried_again_then_not_graded_and_never_earn_le
 def test_a_program_that_a_function_calls_and_that_never_ends_is_the_completions_fault() -> None:
     with _pool(custom=WorkerPoolConfig(timeout_s=1.6)) as pool:
         _submit(pool, make_request(boxed("7"), task="hang_in_a_child"))
-        reply = _collect(pool, 30)[1]
+        reply = _collect(pool, 120)[1]
     assert isinstance(reply, ScoreDone) and reply.score.reason == "grading_timeout"
 
 
@@ -148,7 +148,7 @@ def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> No
     pool = WorkerPoolConfig(timeout_s=0.4, max_elapsed_s=0.4)
     with crowded(6), _pool(answers=pool) as pool:
         _submit(pool, _bomb(1))
-        reply = _collect(pool, 60)[1]
+        reply = _collect(pool, 120)[1]
     assert isinstance(reply, ScoreFailed)
     assert reply.kind == NOT_GRADED
     assert "it computed for 0." in reply.reason
@@ -159,7 +159,7 @@ def test_a_program_that_outlasts_its_pool_is_not_graded_after_a_second_try() -> 
     entry = json.dumps({"cases": [{"stdin": "", "stdout": "7"}]})
     with _pool(code=WorkerPoolConfig(timeout_s=1.0, memory_bytes=4 << 30)) as pool:
         _submit(pool, make_request(text, task="code", entry=entry))
-        reply = _collect(pool, 60)[1]
+        reply = _collect(pool, 120)[1]
         assert pool.kills == 2
     assert isinstance(reply, ScoreFailed) and reply.kind == NOT_GRADED
 
@@ -170,12 +170,12 @@ def test_everything_is_answered_within_its_time() -> None:
     limits = {name: pool for name in ("answers", "language", "code", "custom")}
     with _pool(answer_within_s=within_s, **limits) as pool:
         started = time.monotonic()
-        for number in range(1, 13):
+        for number in range(1, 25):
             _submit(pool, _bomb(number))
-        finished = _collect(pool, 60)
-        # Twelve bombs, twice two seconds each, on at most two cores: over 20 s.
-        assert time.monotonic() - started < within_s + 5
-    assert len(finished) == 12
+        finished = _collect(pool, 120)
+        # Twenty-four bombs, twice two seconds each, on at most two cores: over 40 s.
+        assert time.monotonic() - started < within_s + 20
+    assert len(finished) == 24
     kinds = {reply.kind for reply in finished.values() if isinstance(reply, ScoreFailed)}
     assert kinds == {NOT_GRADED}
     for reply in finished.values():

@@ -31,7 +31,7 @@ def test_programs_run_whether_the_environment_links_or_copies_python(
     python = tmp_path / "bin" / "python"
     assert python.is_symlink() == has_links
     done = subprocess.run(
-        [python, "-c", _PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [python, "-c", _PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     assert "is_correct=True" in done.stdout and done.stdout.split()[0] in isolation.KINDS

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.verification.crowd import crowded
@@ -166,6 +167,9 @@ def test_a_watch_tells_waiting_for_a_core_from_sleep() -> None:
             computed_s = process_cpu_s(child.pid) - before_s
             elapsed_s = time.monotonic() - started_s
             assert watch.waited_s == pytest.approx(elapsed_s - computed_s, abs=0.3 * elapsed_s)
+            while psutil.Process(child.pid).status() != psutil.STATUS_SLEEPING:
+                time.sleep(0.01)
+            watch.look(time.monotonic())
             waited_s = watch.waited_s
             for _ in range(10):
                 time.sleep(0.05)

@@ -127,7 +127,7 @@ def check_reports(store: dist.TCPStore, call: int, names: tuple[str, ...], plan:
         assert report.payload_bytes == plan.received_bytes()[receiver]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_byte_is_sent_once_by_its_root_whatever_the_number_of_engines(replicas: int) -> None:
     """Two data-parallel trainer ranks share the roots; engines of two ranks hand on."""
@@ -151,7 +151,7 @@ def test_every_byte_is_sent_once_by_its_root_whatever_the_number_of_engines(repl
     assert abs(first - second) < 0.05 * first
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_engines_read_shared_memory_all_at_once() -> None:
     layouts = Layouts(WIDE, Place(), 1, EngineKind("scripted", 1), 4, 300_000)
     _, *engines = run_ranks(be_rank, 3, free_port(), layouts, 2, IPC)

@@ -39,7 +39,7 @@ def filled(*size: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Ten
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def open_transport(kind: str = "group", timeout_s: float = 30.0, *, senders: int = 1) -> Transport:
+def open_transport(kind: str = "group", timeout_s: float = 90.0, *, senders: int = 1) -> Transport:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     rank, world = dist.get_rank(), dist.group.WORLD
@@ -53,8 +53,11 @@ def open_transport(kind: str = "group", timeout_s: float = 30.0, *, senders: int
         }
         return OneGroup(lanes, CPU, Buffers())
     order = Round(0, replicas=("engine",))
-    store = distributed_c10d._get_default_store()
-    return SharedTransport(store, order, senders, rank, CPU, "engine")
+    return SharedTransport(default_store(), order, senders, rank, CPU, "engine")
+
+
+def default_store() -> dist.Store:
+    return distributed_c10d._get_default_store()
 
 
 class OneGroup(GroupTransport):
@@ -111,7 +114,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "version": 3,
-        "patience": Patience(time.monotonic() + 20, 20.0),
+        "patience": Patience(time.monotonic() + 60, 60.0),
     }
     if rank < 2:
         start, width = halves[rank]
@@ -140,7 +143,7 @@ def test_several_rounds_arrive_within_two_buckets_of_memory(kind: str) -> None:
         assert (peak > 0) == (kind != "shared" or rank < 2)
         if result is not None:
             assert (result.damaged, result.payload_bytes) == (0, 32 * 10 * 4)
-            assert 0 < result.seconds < 20
+            assert 0 < result.seconds < 60
 
 
 def transfer(deadline_s: float, role: str) -> tuple[str, float]:
@@ -152,7 +155,7 @@ def transfer(deadline_s: float, role: str) -> tuple[str, float]:
         return "", 0.0
     transport = open_transport()
     if plays:
-        return play_dead(role, deadline_s)
+        return play_dead(role)
     plan = make_plan(
         {0: [Slice("m", 0, 0, LARGE_ROWS, LARGE_COLUMNS, "a", 0, 0)]},
         {1: [Slice("m", 0, 0, LARGE_ROWS, LARGE_COLUMNS, "a", 0, 0)]},
@@ -173,7 +176,9 @@ def transfer(deadline_s: float, role: str) -> tuple[str, float]:
             ends = incoming(plan.of_receiver(1), parameters, torch.float32)
             receive(ends, transport, **options)
     except RuntimeError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
+        seconds = time.monotonic() - started
+        default_store().set("over", "")
+        return f"{type(error).__name__}: {error}", seconds
     return "", time.monotonic() - started
 
 
@@ -181,24 +186,27 @@ def dist_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def play_dead(role: str, deadline_s: float) -> tuple[str, float]:
+def play_dead(role: str) -> tuple[str, float]:
+    """Die, or sleep until the other rank has given up."""
     if role.endswith("dies"):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(deadline_s + 1)
+    default_store().wait(["over"], timedelta(seconds=60))
     return "", 0.0
 
 
 @pytest.mark.parametrize(
     ("role", "deadline_s"),
-    [("receiver sleeps", 1), ("sender sleeps", 1), ("receiver dies", 20), ("sender dies", 20)],
+    [("receiver sleeps", 1), ("sender sleeps", 1), ("receiver dies", 60), ("sender dies", 60)],
 )
 def test_a_peer_that_stops_costs_the_deadline_and_one_that_dies_less(
     role: str, deadline_s: float
 ) -> None:
     error, seconds = run_ranks(transfer, 2, deadline_s, role)[int(role.startswith("sender"))]
-    assert error and seconds < 2.5
+    # The sleeper awakes after the error; the bound is far below its sleep and the longer deadline.
+    assert seconds < 20 and (seconds >= 1 if role.endswith("sleeps") else error)
+    assert "imed out" in error or role.endswith("dies"), error
 
 
 def test_large_rounds_are_sent_in_time() -> None:
-    assert [error for error, _ in run_ranks(transfer, 2, 20.0, "none")] == ["", ""]
+    assert [error for error, _ in run_ranks(transfer, 2, 60.0, "none")] == ["", ""]

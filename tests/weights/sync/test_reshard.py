@@ -91,11 +91,11 @@ def test_training_goes_on_when_a_generator_is_killed_and_restarted(tmp_path: Pat
     lives = ({0: "die join"}, {1: "die pause"}, {1: "die transfer"}, {1: "die resume"}, {})
     generators = [Generator("a", 2, lives), Generator("b", 1)]
     script = ", ".join(f"sync {version}, admit 2" for version in range(5))
-    steps, notes = sync(tmp_path, generators, script, tensor=2, deadline_s=2)
+    steps, notes = sync(tmp_path, generators, script, tensor=2, deadline_s=6)
     for step in steps[:-2:2]:
         assert list(step.failed) == ["a"] and list(step.held) == ["b"]
-        # The deadline, the senders' margin, and what two cores need.
-        assert step.seconds < 2 + 2 + SLACK_S
+        # The deadline at most, the senders' margin, and what two cores need.
+        assert step.seconds < 6 + SLACK_S
     # The word that fences a dead generator may reach its successor, which then stands apart.
     assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1, 2, 3, 4]
     assert versions(notes["b"]) == [0, 1, 2, 3, 4]
@@ -103,17 +103,15 @@ def test_training_goes_on_when_a_generator_is_killed_and_restarted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", METHODS_AT_LENGTH)
-@pytest.mark.parametrize(
-    ("fault", "longest_s"), [("die pause", 2), ("die transfer", 4), ("die idle", 1)]
-)
+@pytest.mark.parametrize("fault", ["die pause", "die transfer", "die idle"])
 def test_training_goes_on_without_a_generator_that_is_killed(
-    tmp_path: Path, fault: str, longest_s: float, method: str
+    tmp_path: Path, fault: str, method: str
 ) -> None:
     generators = [Generator("a", 1, ({1: fault},)), Generator("b", 1)]
-    script = "sync 0, sync 1, rest 0.5, sync 2, sync 3"
-    steps, notes = sync(tmp_path, generators, script, deadline_s=2, method=method)
+    script = f"sync 0, sync 1, rest {2 if fault == 'die idle' else 0}, sync 2, sync 3"
+    steps, notes = sync(tmp_path, generators, script, grace_s=4, method=method)
     lost = steps[3] if fault == "die idle" else steps[1]
-    assert list(lost.failed) == ["a"] and lost.seconds < longest_s + SLACK_S
+    assert list(lost.failed) == ["a"] and lost.seconds < SLACK_S
     assert steps[-1].held == {"b": 3} and steps[-1].seconds < SLACK_S
     assert versions(notes["b"]) == [0, 1, 2, 3]
     assert steps[-1].metrics["weight_sync/dropped_generators"] == 1
@@ -133,15 +131,16 @@ def test_a_receiver_that_stops_reading_costs_one_deadline(
     tmp_path: Path, method: str, shape: ModelShape, bucket_bytes: int
 ) -> None:
     generators = [
-        Generator("a", 2, ({1: "stop reading"},), shape=shape), Generator("b", 1, shape=shape)
+        Generator("a", 2, ({1: "stop reading 1"},), shape=shape), Generator("b", 1, shape=shape)
     ]  # fmt: skip
     script = "sync 0, sync 1, admit 2"
-    options = {"tensor": 2, "deadline_s": 2, "shape": shape, "bucket_bytes": bucket_bytes}
+    options = {"tensor": 2, "deadline_s": 5, "shape": shape, "bucket_bytes": bucket_bytes}
     options["method"] = method
     steps, notes = sync(tmp_path, generators, script, **options)
-    assert list(steps[1].failed) == ["a"] and steps[1].seconds < 2 + 2 + SLACK_S
+    # It reads on when the trainer no longer waits for it.
+    assert list(steps[1].failed) == ["a"] and steps[1].seconds < 5 + SLACK_S
     # Paused for its own transfer alone.
-    assert steps[1].metrics["weight_sync/pause_s"] < 2
+    assert steps[1].metrics["weight_sync/pause_s"] < 5
     assert versions(notes["a"]) == [0, -1, 1]
     assert versions(notes["b"]) == [0, 1]
 
@@ -154,9 +153,9 @@ def test_a_generator_that_restarts_while_another_is_served_costs_no_deadline(
         Generator("a", 1, ({1: "dawdle pause"},)), Generator("b", 1, ({1: "die pause"}, {}))
     ]  # fmt: skip
     script = "sync 0, sync 1, admit 2, sync 2"
-    steps, notes = sync(tmp_path, generators, script, deadline_s=4)
+    steps, notes = sync(tmp_path, generators, script)
     assert steps[1].failed == {"b": "b failed: it restarted"} and steps[1].held == {"a": 1}
-    assert DAWDLE_S <= steps[1].seconds < 4
+    assert DAWDLE_S <= steps[1].seconds < SLACK_S
     assert versions(notes["a"]) == [0, 1, 2]
     assert [version for version in versions(notes["b"]) if version >= 0] == [0, 1, 2]
     assert steps[-1].held == {"a": 2, "b": 2}
@@ -170,12 +169,12 @@ def test_a_fault_of_one_kind_of_engine_harms_no_other_generator(tmp_path: Path, 
     generators = [Generator("a", 2, ({1: fault, 2: fault},)), *(Generator(n, 1) for n in "bcd")]
     steps, notes = sync(
         tmp_path, generators, "sync 0, sync 1, sync 2",
-        tensor=2, data=2, deadline_s=8, grace_s=1.5,
+        tensor=2, data=2, grace_s=5,
     )  # fmt: skip
     assert steps[0].held == dict.fromkeys("abcd", 0)
     assert list(steps[1].failed) == ["a"]
     # Nobody waits for the deadline of the one that hangs or has died.
-    assert steps[1].seconds < 1.5 + SLACK_S and steps[1].held == dict.fromkeys("bcd", 1)
+    assert steps[1].seconds < SLACK_S and steps[1].held == dict.fromkeys("bcd", 1)
     # `sync` has compared every element with the version's.
     for name in "bcd":
         assert versions(notes[name]) == [0, 1, 2]
@@ -208,10 +207,11 @@ def test_a_fault_at_any_place_of_a_row_of_engines_harms_no_other(
     lives = ({0: fault}, {0: fault}) if fault == "die join" else (faults,)
     generators = [Generator(n, 2, lives if n == "abc"[place] else ({},)) for n in "abc"]
     script = "sync 0, sync 1, sync 2"
-    steps, notes = sync(tmp_path, generators, script, tensor=2, deadline_s=8, grace_s=1.5)
+    deadline_s = 8 if fault == "die join" else 60
+    steps, notes = sync(tmp_path, generators, script, tensor=2, deadline_s=deadline_s, grace_s=5)
     lost = steps[0] if fault == "die join" else steps[1]
     assert list(lost.failed) == ["abc"[place]]
-    assert lost.seconds < (8 if fault == "die join" else 1.5) + 2 + SLACK_S
+    assert lost.seconds < SLACK_S
     for name in others:
         assert [version for version in versions(notes[name]) if version >= 0] == [0, 1, 2]
     assert set(others) <= set(steps[-1].held)
@@ -235,11 +235,11 @@ def test_damaged_parcels_are_sent_once_more_and_then_never_served(
 
 def test_one_that_misses_the_roll_call_is_left_out_and_harms_no_other(tmp_path: Path) -> None:
     """It is slower to get ready than the others wait, and refused when it comes."""
-    generators = [Generator("a", 1, ({1: "dawdle receive"},)), Generator("b", 1)]
+    generators = [Generator("a", 1, ({1: "dawdle receive 1"},)), Generator("b", 1)]
     script = "sync 0, sync 1, admit 2, sync 2"
-    steps, notes = sync(tmp_path, generators, script, deadline_s=8, grace_s=0.8)
+    steps, notes = sync(tmp_path, generators, script, grace_s=4)
     assert list(steps[1].failed) == ["a"] and "it is not ready" in steps[1].failed["a"]
-    assert steps[1].held == {"b": 1} and steps[1].metrics["weight_sync/pause_s"] < DAWDLE_S
+    assert steps[1].held == {"b": 1} and steps[1].metrics["weight_sync/pause_s"] < SLACK_S
     assert versions(notes["a"]) == [0, -1, 1, 2] and versions(notes["b"]) == [0, 1, 2]
 
 
@@ -267,9 +267,9 @@ def tmp_path_of(folder: Path) -> Path:
 
 def test_a_generator_that_never_takes_a_version_ends_training_in_time(tmp_path: Path) -> None:
     other = Generator("a", 1, shape=replace(SHAPE, ffn=14))
-    [step], _ = sync(tmp_path, [other], "sync 0", join_timeout_s=2)
-    assert "no generator took version 0 in 2 s (expert.weights.join_timeout_s): a: " in step.error
-    assert step.seconds < 2 + SLACK_S and 2 <= len(step.outcomes) < 8
+    [step], _ = sync(tmp_path, [other], "sync 0", join_timeout_s=4)
+    assert "no generator took version 0 in 4 s (expert.weights.join_timeout_s): a: " in step.error
+    assert step.seconds < 4 + SLACK_S and 2 <= len(step.outcomes) < 10
 
 
 def test_a_bucket_that_is_too_small_is_an_input_error(tmp_path: Path) -> None:

