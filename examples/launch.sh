@@ -89,8 +89,17 @@ print(own(sys.argv[1]))' "$last"
 stop() {
     REQUEUE=$([ "$1" != USR1 ] || echo yes)
     if [ -e "$RUN_DIR/stop" ] || ! touch "$RUN_DIR/stop" 2>/dev/null; then
-        kill -TERM "$JOB" 2>/dev/null || true
+        kill -TERM "$!" 2>/dev/null || true
     fi
+}
+
+# To be called just before the run starts: a signal before that ends the script.
+catch_signals() {
+    REQUEUE=
+    for signal in TERM INT HUP USR1; do
+        # shellcheck disable=SC2064
+        trap "stop $signal" "$signal"
+    done
 }
 
 cli plan "${CONFIGS[0]}" "${FILES[@]:2}" "${GPU[@]}" "${OVERRIDES[@]}"
@@ -99,6 +108,7 @@ if [ "$NODES" -eq 1 ]; then
     cli run --dry-run "${RUN[@]}"
     # Without Slurm the launcher has the terminal, and its signals.
     [ -n "${SLURM_JOB_ID:-}" ] || exec "${ROLE[@]}" run "${RUN[@]}"
+    catch_signals
     "${FIRST[@]}" "${ROLE[@]}" run "${RUN[@]}" &
 else
     HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
@@ -109,6 +119,7 @@ else
     # One task per node, on all its cores, runs the roles of the node. The launchers of the other
     # nodes decide whether the run can wait for a lost node, and end by themselves if it cannot. A
     # launcher that was killed starts again after 5 s of silence. The first node's needs `prepare`.
+    catch_signals
     # shellcheck disable=SC2016  # the variables are those of each task
     srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0 "${SRUN[@]}" bash -c '
         trap : TERM INT HUP
@@ -119,17 +130,11 @@ else
             sleep 6
         done' task "${ROLE[@]}" node "$RUN_DIR" "${GPUS_PER_NODE[@]}" &
 fi
-JOB=$!
-REQUEUE=
-for signal in TERM INT HUP USR1; do
-    # shellcheck disable=SC2064
-    trap "stop $signal" "$signal"
-done
 while true; do
     status=0
-    wait "$JOB" || status=$?
+    wait "$!" || status=$?
     # A signal ends `wait`, but not the process.
-    kill -0 "$JOB" 2>/dev/null || break
+    kill -0 "$!" 2>/dev/null || break
 done
 # 143: the run was stopped, and neither ended nor failed.
 if [ -n "$REQUEUE" ] && [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
