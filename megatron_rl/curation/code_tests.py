@@ -27,7 +27,7 @@ from megatron_rl.curation.samples import Solutions
 from megatron_rl.curation.tool import (
     Outcome,
     Progress,
-    Tally,
+    Report,
     check_at_least,
     check_share,
     no_progress,
@@ -182,7 +182,7 @@ def check_tests(
     printed, counts: from `run_on_tests`. Rows of other tasks, and with tests of calls, stay
     unchanged.
     """
-    tally = Tally("code-tests", asdict(options), read=len(rows))
+    report = Report("code-tests", asdict(options), read=len(rows))
     tests_by_verdict: Counter[str] = Counter()
     kept: list[Row] = []
     unexamined = 0
@@ -199,7 +199,7 @@ def check_tests(
             if any(not found.failure for found in outputs)
         ]
         if len(running) < options.min_solutions:
-            tally.drop(row.prompt, "too_few_solutions", f"{len(running)} that run")
+            report.drop(row.prompt, "too_few_solutions", f"{len(running)} that run")
             continue
         judged = [
             judge_test(case, [outputs[place] for outputs in running], tests, options)
@@ -208,16 +208,16 @@ def check_tests(
         tests_by_verdict.update(test.verdict for test in judged)
         cases = [test.case for test in judged if test.case is not None]
         if len(cases) < options.min_tests:
-            tally.drop(row.prompt, "too_few_tests", f"{len(cases)} of {len(judged)} are left")
+            report.drop(row.prompt, "too_few_tests", f"{len(cases)} of {len(judged)} are left")
             continue
         if cases != tests.cases:
-            tally.changed["tests_changed"] += 1
+            report.changed["tests_changed"] += 1
         versions = _versions(_with(row, cases=cases), tests, options)
-        tally.added["language_version"] += len(versions) - 1
+        report.added["language_version"] += len(versions) - 1
         kept += versions
     verdicts = dict(tests_by_verdict.most_common())
-    tally.figures = {"not_examined": unexamined, "tests": verdicts, **(counts or {})}
-    return tally.outcome(kept)
+    report.figures = {"not_examined": unexamined, "tests": verdicts, **(counts or {})}
+    return report.outcome(kept)
 
 
 def judge_test(

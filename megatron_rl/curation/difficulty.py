@@ -35,7 +35,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.curation.rows import Row
 from megatron_rl.curation.samples import Sample, SampleFile, match
-from megatron_rl.curation.tool import Outcome, Tally, check_at_least, check_share
+from megatron_rl.curation.tool import Outcome, Report, check_at_least, check_share
 from megatron_rl.protocol.class_messages import NO_ANSWER, ClassDone, ClassRequest
 from megatron_rl.protocol.types import Prompt, ScoreFailed
 from verification.library import Grading
@@ -91,14 +91,6 @@ class Vote(NamedTuple):
     """Most frequent form of the other answer."""
 
 
-class Judgement(NamedTuple):
-    """Decision about a label."""
-
-    action: Action
-    answer: str = ""
-    """The new label."""
-
-
 class _Doubt(NamedTuple):
     """A problem with wrong answers to compare."""
 
@@ -111,10 +103,8 @@ class _Doubt(NamedTuple):
 class _Checked(NamedTuple):
     """The result for a doubted label."""
 
-    judgement: Judgement
-    majority: int = 0
-    """Number of samples with `majority_answer`."""
-    majority_answer: str = ""
+    action: Action = "keep"
+    vote: Vote = Vote(0, 0, "")
     failure: str = ""
     """Reason for a failed comparison."""
 
@@ -131,52 +121,52 @@ def filter_difficulty(
 
     Labels come first, because a wrong label makes a problem look unsolved.
     """
-    matched = match(rows, found.graded)
-    tally = Tally("difficulty", asdict(options), read=len(rows))
-    tally.figures = {
-        "samples": sum(len(samples) for samples in matched.by_id.values()),
+    samples_of, unmatched = match(rows, found.graded)
+    report = Report("difficulty", asdict(options), read=len(rows))
+    report.figures = {
+        "samples": sum(map(len, samples_of.values())),
         "samples_ungraded": found.ungraded,
-        "samples_of_no_problem": matched.unmatched,
+        "samples_of_no_problem": unmatched,
     }
     checked: dict[str, _Checked] = {}
     if options.labels != "keep":
-        doubts, unchecked = _doubts(rows, matched.by_id, options, reward)
-        tally.figures |= {"labels_compared": len(doubts), "labels_not_checked": unchecked}
+        doubts, unchecked = _doubts(rows, samples_of, options, reward)
+        report.figures |= {"labels_compared": len(doubts), "labels_not_checked": unchecked}
         checked = _check_labels(doubts, options, classify)
     kept = []
     for row in rows:
-        samples = matched.by_id[row.prompt.id]
-        label = checked.get(row.prompt.id, _Checked(Judgement("keep")))
-        if result := _decide(row, samples, label, options=options, tally=tally):
+        samples = samples_of[row.prompt.id]
+        label = checked.get(row.prompt.id, _Checked())
+        if result := _decide(row, samples, label, options=options, report=report):
             kept.append(result)
-    return tally.outcome(kept)
+    return report.outcome(kept)
 
 
 def _decide(
-    row: Row, samples: list[Sample], label: _Checked, *, options: DifficultyOptions, tally: Tally
+    row: Row, samples: list[Sample], label: _Checked, *, options: DifficultyOptions, report: Report
 ) -> Row | None:
     """The row to write; None if it is dropped and counted."""
     if len(samples) < options.min_samples:
-        return tally.drop(row.prompt, "too_few_samples", f"{len(samples)} graded samples")
+        return report.drop(row.prompt, "too_few_samples", f"{len(samples)} graded samples")
     if label.failure:
-        return tally.drop(row.prompt, "label_not_comparable", label.failure)
+        return report.drop(row.prompt, "label_not_comparable", label.failure)
     solved = sum(sample.is_correct for sample in samples)
-    said = f"{label.majority} of {len(samples)} samples answer {label.majority_answer!r}"
-    if label.judgement.action == "drop":
-        return tally.drop(row.prompt, "label_disagrees", said)
-    is_relabelled = label.judgement.action == "relabel"
+    if label.action == "drop":
+        said = f"{label.vote.majority} of {len(samples)} samples answer {label.vote.answer!r}"
+        return report.drop(row.prompt, "label_disagrees", said)
+    is_relabelled = label.action == "relabel"
     if is_relabelled:
-        solved = label.majority
+        solved = label.vote.majority
     rate = solved / len(samples)
     if rate <= options.above:
-        return tally.drop(row.prompt, "too_hard", f"{solved} of {len(samples)} samples are right")
+        return report.drop(row.prompt, "too_hard", f"{solved} of {len(samples)} samples are right")
     if rate > options.up_to:
         reason = "too_easy_when_relabelled" if is_relabelled else "too_easy"
-        return tally.drop(row.prompt, reason, f"{solved} of {len(samples)} samples are right")
+        return report.drop(row.prompt, reason, f"{solved} of {len(samples)} samples are right")
     if is_relabelled:
-        tally.changed["relabelled"] += 1
+        report.changed["relabelled"] += 1
         original = row.prompt.answer
-        row = row.replace(answer=label.judgement.answer).with_fields(original_answer=original)
+        row = row.replace(answer=label.vote.answer).with_fields(original_answer=original)
     return row.with_fields(pass_rate=round(rate, 6), samples=len(samples))
 
 
@@ -229,11 +219,11 @@ def _check_labels(
     checked = {}
     for doubt, answer in zip(doubts, classify(requests), strict=True):
         if isinstance(answer, ScoreFailed):
-            checked[doubt.prompt.id] = _Checked(Judgement("keep"), failure=answer.reason)
+            checked[doubt.prompt.id] = _Checked(failure=answer.reason)
             continue
         vote = count_votes(doubt.answers, answer.classes, correct=doubt.correct)
-        judgement = judge(vote, samples=doubt.correct + len(doubt.answers), rules=rules)
-        checked[doubt.prompt.id] = _Checked(judgement, vote.majority, vote.answer)
+        action = judge(vote, samples=doubt.correct + len(doubt.answers), rules=rules)
+        checked[doubt.prompt.id] = _Checked(action, vote)
     return checked
 
 
@@ -287,11 +277,10 @@ def count_votes(answers: Sequence[str | None], classes: Sequence[int], *, correc
     return Vote(correct + same_as_label, size, texts.most_common(1)[0][0])
 
 
-def judge(vote: Vote, *, samples: int, rules: DifficultyOptions) -> Judgement:
+def judge(vote: Vote, *, samples: int, rules: DifficultyOptions) -> Action:
     """The decision about a label after a vote of `samples`."""
     speaks = vote.majority >= max(1, least(rules.label_share, samples))
     if not speaks or vote.produced > most(rules.max_label_share, samples):
-        return Judgement("keep")
-    if rules.labels == "relabel" and vote.majority >= least(rules.relabel_share, samples):
-        return Judgement("relabel", vote.answer)
-    return Judgement("drop")
+        return "keep"
+    is_clear = vote.majority >= least(rules.relabel_share, samples)
+    return "relabel" if rules.labels == "relabel" and is_clear else "drop"

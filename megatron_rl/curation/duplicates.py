@@ -26,7 +26,7 @@ import xxhash
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.tool import Outcome, Progress, Tally, check_share, no_progress
+from megatron_rl.curation.tool import Outcome, Progress, Report, check_share, no_progress
 from megatron_rl.protocol.prompt import normalized
 
 HASHES = 128
@@ -75,7 +75,7 @@ def dedupe(rows: Sequence[Row], *, threshold: float, progress: Progress = no_pro
 
     Held-out rows come first, so that no copy of a held-out row is trained on.
     """
-    tally = Tally("dedupe", {"threshold": threshold}, read=len(rows))
+    report = Report("dedupe", {"threshold": threshold}, read=len(rows))
     known = NearDuplicates(threshold, ordered=True)
     row_of = {row.prompt.id: row for row in rows}
     dropped: set[str] = set()
@@ -87,10 +87,10 @@ def dedupe(rows: Sequence[Row], *, threshold: float, progress: Progress = no_pro
         first = row_of[match.key].prompt
         is_same = normalized(first.answer) == normalized(row.prompt.answer)
         reason = "duplicate" if is_same else "duplicate_with_other_answer"
-        tally.drop(row.prompt, reason, f"{match.similarity:.2f} like {first.place}")
+        report.drop(row.prompt, reason, f"{match.similarity:.2f} like {first.place}")
         dropped.add(row.prompt.id)
-    tally.figures = {"pairs_compared": known.candidates}
-    return tally.outcome([row for row in rows if row.prompt.id not in dropped])
+    report.figures = {"pairs_compared": known.candidates}
+    return report.outcome([row for row in rows if row.prompt.id not in dropped])
 
 
 def decontaminate(
@@ -105,7 +105,7 @@ def decontaminate(
     The order of numbers does not count, because a lost problem costs less than a leak.
     """
     options = {"threshold": threshold, "evaluation_problems": len(evaluations)}
-    tally = Tally("decontaminate", options, read=len(rows))
+    report = Report("decontaminate", options, read=len(rows))
     known = NearDuplicates(threshold, ordered=False)
     # By place: different files may use the same ids.
     for place, row in {row.prompt.place: row for row in evaluations}.items():
@@ -117,9 +117,9 @@ def decontaminate(
             continue
         hit.add(match.key)
         detail = f"{match.similarity:.2f} like {match.key}"
-        tally.drop(row.prompt, "near_evaluation_problem", detail)
-    tally.figures = {"pairs_compared": known.candidates, "evaluation_problems_found": len(hit)}
-    return tally.outcome(kept)
+        report.drop(row.prompt, "near_evaluation_problem", detail)
+    report.figures = {"pairs_compared": known.candidates, "evaluation_problems_found": len(hit)}
+    return report.outcome(kept)
 
 
 class Fingerprint(NamedTuple):

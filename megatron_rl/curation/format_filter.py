@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.tool import Outcome, Tally
+from megatron_rl.curation.tool import Outcome, Report
 from verification.math.choices import Choice, read_choice
 from verification.math.text import normalise
 
@@ -122,7 +122,7 @@ class Asked(NamedTuple):
 
 def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> Outcome:
     """The kept rows, with multiple choice opened; rows of other tasks stay unchanged."""
-    tally = Tally("filter-format", {"tasks": list(tasks)}, read=len(rows))
+    report = Report("filter-format", {"tasks": list(tasks)}, read=len(rows))
     kept, others = [], 0
     for row in rows:
         prompt = row.prompt
@@ -132,16 +132,16 @@ def filter_format(rows: Sequence[Row], *, tasks: Sequence[str] = ("math",)) -> O
             continue
         verdict = judge_format(prompt.question, prompt.answer)
         if verdict.rule:
-            tally.drop(prompt, verdict.rule)
+            report.drop(prompt, verdict.rule)
             continue
         if verdict.question != prompt.question:
-            tally.changed["choices_opened"] += 1
+            report.changed["choices_opened"] += 1
             row = row.with_question(verdict.question)
         if verdict.answer != prompt.answer:
             row = row.replace(answer=verdict.answer).with_fields(original_answer=prompt.answer)
         kept.append(row)
-    tally.figures = {"of_other_tasks": others}
-    return tally.outcome(kept)
+    report.figures = {"of_other_tasks": others}
+    return report.outcome(kept)
 
 
 def judge_format(question: str, answer: str) -> Verdict:

@@ -43,15 +43,6 @@ class Graded(NamedTuple):
     samples: list[Sample]
 
 
-class Matched(NamedTuple):
-    """Samples by problem."""
-
-    by_id: dict[str, list[Sample]]
-    """Row's id -> samples; [] for a row without samples."""
-    unmatched: int
-    """Number of samples of problems that are not among the rows."""
-
-
 class SampleFile(NamedTuple):
     """Graded samples of a file or folder."""
 
@@ -187,10 +178,10 @@ def _sample(record: RolloutRecord, reward: RewardConfig, tags: ThinkTags) -> Sam
     return Sample(record.reason == "correct", None if checked.refusal else checked.answer)
 
 
-def match(rows: list[Row], graded: Iterable[Graded]) -> Matched:
-    """Samples of each row, matched by its stated id, else by its question.
+def match(rows: list[Row], graded: Iterable[Graded]) -> tuple[dict[str, list[Sample]], int]:
+    """(samples of each row by its id, number of samples of no row).
 
-    Ids from line numbers change with the file, so such an id counts only if the question agrees or
+    A row's samples have its stated id, else its question. Ids from line numbers change with the file, so such an id counts only if the question agrees or
     is missing.
     """
     by_id: dict[str, list[Sample]] = {row.prompt.id: [] for row in rows}
@@ -206,4 +197,4 @@ def match(rows: list[Row], graded: Iterable[Graded]) -> Matched:
             by_id[id_of[asked]] += item.samples
         else:
             unmatched += len(item.samples)
-    return Matched(by_id, unmatched)
+    return by_id, unmatched

@@ -18,7 +18,14 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.thinking import HOUSE_TAGS, ThinkTags
-from megatron_rl.curation.tool import Outcome, Tally, check_at_least, check_share, place_of
+from megatron_rl.curation.tool import (
+    Drop,
+    Outcome,
+    Report,
+    check_at_least,
+    check_share,
+    place_of,
+)
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.trainer.sft_dataset import SftExample
@@ -93,36 +100,39 @@ def mine_sft_examples(
     run. Raises InputError if no rollout is left, or for too few instructions.
     """
     rollouts = list(rollouts)
-    tally = Tally("sft", asdict(options), read=len(rollouts))
-    solved, rates = _sift(rollouts, options, tally)
+    report = Report("sft", asdict(options), read=len(rollouts))
+    solved, rates = _sift(rollouts, options, report)
     examples: list[tuple[float, SftExample]] = []
     for problem in sorted(solved):
-        for mined in _capped(solved[problem], options, tally):
+        for mined in _capped(solved[problem], options, report):
             tail = "" if options.template_opens_thoughts else mined.record.prompt_tail
             response = with_opening(mined.record.text, tail, tags)
             example = _example(mined.record, prompts.get(mined.record.prompt_id), response)
             copies = _copies(rates[problem], mined, options)
-            tally.added["repeated"] += copies - 1
+            report.added["repeated"] += copies - 1
             name = _name(mined)
             examples += [
                 (place_of(options.seed, "order", name, str(i)), example) for i in range(copies)
             ]
     if not examples:
-        raise InputError(f"none of {len(rollouts)} rollouts is left: {tally.dropped_text()}")
+        counts = ", ".join(f"{count} {reason}" for reason, count in report.count_drops().items())
+        raise InputError(
+            f"none of {len(rollouts)} rollouts is left: {counts or 'nothing was dropped'}"
+        )
     mixed = _choose(instructions, len(examples), options)
-    tally.added["instruction"] += len(mixed)
-    tally.figures = {
+    report.added["instruction"] += len(mixed)
+    report.figures = {
         "problems": len(solved),
         "instruction_examples_given": len(instructions),
         "epochs": options.epochs,
         "sft_steps": math.ceil(options.epochs * (len(examples) + len(mixed)) / options.batch_size),
     }
     ordered = [example for _, example in sorted(examples + mixed, key=lambda pair: pair[0])]
-    return tally.outcome(ordered)
+    return report.outcome(ordered)
 
 
 def _sift(
-    rollouts: list[Mined], options: SftExampleOptions, tally: Tally
+    rollouts: list[Mined], options: SftExampleOptions, report: Report
 ) -> tuple[dict[str, list[Mined]], dict[str, float]]:
     """Right rollouts by problem, and the pass rate of each problem from first_step on."""
     solved: defaultdict[str, list[Mined]] = defaultdict(list)
@@ -144,21 +154,21 @@ def _sift(
             else ""
         )  # fmt: skip
         if reason:
-            tally.drop_item(_name(mined), mined.place, reason)
+            report.drops.append(Drop(_name(mined), mined.place, reason))
         else:
             solved[problem].append(mined)
     return solved, {problem: right[problem] / count for problem, count in graded.items()}
 
 
-def _capped(found: list[Mined], options: SftExampleOptions, tally: Tally) -> list[Mined]:
+def _capped(found: list[Mined], options: SftExampleOptions, report: Report) -> list[Mined]:
     """At most per_problem rollouts of one problem, with distinct texts."""
     kept: list[Mined] = []
     texts: set[str] = set()
     for mined in sorted(found, key=lambda m: (place_of(options.seed, "cap", _name(m)), _name(m))):
         if mined.record.text in texts:
-            tally.drop_item(_name(mined), mined.place, "same_text")
+            report.drops.append(Drop(_name(mined), mined.place, "same_text"))
         elif len(kept) >= options.per_problem:
-            tally.drop_item(_name(mined), mined.place, "over_cap")
+            report.drops.append(Drop(_name(mined), mined.place, "over_cap"))
         else:
             texts.add(mined.record.text)
             kept.append(mined)

@@ -1,4 +1,4 @@
-"""Parts of all data tools: checks of options, seeded draws, counts of rows, the report.
+"""Parts of all data tools: checks of options, seeded draws, the report.
 
 `cli/data_tools/files.py` prints the report as a table and writes it next to the output.
 """
@@ -50,71 +50,48 @@ class Drop(msgspec.Struct, frozen=True, omit_defaults=True):
     """For people: the other row of a pair, or the share that was too low."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class Outcome(NamedTuple):
+    """A tool's rows and report."""
+
+    rows: list[Any]
+    report: "Report"
+
+
+class Report(msgspec.Struct):
     """Counts of one call of a tool: read + added - dropped = written."""
 
     tool: str
     options: dict[str, Any]
     read: int
     """Rows of the input."""
-    written: int
+    written: int = 0
     """Rows of the output."""
-    dropped: dict[str, int]
+    dropped: dict[str, int] = {}
     """By reason."""
-    added: dict[str, int]
+    added: Counter[str] = msgspec.field(default_factory=Counter)
     """Further rows of the output, by kind."""
-    changed: dict[str, int]
+    changed: Counter[str] = msgspec.field(default_factory=Counter)
     """Changed rows by kind of change; a row may count in several."""
-    figures: dict[str, Any]
-    drops: list[Drop]
-
-
-class Outcome(NamedTuple):
-    """A tool's rows and report."""
-
-    rows: list[Any]
-    report: Report
-
-
-class Tally:
-    """Counts while a tool reads its rows."""
-
-    def __init__(self, tool: str, options: dict[str, Any], *, read: int) -> None:
-        self._tool = tool
-        self._options = options
-        self._read = read
-        self._drops: list[Drop] = []
-        self.added: Counter[str] = Counter()
-        self.changed: Counter[str] = Counter()
-        self.figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    drops: list[Drop] = []
 
     def drop(self, prompt: Prompt, reason: str, detail: str = "") -> None:
         """Count a dropped row."""
-        self._drops.append(Drop(prompt.id, prompt.place, reason, detail))
+        self.drops.append(Drop(prompt.id, prompt.place, reason, detail))
 
-    def drop_item(self, name: str, place: str, reason: str) -> None:
-        """Count a dropped item that is not a prompt."""
-        self._drops.append(Drop(name, place, reason))
-
-    def dropped_text(self) -> str:
-        """Counts of drops, for people."""
-        counts = Counter(drop.reason for drop in self._drops).most_common()
-        return ", ".join(f"{count} {reason}" for reason, count in counts) or "nothing was dropped"
+    def count_drops(self) -> dict[str, int]:
+        """Drops by reason, the most frequent first."""
+        return _ranked(Counter(drop.reason for drop in self.drops))
 
     def outcome(self, rows: list[Any]) -> Outcome:
-        """The rows and the report; asserts that every row was kept, added or dropped."""
-        dropped = Counter(drop.reason for drop in self._drops)
-        expected = self._read + self.added.total() - dropped.total()
-        assert expected == len(rows), (self._read, self.added, dropped)
-        report = Report(
-            tool=self._tool,
-            options=self._options,
-            read=self._read,
-            written=len(rows),
-            dropped=dict(dropped.most_common()),
-            added={name: n for name, n in self.added.most_common() if n},
-            changed={name: n for name, n in self.changed.most_common() if n},
-            figures=self.figures,
-            drops=self._drops,
-        )
-        return Outcome(rows, report)
+        """The rows and the whole report; asserts that every row was kept, added or dropped."""
+        self.written, self.dropped = len(rows), self.count_drops()
+        expected = self.read + self.added.total() - len(self.drops)
+        assert expected == self.written, (self.read, self.added, self.dropped)
+        self.added, self.changed = _ranked(self.added), _ranked(self.changed)
+        return Outcome(rows, self)
+
+
+def _ranked(counts: Counter[str]) -> Counter[str]:
+    """Counts above 0, the highest first."""
+    return Counter(dict((+counts).most_common()))

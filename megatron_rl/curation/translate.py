@@ -22,7 +22,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.curation.rows import Row
-from megatron_rl.curation.tool import Outcome, Tally, check_share, place_of
+from megatron_rl.curation.tool import Outcome, Report, check_share, place_of
 from megatron_rl.protocol.line_errors import decode_texts
 from verification.language import LanguageRules, canonical_code, detect
 
@@ -111,14 +111,6 @@ class Chosen(NamedTuple):
         return Request(self.row.prompt.id, self.language, self.protected.text)
 
 
-class Refused(msgspec.Struct, frozen=True):
-    """A refused translation; a line of the report."""
-
-    id: str
-    language: str
-    reason: str
-
-
 def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen], Counter[str]]:
     """(rows to translate, counts of ineligible rows by reason)."""
     chosen, ineligible = [], Counter[str]()
@@ -138,15 +130,15 @@ def choose(rows: Sequence[Row], options: TranslateOptions) -> tuple[list[Chosen]
 def translate(rows: Sequence[Row], translator: Translator, options: TranslateOptions) -> Outcome:
     """The rows, with translations in place of the chosen rows, or after them (keep_source)."""
     chosen, ineligible = choose(rows, options)
-    tally = Tally("translate", asdict(options), read=len(rows))
+    report = Report("translate", asdict(options), read=len(rows))
     translated: dict[str, Row] = {}
-    refused: list[Refused] = []
+    refused: list[dict[str, str]] = []
     languages: Counter[str] = Counter()
     for item in chosen:
         name = item.row.prompt.id
         question, refusal = check_translation(item, translator(item.request))
         if refusal:
-            refused.append(Refused(name, item.language, refusal))
+            refused.append({"id": name, "language": item.language, "reason": refusal})
             continue
         languages[item.language] += 1
         row = item.row.with_question(question)
@@ -158,16 +150,16 @@ def translate(rows: Sequence[Row], translator: Translator, options: TranslateOpt
             written.append(row)
         if other is not None:
             written.append(other)
-    counts = tally.added if options.keep_source else tally.changed
+    counts = report.added if options.keep_source else report.changed
     counts["translated"] += len(translated)
-    tally.figures = {
+    report.figures = {
         "chosen": len(chosen),
         "languages": dict(sorted(languages.items())),
         "not_eligible": dict(ineligible.most_common()),
-        "refused": dict(Counter(item.reason for item in refused).most_common()),
-        "refused_rows": msgspec.to_builtins(refused),
+        "refused": dict(Counter(one["reason"] for one in refused).most_common()),
+        "refused_rows": refused,
     }
-    return tally.outcome(written)
+    return report.outcome(written)
 
 
 def check_translation(item: Chosen, text: str) -> tuple[str, str]:

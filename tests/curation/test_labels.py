@@ -1,4 +1,4 @@
-"""Votes on labels: worked by hand, and the probabilities that `labels.py` states."""
+"""Votes on labels: worked by hand, and the probabilities that `difficulty.py` states."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def probability_of_doubt(right: float, rivals: list[float]) -> float:
         if rest < 0:
             continue
         vote = Vote(produced=counts[0], majority=max(counts[1:]), answer="")
-        if judge(vote, samples=SAMPLES, rules=DROP).action == "drop":
+        if judge(vote, samples=SAMPLES, rules=DROP) == "drop":
             ways = math.factorial(SAMPLES)
             for count in (*counts, rest):
                 ways //= math.factorial(count)
@@ -62,7 +62,7 @@ def test_right_labels_are_doubted_as_seldom_as_stated() -> None:
 def test_shares_decide_at_their_edges(produced: int, majority: int, action: str) -> None:
     # Of 16: 0.6 is 9.6, so 10; 0.1 is 1.6, so 1; 0.8 is 12.8, so 13.
     vote = Vote(produced, majority, "7")
-    assert judge(vote, samples=SAMPLES, rules=DifficultyOptions(labels="relabel")).action == action
+    assert judge(vote, samples=SAMPLES, rules=DifficultyOptions(labels="relabel")) == action
 
 
 def test_a_wrong_answer_that_is_the_label_counts_for_it() -> None:
