@@ -28,10 +28,10 @@ from pathlib import Path
 
 from megatron_rl.rehearsal import engine_stand_in
 from tools.library_sources import Sources
+from tools.lock_gpu import LOCK, read_pins
 
 ROOT = Path(__file__).parents[1]
 OURS = ("megatron_rl", "generation", "verification", "tools")
-PINS = ROOT / "requirements" / "gpu.txt"
 _DOWNLOAD_S = 600.0
 
 
@@ -188,11 +188,9 @@ def check(libraries: Sequence[tuple[Library, str, Path]], paths: Sequence[Path])
 
 def pinned(distribution: str) -> str:
     """The version in requirements/gpu.txt. Raises SystemExit where there is none."""
-    for line in PINS.read_text().splitlines():
-        name, _, version = line.split("#")[0].strip().partition("==")
-        if name == distribution:
-            return version
-    raise SystemExit(f"{PINS} does not pin {distribution}")
+    if version := read_pins(LOCK).get(distribution):
+        return version
+    raise SystemExit(f"{LOCK} does not pin {distribution}")
 
 
 def sources_of(library: Library, version: str, cache: Path) -> Path:

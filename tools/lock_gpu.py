@@ -61,7 +61,7 @@ def main() -> None:
     """Command line."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     head = LOCK.read_text().partition(BELOW)[0]
-    direct = [line for line in head.splitlines() if line and not line.startswith("#")]
+    direct = list(_pin_lines(head))
     dev = [f"{name}=={version}" for name, version in read_pins(FOLDER / "dev.txt").items()]
     built = built_here(direct)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,11 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+from packaging.utils import canonicalize_name
+
+from tools.lock_gpu import FOLDER, PLATFORM, parse_pin
+
 HASHES = FOLDER / "hashes.txt"
-PLATFORM = "x86_64-manylinux_2_39"
 PYTHONS = {"gpu.txt": ("3.11.9", "3.12.9"), "vllm.txt": ("3.11.9",)}
 """Versions of Python for which a file of pins is installed, if fewer than EVERY."""
 EVERY = ("3.11.9", "3.12.9", "3.13.9")
@@ -22,6 +24,8 @@ COMPILED = "# compiled"
 """At the end of the line of a package without wheels: tools/fetch_wheels.sh compiles it, so that a
 folder of wheels holds a file with another hash."""
 TIMEOUT_S = 600
+Pin = tuple[str, str]
+"""As by `parse_pin`."""
 
 
 def read_lines(path: Path) -> list[str]:
@@ -38,14 +42,8 @@ def pin_files() -> list[Path]:
     return [path for path in sorted(FOLDER.glob("*.txt")) if path != HASHES]
 
 
-def read_hashes() -> dict[str, str]:
-    """The hashes of each pin, as in its line."""
-    lines = HASHES.read_text().splitlines()
-    return {line.split()[0]: line.partition(" ")[2] for line in lines if line[0] != "#"}
-
-
-def find_files(pins: list[str], python: str) -> dict[str, tuple[list[str], bool]]:
-    """By `key_of` a pin: hashes of the files for a version of Python, and if one is a wheel."""
+def find_files(pins: list[str], python: str) -> dict[Pin, tuple[list[str], bool]]:
+    """By pin: hashes of the files for a version of Python, and if one is a wheel."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "given.txt", Path(folder) / "pylock.toml"
         given.write_text("\n".join(pins))
@@ -54,20 +52,12 @@ def find_files(pins: list[str], python: str) -> dict[str, tuple[list[str], bool]
         command += ["--python-version", python, "--output-file", str(found), str(given)]
         subprocess.run(command, check=True, timeout=TIMEOUT_S)
         packages = tomllib.loads(found.read_text())["packages"]
-    files = {
-        f"{one['name']}=={one['version']}": (one.get("wheels", []), [one.get("sdist")])
-        for one in packages
-    }
-    return {
-        pin: ([f["hashes"]["sha256"] for f in [*wheels, *source] if f], bool(wheels))
-        for pin, (wheels, source) in files.items()
-    }
-
-
-def key_of(pin: str) -> str:
-    """The pin as uv writes it."""
-    name, _, version = pin.partition("==")
-    return f"{name.lower().replace('_', '-').replace('.', '-')}=={version}"
+    files = {}
+    for one in packages:
+        wheels, source = one.get("wheels", []), one.get("sdist")
+        digests = [file["hashes"]["sha256"] for file in [*wheels, source] if file]
+        files[canonicalize_name(one["name"]), one["version"]] = digests, bool(wheels)
+    return files
 
 
 def main() -> None:
@@ -80,7 +70,7 @@ def main() -> None:
         for python in PYTHONS.get(path.name, EVERY):
             files = find_files(pins, python)
             for pin in pins:
-                found, has_wheel = files[key_of(pin)]
+                found, has_wheel = files[parse_pin(pin)]
                 hashes.setdefault(pin, set()).update(found)
                 with_wheel |= {pin} if has_wheel else set()
     lines = ["# By `python -m tools.lock_hashes`; tools/install.sh adds them to the pins."]

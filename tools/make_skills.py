@@ -26,7 +26,7 @@ from itertools import islice, permutations
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.data.example_tasks import write_lines
 
 Line = dict[str, object]
 
@@ -173,8 +173,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_whole(options.out / f"{name}.jsonl", text)
+        write_lines(options.out / f"{name}.jsonl", lines)
     print(f"{options.out}: " + ", ".join(f"{len(x)} of {name}" for name, x in files.items()))
 
 

@@ -19,12 +19,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.example_tasks import write_lines
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.sweep.results import estimate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +77,7 @@ class Miniature:
         run = self.run(name)
         lines = [row | {"split": "train"} for row in read_jsonl(self.data(prompts))]
         path = self.data(f"{prompts}.run")
-        _write(path, lines + read_jsonl(self.data("held_out")))
+        write_lines(path, lines + read_jsonl(self.data("held_out")))
         self.cli(
             run / "summary.json",
             *("run", "--config", CONFIG, "--run-dir", run),
@@ -124,9 +123,9 @@ def plant(small: Miniature, seed: int) -> None:
         planted.append({"id": f"raw/{number}", "kind": kind, "answer": answer})
     copied = rng.sample(raw, COPIES)
     raw += [row | {"id": f"copy/{number}"} for number, row in enumerate(copied)]
-    _write(small.data("raw"), raw)
-    _write(small.data("held_out"), held_out)
-    _write(small.data("planted"), planted)
+    write_lines(small.data("raw"), raw)
+    write_lines(small.data("held_out"), held_out)
+    write_lines(small.data("planted"), planted)
 
 
 def curate(small: Miniature, base: Path) -> dict[str, float]:
@@ -240,10 +239,6 @@ def print_table(result: dict[str, Any]) -> None:
         f"{result['labels_false']:.1%}; {result['problems_filtered']:.0f} of "
         f"{result['problems_raw']:.0f} problems are left"
     )
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _toml(value: object) -> str:

@@ -181,8 +181,8 @@ def _sample(record: RolloutRecord, reward: RewardConfig, tags: ThinkTags) -> Sam
 def match(rows: list[Row], graded: Iterable[Graded]) -> tuple[dict[str, list[Sample]], int]:
     """(samples of each row by its id, number of samples of no row).
 
-    A row's samples have its stated id, else its question. Ids from line numbers change with the file, so such an id counts only if the question agrees or
-    is missing.
+    A row's samples have its stated id, else its question. Ids from line numbers change with the
+    file, so such an id counts only if the question agrees or is missing.
     """
     by_id: dict[str, list[Sample]] = {row.prompt.id: [] for row in rows}
     question_of = {row.prompt.id: normalized(row.prompt.question) for row in rows}

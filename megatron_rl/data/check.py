@@ -88,7 +88,7 @@ def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
     tasks = reward.all_tasks
     mathematical: list[Prompt] = []
     for prompt in prompts:
-        place = prompt.place or f"prompt {prompt.id!r}"
+        place = _name(prompt)
         fault = settings.find_fault(prompt, reward)
         if fault is not None:
             yield Fault(place, fault.reason, _after_place(fault.text, place))
@@ -117,7 +117,7 @@ def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
     first: dict[str, Prompt] = {}
     ids: dict[str, Prompt] = {}
     for prompt in prompts:
-        place = prompt.place or f"prompt {prompt.id!r}"
+        place = _name(prompt)
         other = first.setdefault(prompt.normalized_question, prompt)
         if other is not prompt:
             same = other.answers == prompt.answers and other.entry == prompt.entry
@@ -140,7 +140,7 @@ def _leaks(trained: Iterable[Prompt], evaluated: Sequence[Part]) -> Iterator[Fau
         if found is None:
             continue
         name, other, is_whole = found
-        place = prompt.place or f"prompt {prompt.id!r}"
+        place = _name(prompt)
         how = "the question is that of" if is_whole else "it holds the question of"
         yield Fault(
             place, "in_evaluation_set", f"{place}: {how} {_name(other)} of the set {name!r}"

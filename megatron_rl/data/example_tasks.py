@@ -7,10 +7,9 @@ examples, so that reinforcement learning can improve on it.
 """
 
 import json
-import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.sources import load_reasoning_gym
 from megatron_rl.protocol.types import ChatMessage, Prompt
+from megatron_rl.protocol.whole_file import write_whole
 
 CHAIN_SUM_PREFIX = "State the final answer to the following arithmetic problem: "
 SORT_DIGITS = 5
@@ -57,7 +57,7 @@ def write_tasks(
 ) -> None:
     """Write prompts.jsonl, and sft.jsonl from the prompts `teaching`."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_lines(out / "prompts.jsonl", [_prompt_line(prompt) for prompt in prompts])
+    write_lines(out / "prompts.jsonl", [_prompt_line(prompt) for prompt in prompts])
     rng = random.Random(f"{sizes.seed}/mistakes")
     wrong = set(rng.sample(range(len(teaching)), round(sizes.wrong_share * len(teaching))))
     lines = []
@@ -67,7 +67,7 @@ def write_tasks(
         response = f"<think>{solved.thoughts}</think>\\boxed{{{solved.answer}}}"
         messages = msgspec.to_builtins(prompt.messages)
         lines.append({"id": f"example/{index}", "messages": messages, "response": response})
-    _write_lines(out / "sft.jsonl", lines)
+    write_lines(out / "sft.jsonl", lines)
 
 
 def _prompt_line(prompt: Prompt) -> dict[str, object]:
@@ -75,10 +75,9 @@ def _prompt_line(prompt: Prompt) -> dict[str, object]:
     return {key: value for key, value in line.items() if key not in ("entry", "pass_rate") or value}
 
 
-def _write_lines(path: Path, lines: list[dict[str, object]]) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(temporary, path)
+def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
+    """Write a JSONL file, as a whole or not at all."""
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 # --- sort: put five different digits in order -------------------------------------------------

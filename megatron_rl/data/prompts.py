@@ -212,18 +212,6 @@ def _without_ungradable(
     return reading._replace(prompts=kept, notes=[*reading.notes, note])
 
 
-def load_prompts(
-    sources: list[PromptSource],
-    seed: int,
-    dropped: frozenset[str] = frozenset(),
-    *,
-    eval_sets: Sequence[EvalSet] = (),
-    reward: RewardConfig | None = None,
-) -> PromptSets:
-    """Prompts of all sources, with as many held out as possible. Raises InputError."""
-    return read_prompts(sources, seed, eval_sets=eval_sets, reward=reward).divide(dropped)
-
-
 def prompts_of_run(
     config: Config, dropped: frozenset[str] = frozenset(), *, cursor: PromptCursor | None = None
 ) -> PromptSets:

@@ -178,12 +178,14 @@ def read_source(
     key: name of `source.kind` in messages. on_fault: as for `read_files`; other readers stop at a
     fault.
     """
-    kind = read_as(source, [*_READERS, *SOURCES], key=key)
+    kind = read_as(source, ["files", "hub", *SOURCES], key=key)
     if kind == "jsonl" and (source.faulty == "drop" or on_fault is not None):
         # The reader of lines stops at a fault.
         kind = "files"
-    if kind in _READERS:
-        return _READERS[kind](source, on_fault)
+    if kind == "files":
+        return read_files(source, on_fault)
+    if kind == "hub":
+        return read_hub(with_hub_name(source), on_fault)
     # A data set of reasoning_gym may have been found without its kind.
     settings.check_sources([source.model_copy(update={"kind": kind})])
     prompts = find_function(SOURCES, kind, key=key)(source, seed)
@@ -199,15 +201,6 @@ def read_source(
         prompts = repeats.with_rates(kept)
     return Reading(prompts, notes, paths)
 
-
-def _read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None) -> Reading:
-    return read_hub(with_hub_name(source), on_fault)
-
-
-_READERS: dict[str, Callable[[PromptSource, Callable[[RowFault], None] | None], Reading]] = {
-    "files": read_files,
-    "hub": _read_hub,
-}
 
 SOURCES: dict[str, Callable[[PromptSource, int], list[Prompt]]] = {
     "jsonl": load_jsonl,

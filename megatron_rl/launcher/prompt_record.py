@@ -15,7 +15,7 @@ from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.data.kinds import read_as, with_hub_name
 from megatron_rl.data.prompts import material_of_run
-from megatron_rl.data.tables.hub import is_pinned, pinned
+from megatron_rl.data.tables.hub import is_commit, pinned
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import earlier_config
 from megatron_rl.launcher.thinking import decide_thinking
@@ -127,7 +127,7 @@ def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
         [
             SourceRecord(with_hub_name(s).name, s.revision)
             for s in sources
-            if read_as(s) == "hub" and is_pinned(s)
+            if read_as(s) == "hub" and is_commit(s.revision)
         ],
     )
 

@@ -13,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.curation.rows import read_rows
 from megatron_rl.curation.samples import match, read_samples
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from tests.cli.command_line.parsed import parse
 from tests.end_to_end.commands import launched
 
@@ -40,7 +40,7 @@ def test_every_row_is_a_problem_whatever_its_split(tmp_path: Path) -> None:
     write(tmp_path / "problems.jsonl", [])
     text = "".join(json.dumps(_plain(problem_line(row))) + "\n" for row in rows)
     (tmp_path / "problems.jsonl").write_text(text)
-    found = load_prompts(config.prompts, 0, eval_sets=config.eval.sets)
+    found = read_prompts(config.prompts, 0, eval_sets=config.eval.sets).divide()
     ids = [prompt.id for prompt in found.eval_sets["graded"]]
     assert ids == [f"graded/{row.prompt.id}" for row in rows] and not found.train
     [one] = config.eval.sets

@@ -9,7 +9,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PromptSource
-from megatron_rl.data.prompts import PromptSets, PromptStream, load_prompts, prompts_of_run
+from megatron_rl.data.prompts import PromptSets, PromptStream, prompts_of_run, read_prompts
 from megatron_rl.protocol.types import Prompt
 from tests.rollout_queue.makers import make_prompt
 
@@ -39,7 +39,7 @@ def test_jsonl_prompts_are_split_and_held_out_questions_leave_the_train_split(
         tmp_path, line("a?"), line("What  is B?"), "", line("c\u2028?", id="mine"),
         line("what is b?", "held_out"),
     )  # fmt: skip
-    sets = load_prompts([source], seed=0)
+    sets = read_prompts([source], seed=0).divide()
     assert [[p.id for p in prompts] for prompts in sets.train] == [["prompts:1", "mine"]]
     assert [p.id for p in sets.held_out] == ["prompts:5"]
     assert sets.duplicates_removed == 1
@@ -54,10 +54,10 @@ def test_dropped_prompts_are_in_no_split_and_empty_sources_leave_the_mixture(
 ) -> None:
     source = write(tmp_path, line("a?"), line("b?"), line("c?", "held_out"), line("d?", "held_out"))
     other = PromptSource(kind="tests.data.test_prompts:own_source", weight=3.0)
-    everything = load_prompts([source, other], seed=0)
+    everything = read_prompts([source, other], seed=0).divide()
     assert (everything.weights, everything.dropped) == ([1.0, 3.0], 0)
     dropped = frozenset({"prompts:2", "prompts:3", "own"})
-    sets = load_prompts([source, other], seed=0, dropped=dropped)
+    sets = read_prompts([source, other], seed=0).divide(dropped)
     assert [[p.id for p in prompts] for prompts in sets.train] == [["prompts:1"]]
     assert [p.id for p in sets.held_out] == ["own held", "prompts:4"]
     assert (sets.weights, sets.dropped) == ([1.0], 3)
@@ -68,19 +68,19 @@ def test_dropped_prompts_are_in_no_split_and_empty_sources_leave_the_mixture(
 
 def test_missing_file_and_missing_path_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the prompts .*none.jsonl"):
-        load_prompts([PromptSource(path=tmp_path / "none.jsonl")], seed=0)
+        read_prompts([PromptSource(path=tmp_path / "none.jsonl")], seed=0).divide()
     with pytest.raises(InputError, match="needs a path"):
-        load_prompts([PromptSource()], seed=0)
+        read_prompts([PromptSource()], seed=0).divide()
     with pytest.raises(InputError, match=r"add a \[\[prompts\]\] section"):
-        load_prompts([], seed=0)
+        read_prompts([], seed=0).divide()
 
 
 def test_source_kind_may_be_a_function_and_unknown_kinds_are_named(tmp_path: Path) -> None:
     kind = "tests.data.test_prompts:own_source"
-    sets = load_prompts([PromptSource(kind=kind), PromptSource(kind=kind)], seed=0)
+    sets = read_prompts([PromptSource(kind=kind), PromptSource(kind=kind)], seed=0).divide()
     assert [p.id for prompts in sets.train for p in prompts] == ["own", "1:own"]
     with pytest.raises(InputError, match="'jsonll' .* did you mean 'jsonl'"):
-        load_prompts([PromptSource(kind="jsonll")], seed=0)
+        read_prompts([PromptSource(kind="jsonll")], seed=0).divide()
 
 
 CHAIN_SUM = PromptSource(
@@ -92,7 +92,7 @@ CHAIN_SUM = PromptSource(
 
 
 def test_reasoning_gym_prompts_are_distinct_and_held_out_ones_stay_out_of_training() -> None:
-    sets = load_prompts([CHAIN_SUM], seed=0)
+    sets = read_prompts([CHAIN_SUM], seed=0).divide()
     questions = [p.messages[0].content for p in sets.train[0] + sets.held_out]
     assert len(sets.train[0]) == 150 and len(sets.held_out) == 40
     assert len(set(questions)) == 190
@@ -107,15 +107,18 @@ def test_reasoning_gym_prompts_are_distinct_and_held_out_ones_stay_out_of_traini
 
 
 def test_held_out_prompts_do_not_depend_on_the_seed_and_train_prompts_do() -> None:
-    first, second = load_prompts([CHAIN_SUM], seed=0), load_prompts([CHAIN_SUM], seed=1)
+    first, second = (
+        read_prompts([CHAIN_SUM], seed=0).divide(),
+        read_prompts([CHAIN_SUM], seed=1).divide(),
+    )
     assert first.held_out == second.held_out
     assert first.train != second.train
-    assert first.train == load_prompts([CHAIN_SUM], seed=0).train
+    assert first.train == read_prompts([CHAIN_SUM], seed=0).divide().train
 
 
 def test_dataset_with_other_answers_carries_the_entry_for_its_own_scorer() -> None:
     source = PromptSource(kind="reasoning_gym", name="countdown", train_size=3, held_out_size=2)
-    prompt = load_prompts([source], seed=0).train[0][0]
+    prompt = read_prompts([source], seed=0).divide().train[0][0]
     entry = json.loads(prompt.entry)
     assert prompt.task == "reasoning_gym" and entry["dataset"] == "countdown"
     assert set(entry) == {"dataset", "question", "answer", "metadata"}
@@ -127,7 +130,7 @@ def test_prompts_keep_out_every_held_out_question_of_a_tiny_dataset() -> None:
         kind="reasoning_gym", name="chain_sum", train_size=5000, held_out_size=20,
         options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     )  # fmt: skip
-    sets = load_prompts([source], seed=0)
+    sets = read_prompts([source], seed=0).divide()
     assert len(sets.held_out) == 20
     # Two one-digit terms, 1-9 or 0-9, with + or -: at most 200 questions in all.
     assert 100 < len(sets.train[0]) <= 180
@@ -148,7 +151,7 @@ def test_prompts_keep_out_every_held_out_question_of_a_tiny_dataset() -> None:
 )
 def test_wrong_reasoning_gym_source_is_a_clear_error(change: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_prompts([CHAIN_SUM.model_copy(update=change)], seed=0)
+        read_prompts([CHAIN_SUM.model_copy(update=change)], seed=0).divide()
 
 
 def mixture() -> PromptSets:
@@ -202,15 +205,15 @@ def test_evaluation_sets_have_prompts_of_their_own_which_are_not_trained_on(tmp_
              {"question": "shown", "answer": "2", "split": "train"}]  # fmt: skip
     aime.write_text("\n".join(map(json.dumps, lines)))
     wanted = EvalSet(name="aime", prompts=PromptSource(path=aime))
-    sets = load_prompts([PromptSource(path=train)], seed=0, eval_sets=[wanted])
+    sets = read_prompts([PromptSource(path=train)], seed=0, eval_sets=[wanted]).divide()
     assert [p.id for p in sets.eval_sets["aime"]] == ["aime/aime:1", "aime/aime:2"]
     assert [p.question for p in sets.train[0]] == ["Q0", "Q2"]
     assert "2 of the evaluation set aime; 1 train prompts removed" in sets.describe()
     # The sets alone will do; what cannot be rendered is left out of them.
-    alone = load_prompts([], 0, frozenset({"aime/aime:2"}), eval_sets=[wanted])
+    alone = read_prompts([], 0, eval_sets=[wanted]).divide(frozenset({"aime/aime:2"}))
     assert [p.id for p in alone.all] == ["aime/aime:1"] and alone.dropped == 1
     with pytest.raises(InputError, match="'aime' has 2 prompts .* expected 5"):
-        load_prompts([], 0, eval_sets=[wanted.model_copy(update={"problems": 5})])
+        read_prompts([], 0, eval_sets=[wanted.model_copy(update={"problems": 5})]).divide()
 
 
 def run_of(folder: Path, questions: list[str], *overrides: str) -> Config:
@@ -269,7 +272,7 @@ def test_twins_of_a_held_out_prompt_do_not_train(tmp_path: Path) -> None:
 def test_a_run_that_began_by_the_older_rule_resumes_by_it(tmp_path: Path) -> None:
     config = run_of(tmp_path, [f"question {n}?" for n in range(4000)])
     trained, held = trained_and_held(config)
-    older = load_prompts(config.prompts, config.run.seed)
+    older = read_prompts(config.prompts, config.run.seed).divide()
     assert older.sizes < [len(trained)]
     cursor = PromptStream(older, 0).state()
     sets = prompts_of_run(config, cursor=cursor)

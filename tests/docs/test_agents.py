@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.files import load_config
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from tests.verification.environments.running import Running, replies
 from verification.environments.policy import Call, Reply, Say
 
@@ -42,7 +42,7 @@ def test_every_prompt_of_the_page_has_an_environment(
     assert set(config.reward.environments.values()) == {
         "my_agents:guess", "my_agents:Countdown", "my_agents:calculator",
     }  # fmt: skip
-    assert len(load_prompts(config.prompts, 0).all) == len(lines)
+    assert len(read_prompts(config.prompts, 0).divide().all) == len(lines)
 
 
 def test_game_as_a_function_rewards_early_guesses(running: Running) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.config.algorithm import AdvantageEstimatorConfig, PolicyLossConfig
 from megatron_rl.config.files import load_config
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from tests.launcher.test_dry_run import write_byte_tokenizer
 from tests.tiny_models import write_model
 
@@ -93,14 +93,14 @@ def test_a_response_earns_the_sum_that_its_parts_make(folder: Path) -> None:
 
 def test_the_source_makes_each_product_once_and_the_same_for_a_seed(folder: Path) -> None:
     sources = load_config(Path("my_source.toml"), []).prompts
-    found = load_prompts(sources, 3).all
+    found = read_prompts(sources, 3).divide().all
     assert len(found) == 99 * 100 // 2
     assert len({prompt.question for prompt in found}) == len(found)
     for prompt in found:
         a, b = map(int, re.findall(r"\d+", prompt.question))
         assert int(prompt.answer) == a * b
     assert sum(prompt.split == "held_out" for prompt in found) == 495
-    assert found == load_prompts(sources, 3).all != load_prompts(sources, 4).all
+    assert found == read_prompts(sources, 3).divide().all != read_prompts(sources, 4).divide().all
 
 
 def test_the_loss_is_what_the_page_says_by_hand(folder: Path) -> None:

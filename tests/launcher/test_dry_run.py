@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, grade_made_up
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from tools.make_skills import Counts, make
@@ -80,7 +80,7 @@ def load(name: str, model: Path, prompts: Path, *overrides: str) -> Config:
 
 
 def problems_of(config: Config) -> dict[str, list[str]]:
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = read_prompts(config.prompts, config.run.seed).divide()
     return {r.task: r.problems for r in grade_made_up(choose_prompts(sets.all), config)}
 
 
@@ -97,7 +97,7 @@ def test_shipped_examples_pay_a_right_answer_of_every_task(
     name: str, model: Path, prompts: Path
 ) -> None:
     config = load(name, model, prompts)
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = read_prompts(config.prompts, config.run.seed).divide()
     reports = grade_made_up(choose_prompts(sets.all), config)
     assert {r.task: (r.prompts, r.problems, r.warnings) for r in reports} == {
         "math": (3, [], []), "code": (1, [], []),
@@ -170,7 +170,7 @@ def test_bad_labels_are_warnings_unless_all_are(model: Path, tmp_path: Path) -> 
     lines = [LINES[0], dict(LINES[3], answer="\\frac{")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load("one_node", model, path)
-    (report,) = grade_made_up(load_prompts(config.prompts, 0).all, config)
+    (report,) = grade_made_up(read_prompts(config.prompts, 0).divide().all, config)
     assert report.problems == [] and len(report.warnings) == 1
     assert "in 1 of 2 prompts" in report.warnings[0] and "labels.jsonl:2" in report.warnings[0]
     assert "unclosed_box" in report.warnings[0]
@@ -182,7 +182,7 @@ def test_a_right_answer_to_a_list_of_labels_earns_the_reward(model: Path, tmp_pa
     lines = [dict(LINES[n], answer=label) for n, label in zip((0, 3), labels, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load("one_node", model, path)
-    (report,) = grade_made_up(load_prompts(config.prompts, 0).all, config)
+    (report,) = grade_made_up(read_prompts(config.prompts, 0).divide().all, config)
     assert (report.prompts, report.problems, report.warnings) == (2, [], [])
     assert report.earned == pytest.approx(1.0) and report.earned_wrong == pytest.approx(0.1)
 
@@ -291,5 +291,5 @@ def test_the_toml_of_the_readme_is_the_shipped_example_and_can_earn_a_reward(
     (tmp_path / "my.toml").write_text(pasted)
     config = load_config(tmp_path / "my.toml", [f'model.path="{model}"'])
     assert problems_of(config) == {"math": []}
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = read_prompts(config.prompts, config.run.seed).divide()
     assert (len(sets.train[0]), len(sets.held_out)) == (2000, 500)

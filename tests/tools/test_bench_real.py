@@ -62,7 +62,7 @@ def test_lengths_are_described_by_percentiles() -> None:
 
 
 def test_the_peers_prompts_stand_in_the_order_of_our_queue(tmp_path: Path) -> None:
-    from megatron_rl.data.prompts import PromptStream, load_prompts
+    from megatron_rl.data.prompts import PromptStream, read_prompts
     from megatron_rl.data.tiny_model import make_folder
 
     make_folder(tmp_path / "model", seed=0)
@@ -75,7 +75,7 @@ def test_the_peers_prompts_stand_in_the_order_of_our_queue(tmp_path: Path) -> No
     workload = Workload(REAL, overrides, tmp_path / "peer.jsonl")
     config = workload.config
     assert write_peer_prompts(config, workload.peer_prompts, task="open") == 8
-    stream = PromptStream(load_prompts(config.prompts, config.run.seed), config.run.seed)
+    stream = PromptStream(read_prompts(config.prompts, config.run.seed).divide(), config.run.seed)
     written = workload.peer_prompts.read_text().splitlines()
     for line in written:
         assert " ".join(stream.next().messages[-1].content.split()[:3]) in line

@@ -22,8 +22,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,35 +244,20 @@ Ends = tuple[Callable[[bytes], object], Callable[[int], object]]
 
 def loopback() -> dict[str, dict[str, float]]:
     """Bytes/s and round trip of TCP and of ZeroMQ between this process and another one."""
-    found = {}
-    with socket.create_server((HOST, 0)) as server:
-        server.settimeout(PEER_TIMEOUT_S)
-        with _peer("tcp", server.getsockname()[1]):
-            connection, _ = server.accept()
-            with connection:
-                found["tcp"] = _ask(*_tcp_ends(connection))
-    with (
-        zmq.Context() as context,
-        _pair(context) as pair,
-        _peer("zeromq", pair.bind_to_random_port(f"tcp://{HOST}")),
-    ):
-        found["zeromq"] = _ask(*_zmq_ends(pair))
-    return found
-
-
-@contextmanager
-def _peer(kind: str, port: int) -> Iterator[None]:
     # spawn: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_answer, args=(kind, port), daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    with (
+        ProcessPoolExecutor(1, context) as other,
+        socket.create_server((HOST, 0)) as server,
+        zmq.Context() as sockets,
+        _pair(sockets) as pair,
+    ):
+        server.settimeout(PEER_TIMEOUT_S)
+        other.submit(_answer, "tcp", server.getsockname()[1])
+        with server.accept()[0] as connection:
+            found = {"tcp": _ask(*_tcp_ends(connection))}
+        other.submit(_answer, "zeromq", pair.bind_to_random_port(f"tcp://{HOST}"))
+        return found | {"zeromq": _ask(*_zmq_ends(pair))}
 
 
 def _ask(send: Callable[[bytes], object], receive: Callable[[int], object]) -> dict[str, float]:

@@ -77,7 +77,6 @@ class Layout(NamedTuple):
     pipeline: int
     replicas: int
     engine_ranks: int
-    data: int = 1
 
 
 LAYOUTS = {
@@ -149,9 +148,7 @@ def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> 
     cfg = Config.model_validate({
         "run": {"dir": run_dir},
         "model": {"path": model, "dtype": "float32"},
-        "parallel": {
-            "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data,
-        },
+        "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline},
         "generator": {
             "replicas": layout.replicas, "tensor_parallel": layout.engine_ranks, "kv_tokens": 8192,
         },

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -29,22 +30,7 @@ RAW, FLOOR, GLOO = "raw", "floor", "gloo"
 SO_MAX_PACING_RATE = 47
 """Bytes per second, socket(7); not in the module `socket`. TCP paces itself since Linux 4.13."""
 Rounds = Sequence[Sequence[list[Packet]]]
-
-
-def send_raw(ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object) -> int:
-    """`parcels.send` with plain bytes."""
-    rounds = _plain(ends)
-    _send(ends, rounds, transport, patience)
-    return _most(rounds)
-
-
-def receive_raw(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
-) -> Received:
-    """`parcels.receive` of plain bytes, which are discarded."""
-    started, rounds = time.monotonic(), _plain(ends)
-    _receive(ends, rounds, transport, patience)
-    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
+Move = Callable[[Ends, Rounds, GroupTransport, Patience], None]
 
 
 def send_floor(
@@ -76,26 +62,6 @@ def receive_floor(
     _receive(ends, [[end.packets for end in each] for each in ends], transport, patience, empty)
     seconds = time.monotonic() - started
     return Received(payload_bytes(ends, dtype), transport.peak_bytes, seconds)
-
-
-def send_gloo(ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object) -> int:
-    """`parcels.send` by broadcasts of plain bytes."""
-    rounds = _plain(ends)
-    _broadcast(ends, rounds, transport, patience)
-    return _most(rounds)
-
-
-def receive_gloo(
-    ends: Ends, transport: GroupTransport, *, dtype: torch.dtype, patience: Patience, **_: object
-) -> Received:
-    """`parcels.receive` by broadcasts of plain bytes, which are discarded."""
-    started, rounds = time.monotonic(), _plain(ends)
-    _broadcast(ends, rounds, transport, patience)
-    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
-
-
-SEND = {RAW: send_raw, FLOOR: send_floor, GLOO: send_gloo}
-RECEIVE = {RAW: receive_raw, FLOOR: receive_floor, GLOO: receive_gloo}
 
 
 def _plain(ends: Ends) -> Rounds:
@@ -181,6 +147,42 @@ def _apply(function: Callable[[Packet], None], parcels: Sequence[list[Packet]]) 
 def _wait(works: Sequence[Work], patience: Patience) -> None:
     for work in works:
         wait_until(work, patience.ends_at())
+
+
+def _send_plain(
+    move: Move, ends: Ends, transport: GroupTransport, *, patience: Patience, **_: object
+) -> int:
+    """`parcels.send` of plain bytes by `move`."""
+    rounds = _plain(ends)
+    move(ends, rounds, transport, patience)
+    return _most(rounds)
+
+
+def _receive_plain(
+    move: Move,
+    ends: Ends,
+    transport: GroupTransport,
+    *,
+    dtype: torch.dtype,
+    patience: Patience,
+    **_: object,
+) -> Received:
+    """`parcels.receive` of plain bytes by `move`, which are discarded."""
+    started, rounds = time.monotonic(), _plain(ends)
+    move(ends, rounds, transport, patience)
+    return Received(payload_bytes(ends, dtype), _most(rounds), time.monotonic() - started)
+
+
+SEND = {
+    RAW: partial(_send_plain, _send),
+    FLOOR: send_floor,
+    GLOO: partial(_send_plain, _broadcast),
+}
+RECEIVE = {
+    RAW: partial(_receive_plain, _receive),
+    FLOOR: receive_floor,
+    GLOO: partial(_receive_plain, _broadcast),
+}
 
 
 @contextmanager

@@ -43,11 +43,6 @@ def read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None =
     return read_table(source, files, f"{source.name} @ {commit[:12]}", on_fault)
 
 
-def is_pinned(source: PromptSource) -> bool:
-    """Whether the revision is a commit."""
-    return is_commit(source.revision)
-
-
 def is_commit(revision: str) -> bool:
     """Whether a revision is the full hash of a commit."""
     return _COMMIT.fullmatch(revision) is not None
@@ -68,7 +63,7 @@ def fetch(source: PromptSource, *, completes: bool = False) -> Fetched:
             f"prompts.name={source.name!r}: expected the name of a data set on the Hub, as "
             f"'openai/gsm8k': {error}"
         ) from error
-    if is_pinned(source) and not completes:
+    if is_commit(source.revision) and not completes:
         cached = _from_cache(source)
         if cached is not None:
             return cached
@@ -199,7 +194,7 @@ def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> Prompt
     """
     if read_as(source) != "hub":
         return source
-    if not is_pinned(source):
+    if not is_commit(source.revision):
         kept = next((one.revision for one in earlier if _is_same(one, source)), source.revision)
         source = source.model_copy(update={"revision": kept})
     return source.model_copy(
@@ -209,7 +204,7 @@ def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> Prompt
 
 def _is_same(one: PromptSource, other: PromptSource) -> bool:
     """Whether `one` has a commit and the same rows as `other`."""
-    if not is_pinned(one) or read_as(one) != "hub":
+    if not is_commit(one.revision) or read_as(one) != "hub":
         return False
     keys = ("name", "subset", "dataset_split")
     first, second = with_hub_name(one), with_hub_name(other)

@@ -126,7 +126,7 @@ def read_table(
     if faults and (source.faulty == "refuse" or not prompts):
         raise InputError(_describe_faults(faults, label, prompts=len(prompts)))
     table.leave_out(faults)
-    prompts = table.with_unique_ids(table.with_rates(prompts))
+    prompts = table.with_unique_ids(table.repeats.with_rates(prompts))
     if source.faulty == "drop":
         prompts = table.without_repeated_ids(prompts)
     return Reading(with_splits(prompts, source.held_out_share), table.notes(prompts), files.files)
@@ -165,7 +165,7 @@ class _Table:
         self._keeps_columns = keeps_columns
         self.kept: list[dict[str, Any]] = []
         """With keeps_columns: all columns of each prompt's row."""
-        self._repeats = Repeats()
+        self.repeats = Repeats()
         self._names: list[str] = []
         """Id of each prompt by its file and row."""
         self._left_out: Counter[str] = Counter()
@@ -205,15 +205,11 @@ class _Table:
         """The fault of a row that repeats an earlier question; None for another row."""
         if self._source.repeated == "keep" or not isinstance(found, Prompt):
             return None
-        reason = self._repeats.find(found)
+        reason = self.repeats.find(found)
         text = f"{place}: an earlier row has the question"
         if reason == OTHER_ANSWER:
             text += f", with another answer than {found.answer[:100]!r}"
         return RowFault(place, reason, text) if reason else None
-
-    def with_rates(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts; one without a pass rate gets that of a row that repeats it."""
-        return self._repeats.with_rates(prompts)
 
     def check_given(self) -> None:
         """Raise InputError for a configured column that no row has."""

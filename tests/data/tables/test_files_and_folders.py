@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.prompts import PromptSource
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from megatron_rl.data.tables.folders import find_files
 from megatron_rl.data.tables.source import RowFault, read_files
 
@@ -270,7 +270,7 @@ def test_ids_that_repeat_later_give_way_to_those_of_rows(tmp_path: Path) -> None
     assert [prompt.id for prompt in prompts] == [f"a:{n}" for n in range(1, 151)]
     sources = [PromptSource(path=path, columns={"id": "id"})]
     with pytest.raises(InputError, match="id 'x0' occurs twice"):
-        load_prompts(sources, seed=0)
+        read_prompts(sources, seed=0).divide()
 
 
 def test_mixture_and_evaluation_sets_of_data_sets(tmp_path: Path) -> None:
@@ -282,7 +282,9 @@ def test_mixture_and_evaluation_sets_of_data_sets(tmp_path: Path) -> None:
         for split in ("train", "test")
     )
     disk = PromptSource(path=tmp_path / "disk", held_out_share=0, weight=3.0)
-    sets = load_prompts([train, disk], seed=0, eval_sets=[EvalSet(name="gsm", prompts=test)])
+    sets = read_prompts(
+        [train, disk], seed=0, eval_sets=[EvalSet(name="gsm", prompts=test)]
+    ).divide()
     # Two of the questions are asked in the evaluation set, too.
     assert [len(prompts) for prompts in sets.train] == [18, 10] and sets.weights == [1.0, 3.0]
     assert [prompt.answer for prompt in sets.eval_sets["gsm"]] == ["19", "20", "21", "22"]

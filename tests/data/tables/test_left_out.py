@@ -13,7 +13,7 @@ from megatron_rl.config.reward import RewardConfig, TaskConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.curation.rows import encode_lines, read_rows
 from megatron_rl.data.check import check_prompts
-from megatron_rl.data.prompts import load_prompts, material_of_run
+from megatron_rl.data.prompts import material_of_run, read_prompts
 from megatron_rl.data.sources import read_source
 from megatron_rl.data.tables.rows import RowFault
 from megatron_rl.data.tables.source import read_files
@@ -25,7 +25,7 @@ def test_repeated_rows_of_verl_leave_one_of_each_on_one_side(tmp_path: Path) -> 
     rows = [verl(f"{n}+1?", str(n + 1)) for n in range(8)] * 50
     for suffix in ("jsonl", "parquet"):
         path = write(tmp_path / f"train.{suffix}", rows)
-        sets = load_prompts([PromptSource(path=path, held_out_share=0.25)], seed=0)
+        sets = read_prompts([PromptSource(path=path, held_out_share=0.25)], seed=0).divide()
         trained, held = ({p.question for p in ps} for ps in (sets.train[0], sets.held_out))
         assert len(sets.train[0]) + len(sets.held_out) == 8 and held and not trained & held
         place = "9" if suffix == "jsonl" else "row 9"
@@ -63,7 +63,7 @@ def test_a_question_on_both_sides_is_held_out_and_named(tmp_path: Path) -> None:
     rows = [{"question": q, "answer": "1", "split": split}
             for q, split in (("p", "train"), ("p", "held_out"), ("q", "train"))]  # fmt: skip
     path = write(tmp_path / "a.jsonl", rows)
-    sets = load_prompts([PromptSource(path=path)], seed=0)
+    sets = read_prompts([PromptSource(path=path)], seed=0).divide()
     assert [p.question for p in sets.train[0]] == ["q"]
     assert "1 train prompts removed because their question is held out" in sets.describe()
     found = check_prompts(Config(prompts=[PromptSource(path=path)]), with_lengths=False)

@@ -10,7 +10,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import read_prompts
 from tests.verification.code import human_eval_tasks
 from tests.verification.requests import boxed
 from verification import settings
@@ -28,7 +28,7 @@ def program(source: str) -> str:
 
 def load(kind: str, path: Path | None = None) -> list[Prompt]:
     one = EvalSet(name="set", prompts=PromptSource(kind=kind, path=path))
-    return load_prompts([], 0, eval_sets=[one]).eval_sets["set"]
+    return read_prompts([], 0, eval_sets=[one]).divide().eval_sets["set"]
 
 
 def test_documented_lines_are_graded(tmp_path: Path) -> None:
